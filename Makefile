@@ -1,0 +1,50 @@
+# Needs CPython 3.11 to 3.13, make and a package index. Every target sets up what it needs; the second time is quick.
+#   make quickstart [SEED=0]   train a small model end to end on this machine
+#   make test | test-slow      the tests; the long ones
+#   make check                 format, lint, types
+
+PYTHON ?= python3
+SEED ?= 0
+TORCH := 2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-slow check
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(INSTALLED)
+
+quickstart: $(INSTALLED)
+	$(BIN)/python examples/quickstart.py --seed $(SEED)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+# Without an NVIDIA device on Linux the CPU build of torch spares gigabytes of CUDA libraries. Its index is tried
+# once and briefly; where it can't be reached, the configured index serves.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "async-rl needs CPython 3.11 to 3.13, and $(PYTHON) is not; set PYTHON=/path/to/python" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! nvidia-smi >/dev/null 2>&1; then \
+	  echo "no NVIDIA device: installing the CPU build of torch $(TORCH)"; \
+	  $(PIP) --no-deps --retries 0 --timeout 5 --index-url $(CPU_INDEX) "torch==$(TORCH)+cpu" \
+	    || $(PIP) --no-deps "torch==$(TORCH)"; \
+	fi
+	$(PIP) -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,62 @@
+"""Every error that async-rl raises on purpose, as one tree.
+
+``UserError`` is the user's to mend (a bad config, a missing file, a busy port): commands print it as one message
+and exit 2. The others stop a role, or become a counted record at a process boundary. Messages say what was
+expected, what was got, where, and what to do.
+"""
+
+
+class AsyncRLError(Exception):
+    """Root of the tree."""
+
+
+class UserError(AsyncRLError):
+    """Something the user can mend; commands print it without a traceback and exit 2."""
+
+
+class ConfigError(UserError):
+    """The config file, or a ``--set``, is wrong; the message names the TOML key."""
+
+
+class DataError(UserError):
+    """A dataset file or row is wrong; the message names file and line."""
+
+
+class ModelError(UserError):
+    """The model, its tokenizer or its chat template is missing or unfit."""
+
+
+class AddressError(UserError):
+    """An address is malformed, busy, unreachable, or refused for being open to the network."""
+
+
+class RunError(UserError):
+    """The run directory belongs to another config, or holds nothing to go on with."""
+
+
+class WireError(AsyncRLError):
+    """A message on a socket is malformed; it is counted and answered, never trusted."""
+
+
+class QueueError(AsyncRLError):
+    """The queue server refused a request, or did not answer in time."""
+
+
+class LineageError(QueueError):
+    """A learner of an older lineage woke up: a newer one owns the queue."""
+
+
+class StaleRolloutError(AsyncRLError):
+    """A rollout is older than ``queue.max_staleness`` allows."""
+
+
+class WeightsError(AsyncRLError):
+    """Weights did not arrive, or their digest does not match their manifest."""
+
+
+class RewardError(AsyncRLError):
+    """A reward can't be computed at all: its verifier does not start, its row has no answer. Never a wrong one."""
+
+
+class TrainingError(AsyncRLError):
+    """The run can't go on (too many filtered groups, a step that can't be trained); the message is a diagnosis."""
