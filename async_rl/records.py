@@ -1,0 +1,155 @@
+"""The nouns as frozen records: what leases carry out and what groups carry back. No torch, no sockets.
+
+Facts only: tokens, masks, behavior logprobs, versions, reward parts. Advantages and losses are the learner's.
+``T`` is the number of tokens of one sequence, prompt and environment tokens included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FinishReason = Literal["stop", "length", "error"]
+LeaseKind = Literal["train", "eval"]
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
+
+NO_VERSION = -1
+"""Version of a token that no policy sampled (prompt and environment tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One dataset row at its place in the stream.
+
+    ``position`` counts from 0 over all epochs and never repeats within a run; ``row`` is the row's index in its
+    file. ``reward_data`` is what the reward needs (``gt_answer``), opaque to everything else.
+    """
+
+    position: int
+    row: int
+    epoch: int
+    messages: tuple[Mapping[str, str], ...]
+    reward_data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one rollout. ``temperature`` 0 is greedy decoding."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    max_prompt_tokens: int
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Permission, given to one generator, to sample one group.
+
+    ``min_version`` is the oldest version it may be sampled with; ``max_staleness`` the bound it was given under.
+    ``seed`` and the rollout's index fix every random number of the group, whoever samples it.
+    """
+
+    lease_id: str
+    kind: LeaseKind
+    prompt: Prompt
+    group_size: int
+    sampling: Sampling
+    lineage: str
+    min_version: int
+    max_staleness: int
+    attempt: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSequence:
+    """One contiguous token sequence that the policy saw and continued.
+
+    Attributes:
+        token_ids: int32 [T].
+        loss_mask: bool [T], True on tokens that the policy sampled.
+        behavior_logprobs: float32 [T], nats; 0 off the mask.
+        versions: int32 [T], the version that sampled each token; ``NO_VERSION`` off the mask.
+    """
+
+    token_ids: Int32Array
+    loss_mask: BoolArray
+    behavior_logprobs: Float32Array
+    versions: Int32Array
+
+    def __post_init__(self) -> None:
+        lengths = {len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"expected four arrays of one length [T], got lengths {sorted(lengths)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One scored trajectory.
+
+    ``reward_parts`` are summed to the reward. ``accuracy`` is 1.0 or 0.0 (or a partial credit between) and never
+    includes shaping. ``num_sampled`` counts the tokens under the mask.
+    """
+
+    sequences: tuple[TokenSequence, ...]
+    reward_parts: Mapping[str, float]
+    accuracy: float
+    finish_reason: FinishReason
+    extracted: str | None = None
+
+    @property
+    def reward(self) -> float:
+        return float(sum(self.reward_parts.values()))
+
+    @property
+    def num_sampled(self) -> int:
+        return int(sum(int(s.loss_mask.sum()) for s in self.sequences))
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version among sampled tokens; ``NO_VERSION`` if nothing was sampled."""
+        oldest = [int(s.versions[s.loss_mask].min()) for s in self.sequences if s.loss_mask.any()]
+        return min(oldest, default=NO_VERSION)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The rollouts of one prompt under one lease: the unit of delivery, of advantage and of the ledger.
+
+    ``weights_digest`` maps every version that sampled here to the digest of its weights, as the generator
+    verified it; the learner refuses what it did not publish.
+    """
+
+    lease_id: str
+    kind: LeaseKind
+    position: int
+    generator_id: str
+    lineage: str
+    temperature: float
+    rollouts: tuple[Rollout, ...]
+    weights_digest: Mapping[int, str] = field(default_factory=dict)
+    sampling_time_s: float = 0.0
+
+    @property
+    def mean_accuracy(self) -> float:
+        return float(np.mean([r.accuracy for r in self.rollouts])) if self.rollouts else 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version among all sampled tokens of the group."""
+        known = [v for r in self.rollouts if (v := r.oldest_version) != NO_VERSION]
+        return min(known, default=NO_VERSION)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(r.num_sampled for r in self.rollouts)

@@ -1,0 +1,73 @@
+"""Leases and groups survive the wire; groups that don't fit together are refused."""
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.codec import decode_group, encode_group, lease_fields, lease_from_fields
+from async_rl.errors import WireError
+from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence
+from async_rl.wire import decode, encode
+
+
+def sequence(length: int, version: int = 0) -> TokenSequence:
+    return TokenSequence(
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=np.arange(length) >= 1,
+        behavior_logprobs=np.linspace(-1, 0, length, dtype=np.float32),
+        versions=np.full(length, version, np.int32),
+    )
+
+
+def group(lengths: list[list[int]]) -> Group:
+    rollouts = tuple(
+        Rollout(tuple(sequence(n) for n in each), {"correct": 1.0, "overlong": -0.5}, 1.0, "stop", "42")
+        for each in lengths
+    )
+    return Group("lease", "train", 7, "generator", "lineage", 0.9, rollouts, {0: "abc"}, 1.5)
+
+
+def test_a_lease_survives_msgpack():
+    prompt = Prompt(5, 3, 1, ({"role": "user", "content": "1+1"},), {"gt_answer": "2"})
+    lease = Lease("id", "eval", prompt, 8, Sampling(0.6, 1.0, 0, 10, 20, ("</answer>",)), "l", 2, 4, 1, 2**62)
+    assert lease_from_fields(msgpack.unpackb(msgpack.packb(lease_fields(lease)))) == lease
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
+def test_a_group_survives_the_wire(lengths: list[list[int]]):
+    sent = group(lengths)
+    received = decode_group(encode_group(sent))
+    assert (received.position, received.temperature, received.weights_digest) == (7, 0.9, {0: "abc"})
+    assert received.num_sampled == sent.num_sampled
+    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
+        assert (after.reward, after.accuracy, after.extracted) == (0.5, 1.0, "42")
+        for a, b in zip(before.sequences, after.sequences, strict=True):
+            for name in TokenSequence.__slots__:
+                np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+@pytest.mark.parametrize("lengths", [[4], [6], [5, 1], [-5], ["5"], [True]])
+def test_sequence_lengths_that_do_not_add_up_are_refused(lengths: list):
+    message = decode(encode_group(group([[5]])))
+    rollout = {**message.fields["rollouts"][0], "lengths": lengths}
+    with pytest.raises(WireError, match="sequence length"):
+        decode_group(encode("group", {**message.fields, "rollouts": [rollout]}, message.arrays))
+
+
+def test_arrays_of_another_dtype_are_refused():
+    message = decode(encode_group(group([[5]])))
+    arrays = [message.arrays[0].astype(np.int64), *message.arrays[1:]]
+    with pytest.raises(WireError, match="int32, bool, float32, int32"):
+        decode_group(encode("group", message.fields, arrays))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kind", "other"), ("position", "7"), ("position", True), ("weights_digest", {"0": 1}), ("rollouts", ["x"])],
+)
+def test_a_field_of_the_wrong_kind_is_refused(key: str, value: object):
+    message = decode(encode_group(group([[5]])))
+    with pytest.raises(WireError, match="expected"):
+        decode_group(encode("group", {**message.fields, key: value}, message.arrays))
