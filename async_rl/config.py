@@ -1,0 +1,308 @@
+"""The config: one frozen pydantic model per TOML section. Every knob has one owner, a default and a unit.
+
+``async_rl.config_file`` reads it from TOML and ``--set``; nothing else builds one from user input. Unknown keys are
+refused. Keys without a value are left out of the TOML (TOML has no null).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from async_rl.address import check_address
+from async_rl.errors import AddressError
+
+RewardType = Literal["boxed", "think_answer_tags"]
+
+_SYSTEM_PROMPTS: dict[str, str] = {
+    "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
+    "think_answer_tags": (
+        "You are a helpful assistant. You first think about the reasoning process inside <think> </think>, then give "
+        "the final answer inside <answer> </answer>, without any explanation there, for example "
+        "<answer> 123 </answer>. The user asks a maths problem.\n\n"
+    ),
+}
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about types, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    dir: str = Field(min_length=1, description="run directory")
+    name: str = Field(default="", description="shown in logs; empty: the directory's name")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
+class ModelConfig(Section):
+    path: str = Field(min_length=1, description="local directory or hub id of a Hugging Face causal LM")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="compute dtype; auto: bfloat16 on CUDA, float32 on CPU"
+    )
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+
+
+class DataConfig(Section):
+    train: str = Field(default="", description="training rows, JSONL; needed by every role but sft")
+    eval: dict[str, str] = Field(default={}, description="dataset name -> file")
+    epochs: int | None = Field(default=None, ge=1, description="end the run after so many passes; none: learner.steps")
+    system_prompt: str | None = Field(default=None, description="none: by reward type; empty: no system message")
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    shuffle: bool = Field(default=True, description="a new seeded order every epoch")
+
+
+class SamplingConfig(Section):
+    group_size: int = Field(default=8, ge=1, le=1024)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0: off")
+    max_new_tokens: int = Field(default=3584, ge=1)
+    max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts are refused and counted")
+    stop: tuple[str, ...] = Field(default=(), strict=False, description="stop strings, kept in the text")
+    deterministic: bool = False
+
+
+class RewardConfig(Section):
+    type: RewardType = "boxed"
+    scale: float = Field(default=1.0, gt=0, description="reward of a correct answer")
+    soft_overlong: bool = Field(default=True, description="DAPO eq. 13, times scale")
+    cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
+    time_limit_s: float = Field(default=5.0, gt=0, description="per answer")
+
+
+class QueueConfig(Section):
+    address: str | None = Field(default=None, description="to bind; none: loopback, any free port")
+    advertise: str | None = Field(default=None, description="what others connect to; none: the bound address")
+    max_staleness: int = Field(default=4, ge=0, le=1024, description="versions")
+    on_stale: Literal["drop"] = Field(default="drop", description="what happens to groups above the bound")
+    filter_range: tuple[float, float] | None = Field(
+        default=(0.01, 0.99),
+        strict=False,
+        description="groups whose mean accuracy lies outside are filtered; [] is off",
+    )
+    refill: bool = Field(default=True, description="replace filtered groups; false: keep and mask them")
+    max_filtered: int | None = Field(
+        default=None, ge=1, description="filtered groups without a step; none: 100 steps' worth"
+    )
+    max_bytes: int = Field(default=2 << 30, ge=1 << 20)
+    lease_timeout_s: float = Field(default=120.0, gt=0, description="without progress")
+    max_attempts: int = Field(default=3, ge=1, description="per prompt, then it is set aside as poison")
+    linger_s: float = Field(default=60.0, ge=0, description="the server ends so long after its learner went away")
+
+    @field_validator("filter_range", mode="before")
+    @classmethod
+    def _empty_is_off(cls, value: object) -> object:
+        return None if value in ([], ()) else value
+
+    @field_validator("address", "advertise")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                check_address(value)
+            except AddressError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+
+class LossConfig(Section):
+    preset: Literal["dapo"] = "dapo"
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_high: float = Field(default=0.28, ge=0)
+    skip_threshold: float | None = Field(
+        default=20.0, gt=1, description="a sequence whose mean pi/mu is above leaves the loss; 0 in TOML: off"
+    )
+    aggregation: Literal["token"] = "token"
+    mask_truncated: bool = Field(default=True, description="answers cut at max_new_tokens leave the loss")
+
+    @field_validator("skip_threshold", mode="before")
+    @classmethod
+    def _zero_is_off(cls, value: object) -> object:
+        return None if value == 0 and not isinstance(value, bool) else value
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="floor of cosine and linear, times lr")
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class LearnerConfig(Section):
+    steps: int = Field(default=1000, ge=1)
+    groups_per_step: int = Field(default=32, ge=1)
+    updates_per_batch: int = Field(
+        default=1, ge=1, description="optimizer steps on each batch, on disjoint parts of it"
+    )
+    max_tokens: int = Field(default=16384, ge=1, description="tokens in one packed micro-batch of one rank")
+    nproc: int = Field(default=1, ge=1, description="ranks that launch starts")
+    devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, one a rank")
+    reshard: Literal["full", "none"] = Field(default="full", description="full: ZeRO-3; none: keep parameters gathered")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads a rank; none: cores over processes")
+    distributed_timeout_s: float = Field(default=600.0, gt=0)
+
+
+class FakeConfig(Section):
+    """Settings of the fake backend: it samples by hashing, at a pace of its own."""
+
+    accuracy: float = Field(default=0.5, ge=0, le=1, description="share of correct answers")
+    mean_tokens: float = Field(default=16.0, ge=1)
+    sigma: float = Field(default=0.0, ge=0, description="of log-normal answer lengths")
+    step_time_s: float = Field(default=0.0, ge=0, description="duration of one decode step, whatever the batch")
+    vocab_size: int = Field(default=32, ge=2)
+
+
+class GeneratorConfig(Section):
+    backend: Literal["auto", "transformers", "fake"] = "auto"
+    count: int = Field(default=1, ge=0, description="generators that launch starts")
+    devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, dealt out in order")
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=64, ge=1, description="sequences sampled at a time")
+    max_concurrent_groups: int | None = Field(default=None, ge=1, description="none: as many as fill batch_size")
+    memory_fraction: float = Field(default=0.8, gt=0, le=1)
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads; none: cores over processes")
+    fake: FakeConfig = FakeConfig()
+
+
+class WeightsConfig(Section):
+    transport: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="auto: nccl where the learner runs on CUDA, else gloo"
+    )
+    sync_every: int = Field(default=1, ge=1, description="publish every so many versions")
+    deadline_s: float = Field(default=60.0, gt=0, description="a generator that is not done by then is dropped")
+    bucket_bytes: int = Field(default=64 << 20, ge=1024, description="bytes of one digested part of a version")
+    staging_bytes: int | None = Field(
+        default=None, ge=1024, description="host memory for versions in flight; none: two"
+    )
+    trusted_network: bool = False
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=50, ge=0, description="steps; 0: only at the end")
+    keep_last: int = Field(default=2, ge=1)
+
+
+class EvalConfig(Section):
+    every: int = Field(default=50, ge=0, description="steps; 0: only at the start and the end")
+    temperature: float = Field(default=0.0, ge=0)
+    num_samples: int = Field(default=1, ge=1)
+    max_rows: int | None = Field(default=None, ge=1, description="the first rows of each dataset; none: all")
+
+
+class LogConfig(Section):
+    wandb: Literal["off", "online", "offline"] = "off"
+    project: str = "async-rl"
+    rollouts_every: int = Field(default=10, ge=0, description="steps; 0: never")
+    rollouts_groups: int = Field(default=2, ge=1, description="groups written each time")
+
+
+class SftConfig(Section):
+    """Supervised warm start: ``async-rl sft``."""
+
+    data: str = Field(default="", description="JSONL rows: prompt and response, or messages")
+    out: str = Field(default="", description="Hugging Face directory to write")
+    steps: int = Field(default=1000, ge=1)
+    batch_size: int = Field(default=64, ge=1, description="rows an optimizer step")
+    max_length: int = Field(default=2048, ge=2, description="tokens; longer rows are cut on the right")
+    lr: float = Field(default=1e-5, gt=0)
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    aggregation: Literal["token", "sequence"] = "token"
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: only at the end")
+
+
+class Config(Section):
+    """Everything one run is made of."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    reward: RewardConfig = RewardConfig()
+    queue: QueueConfig = QueueConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    sft: SftConfig = SftConfig()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        self._check_staleness_keys()
+        self._check_sampling_keys()
+        self._check_device_keys()
+        return self
+
+    def _check_staleness_keys(self) -> None:
+        most = self.queue.max_staleness + 1
+        if self.weights.sync_every > most:
+            raise ValueError(
+                f"weights.sync_every: expected at most queue.max_staleness + 1 = {most}, got "
+                f"{self.weights.sync_every}; generators could never be fresh enough"
+            )
+        most += 1 - self.weights.sync_every
+        if self.learner.updates_per_batch > most:
+            raise ValueError(
+                f"learner.updates_per_batch: expected at most queue.max_staleness + 2 - weights.sync_every = {most}, "
+                f"got {self.learner.updates_per_batch}; the last update of a batch would be too stale"
+            )
+        if self.learner.groups_per_step % self.learner.updates_per_batch:
+            raise ValueError(
+                f"learner.updates_per_batch: expected a divisor of learner.groups_per_step = "
+                f"{self.learner.groups_per_step}, got {self.learner.updates_per_batch}"
+            )
+        low_high = self.queue.filter_range
+        if low_high is not None and low_high[0] >= low_high[1]:
+            raise ValueError(f"queue.filter_range: expected [low, high] with low < high, got {list(low_high)}")
+
+    def _check_sampling_keys(self) -> None:
+        longest = self.sampling.max_new_tokens
+        if self.reward.cache_length is not None and self.reward.cache_length >= longest:
+            raise ValueError(
+                f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
+                f"{self.reward.cache_length}"
+            )
+        for key, off in (("top_p", 1.0), ("top_k", 0)):
+            value = getattr(self.sampling, key)
+            if value != off:
+                raise ValueError(
+                    f"sampling.{key}: training needs the behavior logprobs of the whole distribution; expected {off}, "
+                    f"got {value}"
+                )
+
+    def _check_device_keys(self) -> None:
+        for key, devices, needed in (
+            ("learner.devices", self.learner.devices, self.learner.nproc),
+            ("generator.devices", self.generator.devices, self.generator.count * self.generator.tensor_parallel_size),
+        ):
+            if devices is not None and len(devices) != needed:
+                raise ValueError(f"{key}: expected {needed} devices, one for each process, got {len(devices)}")
+
+    @property
+    def system_prompt(self) -> str:
+        """The system message; empty for none."""
+        if self.data.system_prompt is not None:
+            return self.data.system_prompt
+        return _SYSTEM_PROMPTS[self.reward.type]
+
+    @property
+    def cache_length(self) -> int:
+        """Tokens before ``max_new_tokens`` over which the over-long punishment grows."""
+        return self.reward.cache_length or max(1, min(1024, self.sampling.max_new_tokens // 4))
+
+    @property
+    def max_filtered(self) -> int:
+        """Filtered groups without a step that stop the run."""
+        return self.queue.max_filtered or 100 * self.learner.groups_per_step

@@ -1,0 +1,217 @@
+"""Metrics: rows in, ``metrics.jsonl`` (and Weights & Biases, if asked) out. The learner writes, everyone reads.
+
+One JSON object a line. A *step row* is written after every optimizer step and holds ``loss/policy`` (left out when
+nothing could be trained) and the keys of ``METRIC_KEYS``; an *eval row* comes when an evaluation is done and holds
+``step`` (the step it was asked for), ``time_s`` and ``eval/<dataset>/...``. Values that are not finite are written as
+null, for JSON has no other word for them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import netrc
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.run_dir import RunDir, write_atomically
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+METRIC_KEYS: dict[str, str] = {
+    "step": "optimizer steps done, skipped ones included",
+    "version": "optimizer steps that changed the weights",
+    "time_s": "seconds since the run started, restarts not counted",
+    "loss/policy": "policy loss of the step",
+    "grad_norm": "gradient norm before clipping",
+    "lr": "learning rate of the step",
+    "entropy": "mean entropy of the policy on trained tokens, nats",
+    "reward/mean": "mean reward of the rollouts taken",
+    "accuracy/mean": "mean accuracy of the rollouts taken, no shaping",
+    "tokens/trained": "tokens that carried a gradient",
+    "tokens/masked": "tokens taken and left out of the loss",
+    "length/mean": "sampled tokens a rollout",
+    "staleness/mean": "versions between sampling and training, mean over trained tokens",
+    "staleness/max": "the same, largest",
+    "staleness/in_flight_mean": "the part that passed before the group arrived",
+    "staleness/in_queue_mean": "the part that passed in the queue",
+    "ratio/mean": "pi/mu over trained tokens",
+    "ratio/max": "largest pi/mu",
+    "ratio/clip_fraction": "share of trained tokens whose ratio was clipped",
+    "ratio/ess": "normalised effective sample size, in (0, 1]",
+    "skip/tokens": "tokens of sequences above loss.skip_threshold",
+    "skip/sequences": "sequences above loss.skip_threshold",
+    "skip/steps": "optimizer steps skipped (a gradient that is not finite, or nothing to train on)",
+    "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over trained tokens, nats",
+    "mismatch_kl/lag_N": "the same, over tokens of staleness N",
+    "queue/depth": "groups waiting in the queue",
+    "queue/bytes": "their bytes, leases' reservations included",
+    "queue/in_flight": "groups being sampled",
+    "generators": "generators alive",
+    "time/wait_s": "the learner waited for groups",
+    "time/train_s": "the learner trained",
+    "time/publish_s": "the learner staged weights",
+    "time/pause_s": "mean pause of a generator per activation",
+    "idle/learner": "share of the step that the learner waited",
+    "idle/generators": "share of the step that generator seats were empty",
+    "overlap/efficiency": "steps/s over 1 / max(generation, training)",
+    "throughput/trained_tokens_per_s": "tokens/trained a second",
+    "throughput/generated_tokens_per_s": "tokens sampled a second, over all generators",
+    "eval/<dataset>/accuracy": "mean accuracy over answers",
+    "eval/<dataset>/pass_at_k": "share of rows with a right answer in k = eval.num_samples",
+}
+"""The keys that others may rely on, with their meaning; rows may hold more."""
+
+
+class MetricsWriter:
+    """Appends rows to ``metrics.jsonl``, each flushed when ``write`` returns. One writer a run."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        """Open for appending; a last line that a dying process left half-written is cut off.
+
+        Raises:
+            ConfigError: ``log.wandb`` is on and can't work.
+        """
+        self._path = RunDir(run_dir).metrics
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._wandb = _start_wandb(run_dir, config)
+        _cut_torn_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row; it must hold ``step``."""
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"expected a row with an integer step, got {row.get('step')!r}")
+        plain = {key: _finite(value) for key, value in row.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({key: value for key, value in plain.items() if value is not None})
+
+    def rewind_to(self, step: int) -> int:
+        """Move rows beyond ``step`` to ``metrics.rolled_back-N.jsonl``: they tell of a history that was given up.
+
+        A start without a checkpoint passes -1: no row survives.
+
+        Returns:
+            How many rows were moved.
+        """
+        rows = read_metrics(self._path)
+        gone = [row for row in rows if row["step"] > step]
+        if not gone:
+            return 0
+        self._file.close()
+        number = 1
+        while (aside := self._path.with_name(f"metrics.rolled_back-{number}.jsonl")).exists():
+            number += 1
+        write_atomically(aside, _lines(gone))
+        write_atomically(self._path, _lines([row for row in rows if row["step"] <= step]))
+        self._file = self._path.open("a", encoding="utf-8")
+        logger.info("moved %d metrics rows beyond step %d to %s", len(gone), step, aside.name)
+        return len(gone)
+
+    def close(self) -> None:
+        """Close the file and finish the Weights & Biases run."""
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """All rows of a ``metrics.jsonl``; none when there is no file. A torn last line is left out.
+
+    Raises:
+        ValueError: a line before the last is not a JSON object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    *lines, torn = text.split("\n")
+    del torn  # empty when the file ends in a newline, else a row that was never finished
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}") from error
+        rows.append(row)
+    return rows
+
+
+def _finite(value: Any) -> Any:
+    """Plain JSON data: NumPy scalars unwrapped, NaN and infinities as None."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines(rows: list[Row]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+
+
+def check_wandb(config: Config) -> None:
+    """Refuse ``log.wandb = "online"`` where no API key is to be found, instead of asking for one.
+
+    Raises:
+        ConfigError: there is neither ``WANDB_API_KEY`` nor an entry in the netrc file.
+    """
+    if config.log.wandb != "online" or os.environ.get("WANDB_API_KEY"):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        found = path.exists() and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError) as error:
+        raise ConfigError(f'log.wandb = "online": can\'t read {path}: {error}') from error
+    if not found:
+        raise ConfigError(
+            f'log.wandb = "online", but there is no API key for {host}: set WANDB_API_KEY, run `wandb login`, or set '
+            f'log.wandb = "offline" (synced later with `wandb sync`)'
+        )
+
+
+def _start_wandb(run_dir: Path, config: Config) -> Any:
+    """A Weights & Biases run that goes on under the same id when the run is resumed; None when it is off."""
+    check_wandb(config)
+    mode = config.log.wandb
+    if mode == "off":
+        return None
+    import wandb
+
+    id_file = run_dir / "wandb_id"
+    if not id_file.exists():
+        write_atomically(id_file, uuid.uuid4().hex[:12])
+    try:
+        run = wandb.init(
+            project=config.log.project,
+            name=config.run.name or run_dir.name,
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=run_dir,
+            mode=mode,
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+    except wandb.Error as error:
+        raise ConfigError(f'log.wandb = "{config.log.wandb}": wandb did not start: {error}') from error
+    # Rows carry their own step: wandb's own counter refuses the smaller steps that follow a rollback.
+    run.define_metric("*", step_metric="step")
+    return run
