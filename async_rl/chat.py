@@ -1,0 +1,155 @@
+"""Models on disk as seen from outside: tokenizer, chat template and the files a generator needs. No weights.
+
+Called by the learner's preflight (``check_model``, ``model_files``) and by backends (``load_tokenizer``,
+``render_prompt``). Transformers is imported inside the functions: commands that only parse must start fast.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_rl.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MODEL_FILES = ("config.json", "generation_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_PROBE_MESSAGES: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1 + 1 = ?"},)
+
+
+def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local directory or of a hub id, known to have a chat template unless told otherwise.
+
+    Raises:
+        ModelError: it can't be loaded, or has no chat template.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    directory = model_directory(path)
+    if not any((directory / name).is_file() for name in _VOCABULARY_FILES):
+        raise ModelError(f"expected a tokenizer in {directory} ({' or '.join(_VOCABULARY_FILES[:2])}), got none")
+    # AutoTokenizer goes by the model's type and would rebuild a generic tokenizer with that model's own splitting.
+    is_generic = _tokenizer_class(directory) in _GENERIC_CLASSES
+    try:
+        tokenizer = (PreTrainedTokenizerFast if is_generic else AutoTokenizer).from_pretrained(directory)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
+        raise ModelError(
+            f"can't load a tokenizer from {path}: {type(error).__name__}: {error}; expected the files that "
+            f"save_pretrained writes (tokenizer.json and tokenizer_config.json)"
+        ) from error
+    if needs_template and not tokenizer.chat_template:
+        raise ModelError(
+            f"the tokenizer in {path} has no chat template, so prompts can't be rendered; use an instruction-tuned "
+            f"model, or put a chat_template.jinja beside tokenizer.json"
+        )
+    return tokenizer
+
+
+def _tokenizer_class(directory: Path) -> str:
+    """What ``tokenizer_config.json`` names; empty if it names none (the loader then says what is wrong with it)."""
+    try:
+        config: Any = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("tokenizer_class", "")) if isinstance(config, dict) else ""
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+    """Token ids, int32 [P], of the chat so far with the opening of the assistant's turn.
+
+    Raises:
+        ModelError: the template refuses the messages (a role it does not know, say), or renders to nothing.
+    """
+    try:
+        ids = tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    except Exception as error:  # a template raises whatever its author wrote
+        roles = [m.get("role") for m in messages]
+        raise ModelError(f"the chat template fails on messages with roles {roles}: {error}") from error
+    if not len(ids):
+        raise ModelError(f"the chat template renders {len(messages)} messages to no token at all")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def model_directory(path: str | Path, *, weights: bool = False) -> Path:
+    """The local directory of a model: itself, or the hub's snapshot of an id (``weights`` fetches those too).
+
+    Raises:
+        ModelError: there is no such directory, and the hub has (or lets us have) no such id.
+    """
+    local = Path(path)
+    if local.is_dir():
+        return local
+    if local.is_absolute() or str(path).startswith(".") or str(path).count("/") > 1:
+        raise ModelError(f"model.path: no directory {path}")
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_MODEL_FILES, *_TOKENIZER_FILES, *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # offline, no such repository, no permission: all the same to the caller
+        raise ModelError(
+            f"model.path: {path!r} is neither a directory nor a model that can be fetched from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        ) from error
+
+
+def model_files(path: str | Path) -> dict[str, bytes]:
+    """What a generator needs to build the model and its tokenizer, name -> bytes; no weights.
+
+    Raises:
+        ModelError: as ``model_directory``; or a needed file is missing.
+    """
+    directory = model_directory(path)
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"model.path: expected a config.json in {directory}")
+    names = (*_MODEL_FILES, *_TOKENIZER_FILES)
+    return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
+
+
+def check_model(path: str | Path) -> None:
+    """A quick preflight that loads no weights.
+
+    Raises:
+        ModelError: no such model, no readable ``config.json``, no tokenizer, or a chat template that fails.
+    """
+    directory = model_directory(path)
+    config_path = directory / "config.json"
+    try:
+        config: Any = json.loads(config_path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model.path: expected a config.json in {directory}") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: can't read {config_path}: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f"model.path: {config_path} names no model_type; is it a Hugging Face causal LM?")
+    render_prompt(load_tokenizer(directory), _PROBE_MESSAGES)

@@ -1,0 +1,57 @@
+"""What a reward is given and what it gives back. Rewards are called by the generator's worker, once a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from async_rl.records import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """One finished rollout.
+
+    Attributes:
+        text: the sampled tokens decoded, without special tokens; the prompt is not in it.
+        reward_data: the row's (``gt_answer``).
+        num_tokens: sampled tokens, end-of-sequence token included.
+        max_new_tokens: the lease's limit on ``num_tokens``.
+        finish_reason: ``length`` if it was cut.
+    """
+
+    text: str
+    reward_data: Mapping[str, Any]
+    num_tokens: int
+    max_new_tokens: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOutput:
+    """``parts`` are summed to the reward; ``accuracy`` (1.0 or 0.0) never includes shaping or format."""
+
+    parts: dict[str, float]
+    accuracy: float
+    extracted: str | None
+
+
+class Reward(Protocol):
+    """A reward function with what it holds: call it from any thread, close it once."""
+
+    def __call__(self, item: RewardInput) -> RewardOutput:
+        """Score one rollout.
+
+        Raises:
+            RewardError: it can't be scored at all; never raised for a wrong answer.
+        """
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Events since the start, by name, for metrics (``verifier_timed_out``, ...)."""
+        ...
+
+    def close(self) -> None:
+        """End its processes; the next call would start them again."""
+        ...

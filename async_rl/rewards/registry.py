@@ -1,0 +1,32 @@
+"""The reward types: ``reward.type`` to what computes it. An explicit table; nothing registers itself.
+
+``boxed`` and ``think_answer_tags`` differ only in where the answer is; see docs/rewards.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from async_rl.config import Config
+from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed
+from async_rl.rewards.math import MathReward
+from async_rl.rewards.records import Reward, RewardInput, RewardOutput
+from async_rl.rewards.verifier import MathVerifier
+
+__all__ = ["Reward", "RewardInput", "RewardOutput", "build_reward"]
+
+_EXTRACTORS: Mapping[str, Callable[[str], Extraction]] = {
+    "boxed": extract_boxed,
+    "think_answer_tags": extract_answer_tag,
+}
+
+
+def build_reward(config: Config) -> Reward:
+    """The reward function that ``config`` asks for. It starts its verifier process when first needed; close it."""
+    return MathReward(
+        _EXTRACTORS[config.reward.type],
+        scale=config.reward.scale,
+        cache_length=config.cache_length if config.reward.soft_overlong else None,
+        time_limit_s=config.reward.time_limit_s,
+        verifier=MathVerifier(),
+    )

@@ -1,0 +1,232 @@
+"""Answer equality: the exact fast path, typeset identity, math_verify behind its process boundary."""
+
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.rewards.equality import MAX_ANSWER_CHARS, answers_equal, plain_number, typeset_form
+from async_rl.rewards.verifier import MathVerifier
+
+
+class RefusingVerifier(MathVerifier):
+    """Fails the test if a pair is not decided without the child."""
+
+    def ask(self, gold: str, prediction: str, time_limit_s: float):
+        raise AssertionError(f"{gold!r} and {prediction!r} should be decided in process")
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[MathVerifier]:
+    verifier = MathVerifier()
+    yield verifier
+    verifier.close()
+
+
+def equal_in_process(gold: str, prediction: str) -> bool:
+    return answers_equal(gold, prediction, verifier=RefusingVerifier(), time_limit_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("72", Fraction(72)),
+        (" +72. ", Fraction(72)),
+        ("-72", Fraction(-72)),
+        ("\u221272", Fraction(-72)),
+        ("- 3", Fraction(-3)),
+        ("0072", Fraction(72)),
+        ("72.50", Fraction(145, 2)),
+        (".5", Fraction(1, 2)),
+        ("5.", Fraction(5)),
+        ("-0", Fraction(0)),
+        ("$5", Fraction(5)),
+        ("\\$5.00", Fraction(5)),
+        ("-$5", Fraction(-5)),
+        ("$-5", Fraction(-5)),
+        ("$5$", Fraction(5)),
+        ("\\(5\\)", Fraction(5)),
+        ("$\\boxed{5}$.", Fraction(5)),
+        ("\\text{5}", Fraction(5)),
+        ("1,234", Fraction(1234)),
+        ("$1,234,567.80", Fraction(123456780, 100)),
+        ("1{,}234", Fraction(1234)),
+        ("10,\\!236", Fraction(10236)),
+        ("10\\,000", Fraction(10000)),
+        ("10 000", Fraction(10000)),
+        ("1/2", Fraction(1, 2)),
+        ("-4 / 6", Fraction(-2, 3)),
+        ("\\frac{1}{2}", Fraction(1, 2)),
+        ("-\\dfrac{ 3 }{4}", Fraction(-3, 4)),
+        ("\\frac{-3}{4}", Fraction(-3, 4)),
+        ("\\frac12", Fraction(1, 2)),
+        ("1 1/2", Fraction(3, 2)),
+        ("-1\\frac{1}{2}", Fraction(-3, 2)),
+    ],
+)
+def test_plain_numbers_have_their_exact_value(text: str, value: Fraction):
+    assert plain_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", ".", "-", "$", "x", "1,2", "12,34", "1,2345", "0,123", ",123", "1,234 567", "1e3", "50%", "1/0", "0/0",
+        "1/2/3", "--5", "5-", "5 5", "5 apples", "\\frac123", "-\\frac{-1}{2}", "3/\\frac12", "\u0665", "1_000",
+        "inf", "nan", "(5)", "1.2.3", "0x10", "5 .5", "\\frac{1}{0}",
+    ],
+)  # fmt: skip
+def test_other_texts_are_no_plain_numbers(text: str):
+    assert plain_number(text) is None
+
+
+def grouped(digits: str, separator: str) -> str:
+    return f"{int(digits):,}".replace(",", separator)
+
+
+@st.composite
+def renderings(draw: st.DrawFn, value: Fraction) -> str:
+    """One of the many ways to write ``value``."""
+    top, bottom = abs(value.numerator), value.denominator
+    factor = draw(st.integers(1, 9))
+    shapes = [f"{top * factor}/{bottom * factor}", f"\\frac{{{top * factor}}}{{{bottom * factor}}}"]
+    if top > bottom:
+        shapes.append(f"{top // bottom} {top % bottom}/{bottom}")
+    scaled = bottom
+    while scaled % 2 == 0:
+        scaled //= 2
+    while scaled % 5 == 0:
+        scaled //= 5
+    if scaled == 1:
+        whole, _, part = format(Decimal(top) / Decimal(bottom), "f").partition(".")
+        zeros = "0" * draw(st.integers(0, 3))
+        decimals = f".{part}{zeros}" if part or zeros else ""
+        shapes += [
+            f"{w}{decimals}" for w in (whole, "00" + whole, *(grouped(whole, s) for s in (",", "{,}", "\\,", ",\\!")))
+        ]
+    text = draw(st.sampled_from(shapes))
+    sign = "-" if value < 0 else draw(st.sampled_from(["", "+"]))
+    text = draw(st.sampled_from(["", "$", "\\$"])) + sign + text
+    left, right = draw(st.sampled_from([("", ""), ("\\(", "\\)"), ("\\boxed{", "}"), (" ", " "), ("", ".")]))
+    return left + text + right
+
+
+plain_values = st.one_of(
+    st.fractions(max_denominator=50),
+    st.builds(lambda n, d: Fraction(n, 10**d), st.integers(-(10**9), 10**9), st.integers(0, 6)),
+)
+
+
+@settings(deadline=None)
+@given(plain_values.flatmap(lambda v: st.tuples(st.just(v), renderings(v), renderings(v))))
+def test_all_ways_to_write_a_number_are_equal(case: tuple[Fraction, str, str]):
+    value, gold, prediction = case
+    assert plain_number(gold) == value
+    assert equal_in_process(gold, prediction)
+
+
+@settings(deadline=None)
+@given(
+    st.tuples(plain_values, plain_values).flatmap(lambda v: st.tuples(st.just(v), renderings(v[0]), renderings(v[1])))
+)
+def test_two_plain_numbers_are_equal_exactly_if_their_values_are(case: tuple[tuple[Fraction, Fraction], str, str]):
+    (gold_value, value), gold, prediction = case
+    assert equal_in_process(gold, prediction) == (gold_value == value)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60), st.text(alphabet="0123456789.,/{}$\\ -+frac", max_size=40))
+def test_the_fast_path_survives_any_text(anything: str, numberlike: str):
+    for text in (anything, numberlike):
+        plain_number(text)
+        typeset_form(text)
+
+
+@pytest.mark.parametrize(
+    ("gold", "prediction"),
+    [
+        ("x^2", "x^{2}"),
+        ("(\\frac{1}{2},3)", "\\left( \\dfrac{1}{2}, 3 \\right)"),
+        ("\\text{Evelyn}", "Evelyn"),
+        ("Evelyn", "evelyn."),
+        ("\\text{(A)}", "(A)"),
+        ("$x+1$", "x + 1"),
+        ("1,2", "1, 2"),
+        ("2\\pi", "\\(2\\pi\\)"),
+    ],
+)
+def test_answers_that_print_alike_are_equal_without_a_child(gold: str, prediction: str):
+    assert equal_in_process(gold, prediction)
+
+
+@pytest.mark.parametrize(
+    ("gold", "prediction"),
+    [
+        ("10", "5 5"),  # math_verify adds them
+        ("1234", "12 34"),
+        ("5", "5}{6"),  # math_verify stops at the brace
+        ("listen", "silent"),  # to math_verify, a product of the same letters
+        ("\\text{no}", "on"),
+        ("5", "{" * 400 + "5" + "}" * 400 + "x"),
+        ("5", "(" * 400 + "5" + ")" * 400),
+        ("5", ""),
+        ("5", "   "),
+        ("", ""),
+        ("5", "5" * (MAX_ANSWER_CHARS + 1)),
+        ("5", "x" * 1_000_000),
+        ("5", "{" * 1_000_000),
+        ("5", "\\frac" * 200_000),
+    ],
+)
+def test_what_math_verify_misreads_or_can_not_bear_is_refused_without_a_child(gold: str, prediction: str):
+    assert not equal_in_process(gold, prediction)
+
+
+@pytest.mark.parametrize(
+    "text", ["$" * 999, "{" * 499 + "}" * 499, "." * 999, "\\text{" * 150 + "}" * 90, " " * 999, "1 " * 499, "," * 999]
+)
+def test_texts_at_the_length_cap_are_normalised_quickly(text: str):
+    start = time.monotonic()
+    plain_number(text)
+    typeset_form(text)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("gold", "prediction", "expected"),
+    [
+        ("x+1", "1+x", True),
+        ("2\\sqrt{3}", "\\sqrt{12}", True),
+        ("\\frac{\\pi}{2}", "\\pi/2", True),
+        ("\\{1,2\\}", "\\{2,1\\}", True),
+        ("18", "9*2", True),
+        ("5", "x=5", True),
+        ("72", "72\\%", True),
+        ("60", "60^\\circ", True),
+        ("\\boxed{18}", "16+2", True),
+        ("[1,2]", "(1,2)", False),
+        ("(1,2)", "(2,1)", False),
+        ("12", "1,2", False),
+        ("1,2", "12", False),
+        ("1.2", "1,2", False),
+        ("1234", "1, 234", False),
+        ("1,234", "1, 234", False),
+        ("540", "5{,}40", False),
+        ("5.5", "5 .5", False),
+        ("\\frac{x}{23}", "\\frac{x2}{3}", False),
+        ("x^{12}", "x^{1}2", False),
+        ("5", "5 or 6", False),
+        ("5", "5,6", False),
+        ("x", "y", False),
+        ("5", "\\infty", False),
+        ("5", "9**9**9", False),
+        ("5", "\\sqrt" * 100, False),
+        ("5", "\ud800", False),
+    ],
+)
+def test_math_verify_decides_the_rest(verifier: MathVerifier, gold: str, prediction: str, expected: bool):
+    assert answers_equal(gold, prediction, verifier=verifier, time_limit_s=30.0) is expected
