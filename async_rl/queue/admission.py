@@ -1,0 +1,113 @@
+"""The staleness arithmetic of the queue, and its settings. Pure.
+
+With ``k`` optimizer steps a batch, a batch that is taken at version ``v`` is trained last at ``v + k - 1``; the
+batch after it at ``v + 2k - 1``, and so on. A group sampled at ``m`` is in the bound ``eta`` while that is at most
+``m + eta``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+from async_rl.records import LeaseKind, Sampling
+
+BYTES_PER_TOKEN = 13
+"""int32 id, bool mask, float32 logprob, int32 version."""
+_ROLLOUT_OVERHEAD = 1024
+_GROUP_OVERHEAD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSettings:
+    """What the buffer must know of the config.
+
+    Raises:
+        ConfigError: no step fits into ``max_bytes``, or the versions that generators get are always too old.
+    """
+
+    group_size: int
+    groups_per_step: int
+    max_staleness: int
+    sampling: Sampling
+    updates_per_batch: int = 1
+    sync_every: int = 1
+    max_bytes: int = 2 << 30
+    filter_range: tuple[float, float] | None = (0.01, 0.99)
+    refill: bool = True
+    max_filtered: int = 3200
+    lease_timeout_s: float = 120.0
+    max_attempts: int = 3
+    seed: int = 0
+    generator_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        needed = self.groups_per_step * self.worst_case_bytes
+        if needed > self.max_bytes:
+            raise ConfigError(
+                f"queue.max_bytes: one step of {self.groups_per_step} groups may need {needed} bytes, got "
+                f"{self.max_bytes}; raise it, or lower learner.groups_per_step, sampling.group_size or "
+                f"sampling.max_new_tokens"
+            )
+        # Just before a version is due, generators are sync_every - 1 versions behind, and one batch must still fit.
+        if self.sync_every - 1 + self.updates_per_batch > self.max_staleness + 1:
+            raise ConfigError(
+                f"weights.sync_every + learner.updates_per_batch: expected at most queue.max_staleness + 2 = "
+                f"{self.max_staleness + 2}, got {self.sync_every} + {self.updates_per_batch}; generators could never "
+                f"be fresh enough"
+            )
+
+    @classmethod
+    def from_config(cls, config: Config) -> BufferSettings:
+        return cls(
+            group_size=config.sampling.group_size,
+            groups_per_step=config.learner.groups_per_step,
+            max_staleness=config.queue.max_staleness,
+            sampling=train_sampling(config),
+            updates_per_batch=config.learner.updates_per_batch,
+            sync_every=config.weights.sync_every,
+            max_bytes=config.queue.max_bytes,
+            filter_range=config.queue.filter_range,
+            refill=config.queue.refill,
+            max_filtered=config.max_filtered,
+            lease_timeout_s=config.queue.lease_timeout_s,
+            max_attempts=config.queue.max_attempts,
+            seed=config.run.seed,
+        )
+
+    @property
+    def worst_case_bytes(self) -> int:
+        """The largest body that a training lease may bring back."""
+        tokens = self.sampling.max_prompt_tokens + self.sampling.max_new_tokens
+        return self.group_size * (tokens * BYTES_PER_TOKEN + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
+
+    def group_limit(self, *, version: int, active_version: int, steps_left: int) -> int:
+        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks."""
+        batches = (self.max_staleness + 1 - (version - active_version)) // self.updates_per_batch
+        return max(0, min(batches, steps_left)) * self.groups_per_step
+
+    def oldest_trainable(self, version: int) -> int:
+        """The oldest version that a batch taken at ``version`` may hold."""
+        return version + self.updates_per_batch - 1 - self.max_staleness
+
+    def oldest_for_lease(self, *, version: int, outstanding: int) -> int:
+        """The oldest version for the next lease, with ``outstanding`` groups before it, at its expected batch."""
+        batches_before = outstanding // self.groups_per_step
+        return max(0, self.oldest_trainable(version + batches_before * self.updates_per_batch))
+
+    def lease_seed(self, kind: LeaseKind, dataset: str, position: int) -> int:
+        """63 bits that depend on nothing but the run's seed and the prompt's place."""
+        return xxhash.xxh3_64_intdigest(f"{self.seed}/{kind}/{dataset}/{position}".encode()) >> 1
+
+
+def train_sampling(config: Config) -> Sampling:
+    s = config.sampling
+    return Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens, s.max_prompt_tokens, s.stop)
+
+
+def eval_sampling(config: Config) -> Sampling:
+    s = config.sampling
+    return Sampling(config.eval.temperature, 1.0, 0, s.max_new_tokens, s.max_prompt_tokens, s.stop)

@@ -1,0 +1,202 @@
+"""The learner's side of the queue: synchronous, every request repeated until it is answered.
+
+``GeneratorQueue``, the generators' side, lives next door and is offered from here too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from async_rl.codec import decode_group, field, prompt_from_fields
+from async_rl.errors import QueueError, WireError
+from async_rl.queue.connection import Connection, raise_error
+from async_rl.queue.generator_client import GeneratorQueue
+from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup, TrainedFacts
+from async_rl.queue.protocol import as_array, facts_fields, not_ready_from_fields, stats_from_fields
+from async_rl.records import Group, Prompt
+from async_rl.wire import Message
+
+__all__ = ["GeneratorQueue", "LearnerQueue"]
+
+ALIVE_EVERY_S = 5.0
+
+
+class _KeepAlive:
+    """Says on a socket of its own that the learner lives, also while its main thread trains."""
+
+    def __init__(self, address: str, lineage: str) -> None:
+        self._address, self._lineage = address, lineage
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="queue-keep-alive", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        connection = Connection(self._address, "learner-alive")
+        try:
+            while not self._end.wait(ALIVE_EVERY_S):
+                connection.send_once("alive", {"lineage": self._lineage})
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+class LearnerQueue:
+    """The queue as the learner's rank 0 uses it. Methods block until answered.
+
+    Raises (all methods): ``LineageError`` when a newer learner owns the queue, ``QueueError`` when the server refuses,
+    or does not answer within ``timeout_s`` (beyond the wait that was asked for).
+    """
+
+    def __init__(self, address: str, timeout_s: float = 60.0) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._connection = Connection(address, "learner")
+        self._keep_alive: _KeepAlive | None = None
+        self._lineage: str | None = None
+
+    def attach(
+        self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
+        config_toml: str, files: Mapping[str, bytes], snapshot: bytes | None,
+    ) -> None:  # fmt: skip
+        """Own the queue from here on, in the state that ``snapshot`` says (none: empty)."""
+        names = sorted(files)
+        arrays = [as_array(files[name]) for name in names]
+        if snapshot is not None:
+            arrays.append(as_array(snapshot))
+        fields = {
+            "run_id": run_id,
+            "lineage": lineage,
+            "parent_lineage": parent_lineage,
+            "fork_version": fork_version,
+            "step": step,
+            "num_steps": num_steps,
+            "config_toml": config_toml,
+            "files": names,
+            "has_snapshot": snapshot is not None,
+        }
+        self._call("attach", fields, arrays)
+        self._lineage = lineage
+        if self._keep_alive is not None:
+            self._keep_alive.close()
+        self._keep_alive = _KeepAlive(self.address, lineage)
+
+    def announce(self, announcement: Announcement) -> None:
+        """A version was published."""
+        self._call("announce", {"announcement": asdict(announcement), "lineage": announcement.lineage})
+
+    def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
+        """Ask for an evaluation of a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
+        fields = {"dataset": dataset, "step": step, "min_version": min_version, "exclusive": exclusive}
+        self._call("evaluate", {**fields, "lineage": lineage})
+
+    def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
+        """Finished evaluations, each until it is named in ``received``.
+
+        A row that could not be sampled comes with a group without rollouts.
+        """
+        keys = [[dataset, step] for dataset, step in received]
+        reply = self._call("eval_results", {"lineage": lineage, "received": keys})
+        arrays = iter(reply.arrays)
+        return [_eval_result(entry, arrays, lineage) for entry in field(reply.fields, "results", list)]
+
+    def await_eval(self, lineage: str, wait_s: float) -> str:
+        """Wait for a finished evaluation that was not handed over yet: empty if there is one, else the reason."""
+        return field(self._call("await_eval", {"lineage": lineage}, wait_s=wait_s).fields, "reason", str)
+
+    def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
+        """The groups of the step after ``step`` done ones, trained first at ``version``; waits up to ``wait_s``."""
+        reply = self._call("take", {"lineage": lineage, "step": step, "version": version}, wait_s=wait_s)
+        if reply.type == "not_ready":
+            return not_ready_from_fields(reply.fields)
+        entries = field(reply.fields, "groups", list)
+        if len(entries) != len(reply.arrays):
+            raise WireError(f"a batch of {len(entries)} groups came with {len(reply.arrays)} bodies")
+        groups = [_taken(entry, body) for entry, body in zip(entries, reply.arrays, strict=True)]
+        return Batch(tuple(groups), stats_from_fields(field(reply.fields, "stats", dict)))
+
+    def ack(self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False) -> Acked:
+        """The step that was taken as ``step`` is done, and the learner is at ``version``."""
+        fields = {"lineage": lineage, "step": step, "version": version, "snapshot": snapshot}
+        reply = self._call("ack", {**fields, "facts": facts_fields(facts)})
+        return _acked(reply)
+
+    def snapshot(self, lineage: str) -> bytes:
+        """The queue's state between two steps, for a checkpoint."""
+        body = _acked(self._call("snapshot", {"lineage": lineage})).snapshot
+        if body is None:
+            raise WireError("expected a snapshot, got none")
+        return body
+
+    def finish(self, lineage: str) -> None:
+        """The run is over; generators are told to end."""
+        self._call("finish", {"lineage": lineage})
+
+    def status(self) -> dict[str, Any]:
+        """Everything a person wants to see of the queue, as plain data."""
+        return field(self._call("status", {}).fields, "status", dict)
+
+    def ping(self) -> str:
+        """The run id that the server serves; empty before its first learner if none was given."""
+        return field(self._call("ping", {}).fields, "run_id", str)
+
+    def close(self) -> None:
+        """Leave. Unless the run is finished, the server ends ``queue.linger_s`` later."""
+        if self._keep_alive is not None:
+            self._keep_alive.close()
+        if self._lineage is not None:
+            self._connection.send_once("bye_learner", {"lineage": self._lineage})
+        self._connection.close()
+
+    def _call(
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, wait_s: float = 0.0
+    ) -> Message:
+        deadline = time.monotonic() + self._timeout_s + wait_s
+        request_id = self._connection.post(type_, fields, arrays, wait_s=wait_s)
+        while (left_s := deadline - time.monotonic()) > 0:
+            for request, message in self._connection.poll(min(left_s, 1.0)):
+                if request is not None and request.request_id == request_id:
+                    raise_error(message)
+                    return message
+        self._connection.forget(request_id)
+        raise QueueError(
+            f"the queue at {self.address} did not answer {type_!r} within {self._timeout_s + wait_s:.0f} s; see "
+            f"logs/queue.log in the run directory"
+        )
+
+
+def _taken(entry: Any, body: np.ndarray) -> TakenGroup:
+    if not isinstance(entry, dict):
+        raise WireError(f"expected a taken group to be a map, got {type(entry).__name__}")
+    return TakenGroup(
+        group=decode_group(body.data),
+        prompt=prompt_from_fields(field(entry, "prompt", dict)),
+        queued_s=field(entry, "queued_s", float),
+        arrival_version=field(entry, "arrival_version", int),
+        masked=field(entry, "masked", bool),
+    )
+
+
+def _acked(reply: Message) -> Acked:
+    stats = stats_from_fields(field(reply.fields, "stats", dict))
+    return Acked(stats, reply.arrays[0].tobytes() if reply.arrays else None)
+
+
+def _eval_result(entry: Any, arrays: Any, lineage: str) -> EvalResult:
+    groups: list[tuple[Prompt, Group]] = []
+    for item in field(entry, "prompts", list):
+        prompt = prompt_from_fields(item)
+        if field(item, "answered", bool):
+            group = decode_group(next(arrays).data)
+        else:
+            group = Group("", "eval", prompt.position, "", lineage, 0.0, ())
+        groups.append((prompt, group))
+    return EvalResult(field(entry, "dataset", str), field(entry, "step", int), tuple(groups))

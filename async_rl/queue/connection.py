@@ -1,0 +1,160 @@
+"""One DEALER socket with requests that are sent again until they are answered. The base of both queue clients.
+
+Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from async_rl.address import check_address
+from async_rl.errors import AddressError, LineageError, QueueError
+from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
+from async_rl.wire import Limits, Message, decode, encode
+
+RESEND_S = 5.0
+_RETRY_S = 0.02
+_LIMITS = Limits(max_bytes=1 << 34)
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A request without an answer. ``due_at`` is when it is (next) sent, ``sent_at`` when it last was."""
+
+    request_id: str
+    type: str
+    fields: dict[str, Any]
+    arrays: tuple[np.ndarray, ...]
+    wait_s: float
+    due_at: float
+    sent_at: float | None = None
+
+
+class Connection:
+    """A client's socket to ``address``. It connects in the background, and again after the server was restarted.
+
+    Raises:
+        AddressError: the address is malformed.
+    """
+
+    def __init__(self, address: str, name: str) -> None:
+        host, port = check_address(address)
+        if not port:
+            raise AddressError(f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}")
+        self.address = address
+        self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+        self._outstanding: dict[str, Outstanding] = {}
+        self._waiting_since: float | None = None
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{self._prefix}".encode())
+        # Without a connection nothing is lined up in the socket, so a restarted server is not flooded with repeats.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.connect(address)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds without any reply while something that should have been answered is outstanding."""
+        return 0.0 if self._waiting_since is None else max(0.0, time.monotonic() - self._waiting_since)
+
+    def outstanding(self, *types: str) -> list[Outstanding]:
+        return [o for o in self._outstanding.values() if o.type in types]
+
+    def post(
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, wait_s: float = 0.0
+    ) -> str:
+        """Line up a request; its id. ``wait_s`` is how long the server may hold the answer back."""
+        request_id = f"{self._prefix}-{next(self._numbers)}"
+        now = time.monotonic()
+        self._outstanding[request_id] = Outstanding(
+            request_id, type_, {**fields, "request_id": request_id, "wait_s": wait_s}, tuple(arrays), wait_s, now
+        )
+        self._send_due(now)
+        return request_id
+
+    def send_once(self, type_: str, fields: Mapping[str, Any]) -> bool:
+        """Send something that wants no answer; False without a connection, or once closed."""
+        if self._socket.closed:
+            return False
+        try:
+            self._socket.send(encode(type_, fields), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """Stop waiting for this answer."""
+        self._outstanding.pop(request_id, None)
+        self._update_silence(time.monotonic(), heard=False)
+
+    def poll(self, timeout_s: float) -> list[tuple[Outstanding | None, Message]]:
+        """Messages that came within ``timeout_s`` (returns with the first), each with the request it answers."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            self._send_due(now)
+            received = self._receive(now)
+            self._update_silence(now, heard=bool(received))
+            if received or now >= deadline:
+                return received
+            due = min((o.due_at for o in self._outstanding.values()), default=deadline)
+            self._socket.poll(max(1, int((min(due, deadline) - now) * 1000)))
+
+    def close(self) -> None:
+        """May be called again."""
+        self._socket.close()
+        self._context.term()
+
+    def _send_due(self, now: float) -> None:
+        for request in self._outstanding.values():
+            if request.due_at > now:
+                continue
+            frame = encode(request.type, request.fields, request.arrays)
+            try:
+                self._socket.send(frame, zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                request.due_at = now + _RETRY_S
+            else:
+                request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
+
+    def _receive(self, now: float) -> list[tuple[Outstanding | None, Message]]:
+        received: list[tuple[Outstanding | None, Message]] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return received
+            message = decode(memoryview(frame.buffer), _LIMITS)
+            request_id = message.fields.get("request_id")
+            request = self._outstanding.pop(request_id, None) if isinstance(request_id, str) else None
+            # An answer to a repeat of something answered already says nothing new.
+            if request is not None or request_id is None:
+                received.append((request, message))
+
+    def _update_silence(self, now: float, *, heard: bool) -> None:
+        """An answer that may be held back by the server counts as missing only after that time."""
+        expected = [o for o in self._outstanding.values() if o.sent_at is None or now > o.sent_at + o.wait_s]
+        if not expected:
+            self._waiting_since = None
+        elif heard or self._waiting_since is None:
+            self._waiting_since = now
+
+
+def raise_error(message: Message) -> None:
+    """Raise what an error reply says; other messages pass."""
+    if message.type == "error":
+        text = str(message.fields.get("message", "no reason given"))
+        raise LineageError(text) if message.fields.get("kind") == "lineage" else QueueError(text)

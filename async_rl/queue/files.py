@@ -1,0 +1,42 @@
+"""The queue's two small files in the run directory: ``queue.json`` and ``ledger.json``, rewritten atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRecord:
+    """Where a run's queue server is. ``run_id`` is empty until its first learner attached, unless it was given."""
+
+    run_id: str
+    pid: int
+    address: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_record(run_dir: Path) -> QueueRecord | None:
+    """The recorded server; None if none is recorded, or the file is not one of ours."""
+    try:
+        plain = json.loads((run_dir / "queue.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    match plain:
+        case {"run_id": str(run_id), "pid": int(pid), "address": str(address)}:
+            return QueueRecord(run_id, pid, address)
+        case _:
+            return None
+
+
+def write_json(path: Path, plain: Mapping[str, Any]) -> None:
+    """The file appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)

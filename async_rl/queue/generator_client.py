@@ -1,0 +1,198 @@
+"""A generator's side of the queue: never blocks beyond the poll it is asked for, everything pipelined.
+
+Returns and failures are repeated until they are answered, through a restart of the server. Whatever comes back is an
+event of ``poll``.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from async_rl.codec import encode_group, field
+from async_rl.errors import AddressError, QueueError, WireError
+from async_rl.queue.connection import Connection, Outstanding, raise_error
+from async_rl.queue.messages import (
+    Announced,
+    Announcement,
+    Cancelled,
+    FailureCause,
+    Finished,
+    GeneratorEvent,
+    GeneratorStats,
+    Returned,
+    Verdict,
+    Welcome,
+)
+from async_rl.queue.protocol import announcement_from_fields, as_array, granted_from_fields, strings
+from async_rl.records import Group
+from async_rl.wire import Message
+
+_HELLO_WAIT_S = 5.0
+_HELLO_MARGIN_S = 0.5
+"""The last answer is asked for so long before the wait is over, so that its reason is heard."""
+_VERDICTS: tuple[Verdict, ...] = (
+    "queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused",
+)  # fmt: skip
+
+
+class GeneratorQueue:
+    """The queue as a generator uses it. One thread owns it.
+
+    Raises:
+        AddressError: the address is malformed.
+    """
+
+    def __init__(self, address: str, generator_id: str) -> None:
+        self.address, self.generator_id = address, generator_id
+        self._connection = Connection(address, generator_id)
+        self._announcement: Announcement | None = None
+        self._finished = False
+        self._is_known = False
+        self._early: list[GeneratorEvent] = []
+
+    def hello(self, wait_s: float, backend: str, host: str = "") -> Welcome:
+        """Introduce this generator; waits for a queue, and a learner attached to it, up to ``wait_s``.
+
+        Raises:
+            AddressError: no queue answered. QueueError: a queue did, but no learner has attached.
+        """
+        deadline = time.monotonic() + wait_s
+        reason = ""
+        fields = {"generator_id": self.generator_id, "backend": backend, "host": host or socket.gethostname()}
+        while (left_s := deadline - time.monotonic()) > (_HELLO_MARGIN_S if reason else 0):
+            held_s = max(0.0, min(_HELLO_WAIT_S, left_s - _HELLO_MARGIN_S))
+            request_id = self._connection.post("hello", fields, wait_s=held_s)
+            message = self._answer_to(request_id, min(deadline, time.monotonic() + 2 * _HELLO_WAIT_S))
+            if message is not None and message.type == "welcome":
+                self._is_known = True
+                return _welcome(message)
+            if message is not None:
+                reason = field(message.fields, "reason", str)
+        if reason:
+            raise QueueError(
+                f"the queue at {self.address} answered, but no learner attached in {wait_s:.0f} s: {reason}"
+            )
+        raise AddressError(f"no queue answered at {self.address} within {wait_s:.0f} s; is it running, and reachable?")
+
+    @property
+    def lease_request_outstanding(self) -> bool:
+        return bool(self._connection.outstanding("lease"))
+
+    @property
+    def heartbeat_outstanding(self) -> bool:
+        return bool(self._connection.outstanding("heartbeat"))
+
+    @property
+    def num_unanswered_returns(self) -> int:
+        """Groups and failures that the queue has not answered yet."""
+        return len(self._connection.outstanding("return", "fail"))
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last reply, while one is overdue; 0 otherwise."""
+        return self._connection.silent_s
+
+    @property
+    def finished(self) -> bool:
+        """Whether the queue said that the run is over."""
+        return self._finished
+
+    @property
+    def announcement(self) -> Announcement | None:
+        """The newest version that the queue told of."""
+        return self._announcement
+
+    def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
+        """Ask for leases, sampling with ``version`` of ``lineage``. Does nothing while one request is outstanding."""
+        if not self.lease_request_outstanding:
+            fields = {"generator_id": self.generator_id, "lineage": lineage, "version": version}
+            self._connection.post("lease", {**fields, "max_leases": max_leases}, wait_s=wait_s)
+
+    def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
+        """Report progress by lease: numbers that must grow. Does nothing while one heartbeat is outstanding."""
+        if not self.heartbeat_outstanding:
+            fields = {"generator_id": self.generator_id, "progress": dict(progress), "stats": asdict(stats)}
+            self._connection.post("heartbeat", fields)
+
+    def return_group(self, group: Group) -> None:
+        """Hand a finished group over; a ``Returned`` event says what became of it."""
+        fields = {"generator_id": self.generator_id, "lease_id": group.lease_id}
+        self._connection.post("return", fields, [as_array(encode_group(group))])
+
+    def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
+        """Give a lease back unsampled; a ``Returned`` event answers."""
+        fields = {"generator_id": self.generator_id, "lease_id": lease_id, "cause": cause, "detail": detail[:2000]}
+        self._connection.post("fail", fields)
+
+    def poll(self, timeout_s: float) -> list[GeneratorEvent]:
+        """What the queue said; returns with the first of it, or after ``timeout_s``.
+
+        Raises:
+            QueueError: the server refused a request.
+        """
+        events, self._early = self._early, []
+        for request, message in self._connection.poll(0.0 if events else timeout_s):
+            events += self._events(request, message)
+        return events
+
+    def close(self) -> None:
+        """Leave: leases still held are given out again at once."""
+        if self._is_known:
+            self._connection.send_once("bye", {"generator_id": self.generator_id})
+        self._connection.close()
+
+    def _answer_to(self, request_id: str, deadline: float) -> Message | None:
+        while (left_s := deadline - time.monotonic()) > 0:
+            for request, message in self._connection.poll(left_s):
+                if request is not None and request.request_id == request_id:
+                    self._early += self._notice(message)
+                    raise_error(message)
+                    return message
+                self._early += self._events(request, message)
+        self._connection.forget(request_id)
+        return None
+
+    def _events(self, request: Outstanding | None, message: Message) -> list[GeneratorEvent]:
+        raise_error(message)
+        events = self._notice(message)
+        if message.type == "leases":
+            events.append(granted_from_fields(message.fields))
+        elif message.type == "returned":
+            events.append(Returned(field(message.fields, "lease_id", str), _verdict(message)))
+        return events
+
+    def _notice(self, message: Message) -> list[GeneratorEvent]:
+        """What any message may carry besides its answer."""
+        events: list[GeneratorEvent] = []
+        announced = message.fields.get("announcement")
+        if isinstance(announced, dict):
+            announcement = announcement_from_fields(announced)
+            if announcement != self._announcement:
+                self._announcement = announcement
+                events.append(Announced(announcement))
+        cancelled = strings(message.fields.get("cancelled", []))
+        if cancelled:
+            events.append(Cancelled(cancelled))
+        if message.fields.get("finished") and not self._finished:
+            self._finished = True
+            events.append(Finished())
+        return events
+
+
+def _verdict(message: Message) -> Verdict:
+    verdict = field(message.fields, "verdict", str)
+    for known in _VERDICTS:
+        if verdict == known:
+            return known
+    raise WireError(f"unknown verdict {verdict!r}")
+
+
+def _welcome(message: Message) -> Welcome:
+    names = strings(field(message.fields, "files", list))
+    if len(names) != len(message.arrays):
+        raise WireError(f"a welcome of {len(names)} files came with {len(message.arrays)}")
+    files = {name: array.tobytes() for name, array in zip(names, message.arrays, strict=True)}
+    return Welcome(field(message.fields, "run_id", str), field(message.fields, "config_toml", str), files)

@@ -1,0 +1,163 @@
+"""Leases in flight, their progress and expiry, and the generators that hold them. Pure; time comes as ``now``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_rl.queue.messages import GeneratorStats
+from async_rl.records import Lease
+
+_REMEMBERED = 65_536
+"""Closed leases whose fate is remembered, to tell a repeated return from an unknown one."""
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """A lease in flight. ``version`` is the generator's active one when it asked; ``reserved`` bytes."""
+
+    lease: Lease
+    generator_id: str
+    version: int
+    reserved: int
+    issued_at: float
+    grown_at: float
+    progress: int = 0
+    evaluation: tuple[str, int] | None = None
+
+
+class LeaseTable:
+    """Leases by id. One that did not grow for ``timeout_s`` is expired."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._held: dict[str, HeldLease] = {}
+        self._closed: OrderedDict[str, str] = OrderedDict()
+        self._check_at: float | None = None
+        self.reserved = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldLease]:
+        return iter(list(self._held.values()))
+
+    def get(self, lease_id: str) -> HeldLease | None:
+        return self._held.get(lease_id)
+
+    def add(self, held: HeldLease) -> None:
+        self._held[held.lease.lease_id] = held
+        self.reserved += held.reserved
+        deadline = held.grown_at + self._timeout_s
+        self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
+
+    def close(self, lease_id: str, fate: str) -> HeldLease:
+        """Take a lease out of flight; ``fate`` is what late or repeated returns of it are told."""
+        held = self._held.pop(lease_id)
+        self.reserved -= held.reserved
+        self.set_fate(lease_id, fate)
+        return held
+
+    def set_fate(self, lease_id: str, fate: str) -> None:
+        self._closed[lease_id] = fate
+        while len(self._closed) > _REMEMBERED:
+            self._closed.popitem(last=False)
+
+    def fate(self, lease_id: str) -> str | None:
+        """What became of a closed lease; None if it was never known, or too long ago."""
+        return self._closed.get(lease_id)
+
+    def grow(self, lease_id: str, progress: int, now: float) -> None:
+        """A heartbeat's progress; only growth keeps a lease alive."""
+        held = self._held[lease_id]
+        if progress > held.progress:
+            held.progress, held.grown_at = progress, now
+
+    @property
+    def next_deadline(self) -> float | None:
+        """No lease expires before; None without leases."""
+        return self._check_at
+
+    def expired(self, now: float) -> list[HeldLease]:
+        """Those without growth for the timeout. They stay until they are closed."""
+        if self._check_at is None or now < self._check_at:
+            return []
+        late = [h for h in self._held.values() if now - h.grown_at >= self._timeout_s]
+        alive = [h.grown_at + self._timeout_s for h in self._held.values() if now - h.grown_at < self._timeout_s]
+        self._check_at = min(alive, default=None)
+        return late
+
+
+@dataclass(slots=True)
+class GeneratorEntry:
+    """A generator as the queue sees it. ``cancelled`` are leases it has not yet been told to stop."""
+
+    generator_id: str
+    seen_at: float
+    host: str = ""
+    backend: str = ""
+    active: tuple[str, int] | None = None
+    stats: GeneratorStats = field(default_factory=GeneratorStats)
+    cancelled: set[str] = field(default_factory=set)
+
+
+class GeneratorTable:
+    """Generators by id; silent ones count as gone after ``timeout_s`` and are forgotten after ten times that."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._entries: dict[str, GeneratorEntry] = {}
+
+    def seen(self, generator_id: str, now: float) -> GeneratorEntry:
+        entry = self._entries.setdefault(generator_id, GeneratorEntry(generator_id, now))
+        entry.seen_at = max(now, entry.seen_at)
+        return entry
+
+    def remove(self, generator_id: str) -> None:
+        self._entries.pop(generator_id, None)
+
+    def forget_silent(self, now: float) -> None:
+        for entry in list(self._entries.values()):
+            if now - entry.seen_at > 10 * self._timeout_s:
+                del self._entries[entry.generator_id]
+
+    def alive(self, now: float) -> list[GeneratorEntry]:
+        return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
+
+    def cancel(self, held: HeldLease) -> None:
+        """Note that the holder is to stop sampling this lease."""
+        entry = self._entries.get(held.generator_id)
+        if entry is not None:
+            entry.cancelled.add(held.lease.lease_id)
+
+    def pop_cancelled(self, generator_id: str) -> set[str]:
+        entry = self._entries.get(generator_id)
+        if entry is None:
+            return set()
+        cancelled, entry.cancelled = entry.cancelled, set()
+        return cancelled
+
+    def with_cancelled(self) -> list[str]:
+        return [e.generator_id for e in self._entries.values() if e.cancelled]
+
+    def total(self, now: float) -> GeneratorStats:
+        """The sum of the stats of those alive."""
+        names = GeneratorStats.__slots__
+        alive = self.alive(now)
+        return GeneratorStats(**{name: sum(getattr(e.stats, name) for e in alive) for name in names})
+
+    def as_dicts(self, now: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": e.generator_id,
+                "host": e.host,
+                "backend": e.backend,
+                "active": list(e.active) if e.active else None,
+                "seen_s_ago": now - e.seen_at,
+                "alive": now - e.seen_at <= self._timeout_s,
+                "stats": {name: getattr(e.stats, name) for name in GeneratorStats.__slots__},
+            }
+            for e in self._entries.values()
+        ]

@@ -1,0 +1,181 @@
+"""What passes between the queue server and its clients, as records. No torch, no sockets.
+
+One ROUTER socket serves everyone. Every request carries ``request_id`` and gets one reply with the same id; a request
+is repeated under the same id until it is answered, so every handler is idempotent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from async_rl.records import Group, Lease, Prompt
+
+DropCause = Literal[
+    "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
+    "unused_at_end",
+]  # fmt: skip
+DROP_CAUSES: tuple[DropCause, ...] = (
+    "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
+    "unused_at_end",
+)  # fmt: skip
+
+Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused"]
+"""What became of a returned group."""
+
+FailureCause = Literal["prompt_too_long", "engine_error", "reward_error"]
+"""Why a generator gives a lease back unsampled. A prompt that is too long is refused at once, never tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The newest published version. ``channel`` is the learner's weights address, ``digest`` the manifest's."""
+
+    lineage: str
+    version: int
+    digest: str
+    channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Everything a stateless generator needs. ``files`` are the model config and the tokenizer, name -> bytes."""
+
+    run_id: str
+    config_toml: str
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStats:
+    """Cumulative since the generator started; seconds are wall-clock, seat-seconds sum over occupied seats."""
+
+    seats: int = 0
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+    busy_seat_s: float = 0.0
+    pause_s: float = 0.0
+    num_activations: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesGranted:
+    """Answer to a lease request. With no lease, ``reason`` says what is waited for; ``activate`` names a version."""
+
+    leases: tuple[Lease, ...]
+    reason: str = ""
+    activate: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """These leases can't be trained any more: stop sampling them."""
+
+    lease_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What became of a returned (or failed) lease."""
+
+    lease_id: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A version (or a learner) that the generator did not know."""
+
+    announcement: Announcement
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run is over; exit 0."""
+
+
+GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TakenGroup:
+    """A group handed to the learner. ``queued_s`` is its time in the queue; ``masked`` marks ``refill = false``.
+
+    ``arrival_version`` is the newest announced version when the group arrived, so that staleness in flight
+    (arrival_version - sampled version) and in the queue (trained version - arrival_version) can be told apart.
+    """
+
+    group: Group
+    prompt: Prompt
+    queued_s: float
+    arrival_version: int
+    masked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """The queue at one instant. ``generators`` is the sum over those alive of their cumulative stats."""
+
+    depth: int
+    bytes: int
+    in_flight: int
+    num_generators: int
+    generators: GeneratorStats
+    ledger: Mapping[str, Any]
+    prompts_too_long: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Answer to a take: exactly ``num_groups`` groups, in order of (named version, stream position)."""
+
+    groups: tuple[TakenGroup, ...]
+    stats: QueueStats
+
+
+@dataclass(frozen=True, slots=True)
+class NotReady:
+    """Answer to a take that can't be filled yet; ``reason`` is one line for the watchdog.
+
+    ``stop`` is a diagnosis when the run can't go on; ``exhausted`` says that the stream has ended and fewer groups
+    than a step needs are left.
+    """
+
+    reason: str
+    stats: QueueStats
+    stop: str = ""
+    exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedFacts:
+    """What the learner did with a taken step, for the ledger of rollouts and tokens (sums over its groups).
+
+    Every rollout and every received token of the step is trained or masked (by its first cause).
+    """
+
+    stepped: bool
+    rollouts_trained: int
+    rollouts_masked: Mapping[str, int] = field(default_factory=dict)
+    tokens_trained: int = 0
+    tokens_masked: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """Answer to an ack. ``snapshot`` is opaque; the checkpoint keeps it and the next attach gives it back."""
+
+    stats: QueueStats
+    snapshot: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvalResult:
+    """One finished evaluation: every row's group with its prompt, in row order."""
+
+    dataset: str
+    step: int
+    groups: tuple[tuple[Prompt, Group], ...]

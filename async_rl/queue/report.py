@@ -1,0 +1,149 @@
+"""The queue's state for people and metrics, as records and plain data. Reads, never writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_rl.queue.messages import NotReady, QueueStats
+from async_rl.queue.state import LearnerSide, QueueState
+
+
+def ledger_dict(state: QueueState) -> dict[str, Any]:
+    """Both ledgers and the outcomes."""
+    return {
+        **state.ledger.as_dict(),
+        "eval": state.eval_ledger.as_dict(),
+        "outcomes": state.outcomes.as_dict(),
+    }
+
+
+def check(state: QueueState) -> None:
+    """Raises AssertionError if an identity is broken, the ledger and what is held differ, or a prompt got lost."""
+    state.ledger.check()
+    state.eval_ledger.check()
+    groups, tokens = state.ledger.groups, state.ledger.tokens
+    taken = state.learner.taken if state.learner is not None else ()
+    held = [*state.queued.values(), *taken]
+    facts = {
+        "queued": (groups.queued, len(state.queued)),
+        "taken": (groups.taken, len(taken)),
+        "in_flight": (groups.in_flight, sum(lease.evaluation is None for lease in state.leases)),
+        "tokens": (tokens.queued + tokens.taken, sum(g.tokens for g in held)),
+        "bytes": (state.group_bytes, sum(len(g.body) for g in held)),
+        "reserved": (state.leases.reserved, sum(lease.reserved for lease in state.leases)),
+        "prompts": (state.stream.position, _prompts(state)),
+    }
+    wrong = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
+    if wrong:
+        raise AssertionError(f"(ledger, held) differ: {wrong}")
+
+
+def _prompts(state: QueueState) -> int:
+    """Prompts drawn from the stream, by where they are now; those that were dropped to come again count once."""
+    groups = state.ledger.groups
+    here = len(state.stream.again) + groups.in_flight + groups.queued + groups.taken
+    ended = ("poison", "too_slow", "step_skipped", "unused_at_end")
+    return here + groups.done + groups.filtered + state.prompts_too_long + sum(groups.dropped[c] for c in ended)
+
+
+def ledger_file(state: QueueState) -> dict[str, Any]:
+    """What ``ledger.json`` holds. ``broken`` names an identity that does not hold (a bug of ours)."""
+    learner = state.learner
+    plain: dict[str, Any] = {
+        "lineage": learner.lineage if learner else None,
+        "step": learner.step if learner else None,
+        "version": learner.version if learner else None,
+        **ledger_dict(state),
+    }
+    try:
+        check(state)
+    except AssertionError as error:
+        plain["broken"] = str(error)
+    return plain
+
+
+def stats(state: QueueState) -> QueueStats:
+    """The queue at the last time it was told."""
+    return QueueStats(
+        depth=len(state.queued),
+        bytes=state.group_bytes + state.evals.num_bytes,
+        in_flight=state.ledger.groups.in_flight,
+        num_generators=len(state.generators.alive(state.now)),
+        generators=state.generators.total(state.now),
+        ledger=ledger_dict(state),
+        prompts_too_long=state.prompts_too_long,
+        epoch=state.stream.epoch,
+    )
+
+
+def not_ready(state: QueueState, learner: LearnerSide, num_groups: int) -> NotReady:
+    """Why a take of ``num_groups`` can't be filled, for the watchdog."""
+    if learner.finished or not learner.steps_left:
+        return NotReady(f"all {learner.num_steps} steps are trained", stats(state), exhausted=True)
+    stop = state.stop_diagnosis()
+    if stop:
+        return NotReady(stop, stats(state), stop=stop)
+    in_flight = state.ledger.groups.in_flight
+    if state.stream.exhausted and not in_flight:
+        line = f"the data has ended with {len(state.queued)} groups left, a step needs {num_groups}"
+        return NotReady(line, stats(state), exhausted=True)
+    line = f"{who_samples(state)}{len(state.queued)} of {num_groups} groups are queued, {in_flight} in flight"
+    if state.filtered_since_step:
+        line += f", {state.filtered_since_step} filtered since the last step"
+    blocker = state.evals.exclusive
+    if blocker is not None:
+        line += f"; evaluation comes first: {blocker.progress_line}"
+    if learner.announcement is None:
+        line += "; no version is announced yet"
+    return NotReady(line, stats(state))
+
+
+def who_samples(state: QueueState) -> str:
+    """A warning to put before what is waited for, if nobody samples."""
+    return "" if state.generators.alive(state.now) else "no generator is connected: "
+
+
+def status(state: QueueState) -> dict[str, Any]:
+    """Everything a person wants to see, as plain data."""
+    learner = state.learner
+    announced = learner.announcement if learner else None
+    return {
+        "lineage": learner.lineage if learner else None,
+        "step": learner.step if learner else None,
+        "num_steps": learner.num_steps if learner else None,
+        "version": learner.version if learner else None,
+        "finished": bool(learner and learner.finished),
+        "announced": {name: getattr(announced, name) for name in announced.__slots__} if announced else None,
+        "depth": len(state.queued),
+        "bytes": state.group_bytes + state.evals.num_bytes,
+        "bytes_reserved": state.leases.reserved,
+        "max_bytes": state.settings.max_bytes,
+        "stream": {
+            "position": state.stream.position,
+            "again": len(state.stream.again),
+            "epoch": state.stream.epoch,
+        },
+        "leases": _leases(state),
+        "generators": state.generators.as_dicts(state.now),
+        "evaluations": [e.progress_line for e in state.evals],
+        "prompts_too_long": state.prompts_too_long,
+        "filtered_since_step": state.filtered_since_step,
+        "stop": state.stop_diagnosis(),
+        "ledger": ledger_dict(state),
+    }
+
+
+def _leases(state: QueueState) -> list[dict[str, Any]]:
+    return [
+        {
+            "lease_id": held.lease.lease_id,
+            "generator": held.generator_id,
+            "kind": held.lease.kind,
+            "version": held.version,
+            "attempt": held.lease.attempt,
+            "progress": held.progress,
+            "age_s": state.now - held.issued_at,
+            "silent_s": state.now - held.grown_at,
+        }
+        for held in state.leases
+    ]

@@ -1,0 +1,123 @@
+"""What becomes of a returned group: checked, filtered, queued, or kept as an evaluation's answer. Pure."""
+
+from __future__ import annotations
+
+from async_rl.queue.evals import Answer
+from async_rl.queue.held import HeldGroup, why_unfit
+from async_rl.queue.leases import HeldLease
+from async_rl.queue.messages import DropCause, FailureCause, Verdict
+from async_rl.queue.state import LearnerSide, QueueState
+from async_rl.records import Group
+
+_RETURNED = "returned"
+"""Fate of a lease whose group came; a second one is a duplicate."""
+
+
+def receive(state: QueueState, generator_id: str, group: Group, body: bytes) -> tuple[Verdict, str]:
+    """Take a group in. The verdict, and a line when it is refused."""
+    held, learner = state.leases.get(group.lease_id), state.learner
+    if held is None or learner is None or held.generator_id != generator_id:
+        return _receive_late(state, group), ""
+    tokens = group.num_sampled
+    unfit = why_unfit(group, held.lease, newest_version=learner.version)
+    free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + held.reserved
+    if not unfit and held.evaluation is None and len(body) > held.reserved and len(body) > free:
+        unfit = f"{len(body)} bytes are more than the {held.reserved} reserved, and queue.max_bytes has no room"
+    if unfit:
+        every_rollout_failed = all(rollout.finish_reason == "error" for rollout in group.rollouts)
+        _lose_returned(state, held, "failed" if every_rollout_failed else "refused", tokens)
+        return "refused", f"group {group.lease_id}: {unfit}"
+    if held.evaluation is not None:
+        return _receive_answer(state, held, group, body), ""
+    return _receive_training(state, learner, held, group, body), ""
+
+
+def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause) -> Verdict:
+    """A generator gives a lease back unsampled."""
+    held = state.leases.get(lease_id)
+    if held is None or held.generator_id != generator_id:
+        return "duplicate" if state.leases.fate(lease_id) is not None else "unknown_lease"
+    if cause == "prompt_too_long":
+        state.refuse_prompt(held)
+    else:
+        state.lose_lease(held, "failed", stop_sampling=False)
+    return "refused"
+
+
+def _receive_late(state: QueueState, group: Group) -> Verdict:
+    fate = state.leases.fate(group.lease_id)
+    if fate is None:
+        return "unknown_lease"
+    if fate == _RETURNED:
+        return "duplicate"
+    # Tokens that were sampled for nothing are counted once, under the cause that closed their lease.
+    ledger = state.ledger if group.kind == "train" else state.eval_ledger
+    ledger.late(fate, group.num_sampled)
+    state.leases.set_fate(group.lease_id, _RETURNED)
+    state.revision += 1
+    return "old_lineage" if fate == "rolled_back" else "unknown_lease"
+
+
+def _lose_returned(state: QueueState, held: HeldLease, cause: DropCause, tokens: int) -> None:
+    state.lose_lease(held, cause, tokens=tokens, stop_sampling=False)
+    state.leases.set_fate(held.lease.lease_id, _RETURNED)
+
+
+def _receive_answer(state: QueueState, held: HeldLease, group: Group, body: bytes) -> Verdict:
+    assert held.evaluation is not None
+    evaluation = state.evals.get(held.evaluation)
+    if evaluation is None:
+        _lose_returned(state, held, "refused", group.num_sampled)
+        return "unknown_lease"
+    if group.num_sampled and group.oldest_version < evaluation.min_version:
+        _lose_returned(state, held, "stale", group.num_sampled)
+        return "stale"
+    state.leases.close(held.lease.lease_id, _RETURNED)
+    evaluation.answers[held.lease.prompt.row] = Answer(body, len(group.rollouts), group.num_sampled)
+    state.eval_ledger.arrive("queued", len(group.rollouts), group.num_sampled)
+    state.revision += 1
+    return "eval_done"
+
+
+def _receive_training(state: QueueState, learner: LearnerSide, held: HeldLease, group: Group, body: bytes) -> Verdict:
+    settings, position = state.settings, group.position
+    rollouts, tokens = len(group.rollouts), group.num_sampled
+    announced = learner.announced_version
+    fits_filter = _inside(settings.filter_range, group.mean_accuracy)
+    kept = HeldGroup(
+        lease_id=group.lease_id,
+        position=position,
+        named_version=held.version,
+        oldest_version=group.oldest_version,
+        rollouts=rollouts,
+        tokens=tokens,
+        reward=sum(r.reward for r in group.rollouts),
+        accuracy=sum(r.accuracy for r in group.rollouts),
+        arrived_at=state.now,
+        arrival_version=learner.version if announced is None else announced,
+        masked=not fits_filter,
+        body=body,
+    )
+    state.count_outcome("received", kept)
+    if group.oldest_version < settings.oldest_trainable(learner.version):
+        state.count_outcome("dropped", kept)
+        _lose_returned(state, held, "stale", tokens)
+        return "stale"
+    state.leases.close(held.lease.lease_id, _RETURNED)
+    state.revision += 1
+    if not fits_filter and settings.refill:
+        state.ledger.arrive("filtered", rollouts, tokens)
+        state.count_outcome("filtered", kept)
+        state.attempts.pop(position, None)
+        state.filtered_since_step += 1
+        assert settings.filter_range is not None
+        state.filtered_right_since_step += group.mean_accuracy >= settings.filter_range[1]
+        return "filtered"
+    state.ledger.arrive("queued", rollouts, tokens)
+    state.queued[group.lease_id] = kept
+    state.group_bytes += len(body)
+    return "queued"
+
+
+def _inside(filter_range: tuple[float, float] | None, accuracy: float) -> bool:
+    return filter_range is None or filter_range[0] < accuracy < filter_range[1]

@@ -1,0 +1,165 @@
+"""Starting a queue server, or finding the one that runs: ``run_queue`` for the command, ``ensure_queue`` for rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from async_rl.address import check_address
+from async_rl.config import Config
+from async_rl.config_file import config_to_toml
+from async_rl.errors import AddressError, QueueError
+from async_rl.queue.client import LearnerQueue
+from async_rl.queue.files import read_record
+from async_rl.queue.service import QueueServer
+
+logger = logging.getLogger(__name__)
+
+_PING_S = 3.0
+_START_S = 60.0
+
+
+def run_queue(
+    config: Config, *, insecure: bool, run_id: str | None = None, lifeline_fd: int | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:  # fmt: skip
+    """Load the data, bind, and serve until the end; what ``async-rl queue CONFIG`` does.
+
+    With a ``run_id`` only that run's learner may attach, and the server ends if none does in time. ``on_ready`` gets
+    the address. SIGTERM and SIGINT end it in good order.
+
+    Raises:
+        DataError: a data set is wrong. AddressError: the address can't be bound. ConfigError: the config does not fit.
+    """
+    from async_rl.data import load_rows
+
+    on_bad_row = config.data.on_bad_row
+    train = load_rows(config.data.train, on_bad_row=on_bad_row, system_prompt=config.system_prompt)
+    evals = {
+        name: load_rows(path, on_bad_row=on_bad_row, system_prompt=config.system_prompt).rows
+        for name, path in config.data.eval.items()
+    }
+    server = QueueServer(
+        config, train.rows, evals, run_id=run_id or "", insecure=insecure, lifeline_fd=lifeline_fd, on_ready=on_ready,
+        orphan_s=config.queue.linger_s + _START_S if run_id else None,
+    )  # fmt: skip
+    serve_until_signal(server)
+
+
+def serve_until_signal(server: QueueServer) -> str:
+    """Serve; SIGTERM and SIGINT end it. The reason why it ended."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda got, _: server.stop(signal.Signals(got).name))
+    return server.run()
+
+
+def ensure_queue(
+    config: Config, run_id: str, insecure: bool, log_path: Path, *, command: Sequence[str] | None = None
+) -> str:
+    """The address of this run's queue: the running one, or one that is started in a session of its own.
+
+    ``command`` is what starts a server (the config file and options are added to it); none: this package's.
+
+    Raises:
+        QueueError: the server that was started ended, or did not answer in time; the message has the end of its log.
+        AddressError: ``queue.address`` is on another host and nothing answers there.
+    """
+    wanted = config.queue.address
+    if wanted is not None and not _is_local(check_address(wanted)[0]):
+        if answering_run(wanted, _START_S) is None:
+            raise AddressError(f"no queue answers at queue.address = {wanted}; start one there: async-rl queue CONFIG")
+        return wanted
+    found = _running(config, run_id)
+    if found is not None:
+        return found
+    return _start(config, run_id, insecure, log_path, command or (sys.executable, "-m", "async_rl", "queue"))
+
+
+def answering_run(address: str, timeout_s: float) -> str | None:
+    """The run id that the server at ``address`` serves; None if nothing answers in time."""
+    queue = LearnerQueue(address, timeout_s)
+    try:
+        return queue.ping()
+    except QueueError:
+        return None
+    finally:
+        queue.close()
+
+
+def _running(config: Config, run_id: str) -> str | None:
+    """A live server of this run (or of no run yet): the recorded one, or the one at a fixed address."""
+    record = read_record(Path(config.run.dir))
+    if record is not None and _is_alive(record.pid) and answering_run(record.address, _PING_S) in (run_id, ""):
+        return record.address
+    fixed = config.queue.address
+    if fixed is None or not check_address(fixed)[1] or _can_bind(fixed):
+        return None
+    return fixed if answering_run(fixed, _PING_S) in (run_id, "") else None
+
+
+def _start(config: Config, run_id: str, insecure: bool, log_path: Path, command: Sequence[str]) -> str:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    config_path = log_path.with_suffix(".toml")
+    config_path.write_text(config_to_toml(config), encoding="utf-8")
+    arguments = [*command, str(config_path), "--run-id", run_id, *(["--insecure"] if insecure else [])]
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    logger.info("started the queue server, process %d, log %s", process.pid, log_path)
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        record = read_record(Path(config.run.dir))
+        if record is not None and record.pid == process.pid and answering_run(record.address, _PING_S) == run_id:
+            return record.address
+        try:
+            code = process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+        raise QueueError(f"the queue server ended with code {code}; the end of {log_path}:\n{_tail(log_path)}")
+    process.terminate()
+    raise QueueError(f"the queue server did not answer in {_START_S:.0f} s; the end of {log_path}:\n{_tail(log_path)}")
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_local(host: str) -> bool:
+    """Whether this machine has an interface of that address."""
+    return host in ("*", "0.0.0.0", "::") or _can_bind_host(host, 0)
+
+
+def _can_bind(address: str) -> bool:
+    host, port = check_address(address)
+    return _can_bind_host("" if host == "*" else host, port)
+
+
+def _can_bind_host(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,89 @@
+"""The queue's state as bytes for a checkpoint: where the stream is, what is queued, and the ledger so far.
+
+One wire frame behind a checksum. The buffer writes it in the transaction that acks the checkpointed step, and reads
+it when the next learner attaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from async_rl.codec import field
+from async_rl.errors import QueueError, WireError
+from async_rl.queue.held import HeldGroup
+from async_rl.wire import Limits, decode, encode
+
+_DIGEST_BYTES = 16
+_LIMITS = Limits(max_bytes=1 << 40, max_header_bytes=1 << 30, max_arrays=1 << 24, max_items=1 << 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State right after the ack of ``step`` steps. ``again`` holds what was in flight too; queued bodies are whole.
+
+    ``attempts`` maps a position to its (failed, stale) attempts; ``set_aside`` an epoch to its prompts given up.
+    """
+
+    lineage: str
+    step: int
+    version: int
+    num_rows: int
+    position: int
+    again: tuple[int, ...]
+    attempts: Mapping[int, tuple[int, int]]
+    set_aside: Mapping[int, int]
+    filtered_since_step: int
+    prompts_too_long: int
+    ledger: Mapping[str, Any]
+    eval_ledger: Mapping[str, Any]
+    groups: Sequence[HeldGroup]
+
+    def encode(self, now: float) -> bytes:
+        """Times inside are kept as ages at ``now``."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "groups"}
+        fields["groups"] = [{**g.facts(), "arrived_at": g.arrived_at - now} for g in self.groups]
+        frame = encode("queue_snapshot", fields, [np.frombuffer(g.body, np.uint8) for g in self.groups])
+        return xxhash.xxh3_128_digest(frame) + frame
+
+    @classmethod
+    def decode(cls, data: bytes, now: float) -> Snapshot:
+        """Raises QueueError: the bytes are damaged or not a snapshot."""
+        digest, frame = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        if xxhash.xxh3_128_digest(frame) != digest:
+            raise QueueError(
+                f"the queue's snapshot of {len(data)} bytes does not match its checksum; resume from another checkpoint"
+            )
+        try:
+            message = decode(frame, _LIMITS)
+            if message.type != "queue_snapshot":
+                raise WireError(f"expected a 'queue_snapshot', got {message.type!r}")
+            return cls._from_fields(message.fields, message.arrays, now)
+        except (WireError, TypeError, KeyError, ValueError) as error:
+            raise QueueError(f"the queue's snapshot is whole but not understood: {error}") from error
+
+    @classmethod
+    def _from_fields(cls, fields: Mapping[str, Any], bodies: Sequence[np.ndarray], now: float) -> Snapshot:
+        groups = [
+            HeldGroup(**{**facts, "arrived_at": now + facts["arrived_at"]}, body=body.tobytes())
+            for facts, body in zip(field(fields, "groups", list), bodies, strict=True)
+        ]
+        return cls(
+            lineage=field(fields, "lineage", str),
+            step=field(fields, "step", int),
+            version=field(fields, "version", int),
+            num_rows=field(fields, "num_rows", int),
+            position=field(fields, "position", int),
+            again=tuple(field(fields, "again", list)),
+            attempts={int(p): (int(a[0]), int(a[1])) for p, a in field(fields, "attempts", dict).items()},
+            set_aside={int(e): int(n) for e, n in field(fields, "set_aside", dict).items()},
+            filtered_since_step=field(fields, "filtered_since_step", int),
+            prompts_too_long=field(fields, "prompts_too_long", int),
+            ledger=field(fields, "ledger", dict),
+            eval_ledger=field(fields, "eval_ledger", dict),
+            groups=groups,
+        )

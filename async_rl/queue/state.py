@@ -1,0 +1,237 @@
+"""What the buffer knows, and the transitions that its parts share: losing a lease, dropping a group, asking again.
+
+Pure. ``buffer.py`` is the face of it; ``grants.py`` and ``returns.py`` hold the two long decisions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from async_rl.errors import LineageError, QueueError
+from async_rl.queue.admission import BufferSettings
+from async_rl.queue.evals import EvalBook, Row
+from async_rl.queue.held import HeldGroup
+from async_rl.queue.leases import GeneratorTable, HeldLease, LeaseTable
+from async_rl.queue.ledger import Ledger, Outcomes, Place
+from async_rl.queue.messages import Acked, Announcement, DropCause
+from async_rl.queue.stream import PromptStream
+from async_rl.records import Prompt
+
+
+@dataclass(slots=True)
+class LearnerSide:
+    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken`` belongs to ``step``."""
+
+    lineage: str
+    step: int
+    num_steps: int
+    version: int
+    fork_version: int
+    announcement: Announcement | None = None
+    taken: tuple[HeldGroup, ...] = ()
+    acked: tuple[int, Acked] | None = None
+    finished: bool = False
+
+    @property
+    def steps_left(self) -> int:
+        return max(0, self.num_steps - self.step)
+
+    @property
+    def announced_version(self) -> int | None:
+        return None if self.announcement is None else self.announcement.version
+
+
+@dataclass(slots=True)
+class Attempts:
+    """How often a prompt was lost: by failing (poison at the limit) and by being too late (too slow at the limit)."""
+
+    failed: int = 0
+    stale: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class QueueState:
+    """Everything that changes. ``revision`` grows with every change, so that waiting requests are tried again."""
+
+    settings: BufferSettings
+    rows: Sequence[Row]
+    stream: PromptStream
+    instance: str
+    leases: LeaseTable
+    generators: GeneratorTable
+    learner: LearnerSide | None = None
+    evals: EvalBook = field(default_factory=EvalBook)
+    ledger: Ledger = field(default_factory=Ledger)
+    eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    queued: dict[str, HeldGroup] = field(default_factory=dict)
+    attempts: dict[int, Attempts] = field(default_factory=dict)
+    set_aside: Counter[int] = field(default_factory=Counter)
+    old_lineages: set[str] = field(default_factory=set)
+    filtered_since_step: int = 0
+    filtered_right_since_step: int = 0
+    prompts_too_long: int = 0
+    group_bytes: int = 0
+    num_leases: int = 0
+    revision: int = 0
+    now: float = 0.0
+
+    def at(self, now: float) -> None:
+        """Time never runs backwards here, whatever order the callers' clocks were read in."""
+        self.now = max(self.now, now)
+
+    def attached(self, lineage: str) -> LearnerSide:
+        """The learner, if ``lineage`` is its.
+
+        Raises:
+            LineageError: another learner owns the queue.
+            QueueError: no learner is attached here.
+        """
+        if self.learner is None:
+            raise QueueError(
+                f"expected an attached learner, got lineage {lineage} on a queue server that has just started; "
+                f"it holds no group of this run, so start the learner again from its checkpoint"
+            )
+        if lineage != self.learner.lineage:
+            raise LineageError(
+                f"lineage {lineage} no longer owns the queue, {self.learner.lineage} does; a newer learner took over"
+            )
+        return self.learner
+
+    @property
+    def outstanding(self) -> int:
+        """Training groups taken, in flight or queued."""
+        groups = self.ledger.groups
+        return groups.taken + groups.in_flight + groups.queued
+
+    def prompt(self, position: int) -> Prompt:
+        row, epoch = self.stream.locate(position)
+        return Prompt(position, row, epoch, self.rows[row].messages, self.rows[row].reward_data)
+
+    def lose_lease(
+        self, held: HeldLease, cause: DropCause, *, tokens: int = 0, stop_sampling: bool = True, again: bool = True
+    ) -> None:
+        """A lease ends without a usable group; its prompt comes again, or is set aside.
+
+        ``again`` False (evaluations only) gives the row up at once.
+        """
+        rollouts = held.lease.group_size
+        if stop_sampling:
+            self.generators.cancel(held)
+        if held.evaluation is not None:
+            evaluation = self.evals.get(held.evaluation)
+            given_up = evaluation is not None and evaluation.lose(
+                held.lease.prompt.row, max_attempts=self.settings.max_attempts, again=again
+            )
+            final: DropCause = "poison" if given_up and again else cause
+            self.leases.close(held.lease.lease_id, final)
+            self.eval_ledger.drop("in_flight", final, rollouts, tokens)
+        else:
+            final = self._ask_again(held.lease.prompt.position, cause)
+            self.leases.close(held.lease.lease_id, final)
+            self.ledger.drop("in_flight", final, rollouts, tokens)
+        self.revision += 1
+
+    def give_back(self, held: HeldLease) -> None:
+        """A lease ends by nobody's fault; its prompt comes again and no attempt is counted."""
+        rollouts = held.lease.group_size
+        self.leases.close(held.lease.lease_id, "cancelled")
+        if held.evaluation is not None:
+            self.eval_ledger.drop("in_flight", "cancelled", rollouts, 0)
+            evaluation = self.evals.get(held.evaluation)
+            if evaluation is not None:
+                evaluation.give_back(held.lease.prompt.row)
+        else:
+            self.ledger.drop("in_flight", "cancelled", rollouts, 0)
+            self.stream.put_back(held.lease.prompt.position)
+        self.revision += 1
+
+    def refuse_prompt(self, held: HeldLease) -> None:
+        """A prompt that is too long is never tried again."""
+        if held.evaluation is not None:
+            self.lose_lease(held, "refused", stop_sampling=False, again=False)
+            return
+        self.leases.close(held.lease.lease_id, "refused")
+        self.ledger.drop("in_flight", "refused", held.lease.group_size, 0)
+        self.prompts_too_long += 1
+        self._give_up(held.lease.prompt.position)
+        self.revision += 1
+
+    def drop_group(self, group: HeldGroup, source: Place, cause: DropCause, *, again: bool = False) -> None:
+        """A queued or taken group leaves; the caller has taken it out of its place."""
+        final = self._ask_again(group.position, cause) if again else cause
+        self.ledger.drop(source, final, group.rollouts, group.tokens)
+        self.count_outcome("dropped", group)
+        self.group_bytes -= len(group.body)
+        self.leases.set_fate(group.lease_id, "returned")
+        self.revision += 1
+
+    def count_outcome(self, fate: str, group: HeldGroup) -> None:
+        self.outcomes.add(
+            fate, rollouts=group.rollouts, tokens=group.tokens, reward=group.reward, accuracy=group.accuracy
+        )
+
+    def drop_too_old(self, learner: LearnerSide) -> None:
+        """After the version moved: queued groups and leases that can't be trained any more are dropped."""
+        oldest = self.settings.oldest_trainable(learner.version)
+        for group in [g for g in self.queued.values() if g.oldest_version < oldest]:
+            del self.queued[group.lease_id]
+            self.drop_group(group, "queued", "stale", again=True)
+        for held in self.leases:
+            if held.evaluation is None and held.version < oldest:
+                self.lose_lease(held, "cancelled")
+
+    def end_training(self) -> None:
+        """No further step: what is queued or in flight for training is unused."""
+        for group in list(self.queued.values()):
+            del self.queued[group.lease_id]
+            self.drop_group(group, "queued", "unused_at_end")
+        for held in self.leases:
+            if held.evaluation is None:
+                self.generators.cancel(held)
+                self.leases.close(held.lease.lease_id, "unused_at_end")
+                self.ledger.drop("in_flight", "unused_at_end", held.lease.group_size, 0)
+                self.revision += 1
+
+    def attempts_of(self, position: int) -> Attempts:
+        return self.attempts.get(position, Attempts())
+
+    def stop_diagnosis(self) -> str:
+        """Why the run can't go on; empty if it can."""
+        if self.filtered_since_step >= self.settings.max_filtered:
+            right = self.filtered_right_since_step
+            wrong = self.filtered_since_step - right
+            return (
+                f"{self.filtered_since_step} groups were filtered since the last step (queue.max_filtered): {right} "
+                f"with a mean accuracy at or above queue.filter_range, {wrong} at or below; the data is too easy or "
+                f"too hard for this model, or the reward misreads its answers: look at rollouts, or change data.train"
+            )
+        full = [epoch for epoch, count in self.set_aside.items() if count >= self.stream.num_rows]
+        if full:
+            return (
+                f"every prompt of epoch {full[0]} was set aside ({self.prompts_too_long} were longer than "
+                f"sampling.max_prompt_tokens = {self.settings.sampling.max_prompt_tokens}, others failed or were too "
+                f"slow queue.max_attempts times); see the generators' logs"
+            )
+        return ""
+
+    def _ask_again(self, position: int, cause: DropCause) -> DropCause:
+        """Let the prompt come again, unless it used up its attempts; the cause that counts."""
+        attempts = self.attempts.setdefault(position, Attempts())
+        if cause in ("stale", "cancelled"):
+            attempts.stale += 1
+            final: DropCause = "too_slow" if attempts.stale >= self.settings.max_attempts else cause
+        else:
+            attempts.failed += 1
+            final = "poison" if attempts.failed >= self.settings.max_attempts else cause
+        if final == cause:
+            self.stream.put_back(position)
+        else:
+            self._give_up(position)
+        return final
+
+    def _give_up(self, position: int) -> None:
+        self.attempts.pop(position, None)
+        self.set_aside[position // self.stream.num_rows] += 1

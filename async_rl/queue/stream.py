@@ -1,0 +1,84 @@
+"""The prompt stream: positions that count from 0 over all epochs, each naming one row. Pure.
+
+Every epoch is a seeded order of all rows, so a position alone says which row it is, now and after any restart. The
+buffer draws positions; those it puts back (expired, dropped, rolled back) come again first, in stream order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+
+
+class PromptStream:
+    """Positions to sample, in order. ``epochs`` none is endless.
+
+    Raises:
+        ValueError: there is no row.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
+        if num_rows < 1:
+            raise ValueError(f"expected at least one training row, got {num_rows}")
+        self.num_rows = num_rows
+        self._seed, self._shuffle = seed, shuffle
+        self._end = None if epochs is None else epochs * num_rows
+        self._position = 0
+        self._again: list[int] = []
+        self._orders: dict[int, np.ndarray] = {}
+
+    @property
+    def position(self) -> int:
+        """The next position that was never drawn."""
+        return self._position
+
+    @property
+    def again(self) -> list[int]:
+        """Positions that wait to be drawn again, ascending."""
+        return sorted(self._again)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest position drawn (0 before the first)."""
+        return max(0, self._position - 1) // self.num_rows
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing is left to draw."""
+        return not self._again and self._end is not None and self._position >= self._end
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """(row, epoch) of a position."""
+        epoch, index = divmod(position, self.num_rows)
+        return int(self._order(epoch)[index]), epoch
+
+    def draw(self) -> int | None:
+        """The next position; None at the end of the last epoch."""
+        if self._again:
+            return heapq.heappop(self._again)
+        if self.exhausted:
+            return None
+        self._position += 1
+        return self._position - 1
+
+    def put_back(self, position: int) -> None:
+        """Let a drawn position come again."""
+        heapq.heappush(self._again, position)
+
+    def restore(self, position: int, again: Iterable[int]) -> None:
+        """Go on from ``position``, with ``again`` to be drawn first."""
+        self._position = position
+        self._again = sorted(again)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        order = self._orders.get(epoch)
+        if order is None:
+            rows = np.arange(self.num_rows)
+            order = np.random.default_rng((self._seed, epoch)).permutation(rows) if self._shuffle else rows
+            # Positions in use span a few epochs at most, unless the data set is smaller than the queue.
+            while len(self._orders) >= 8:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = order
+        return order

@@ -1,0 +1,40 @@
+"""A queue server on made-up rows, as a process: ``python -m tests.queue.serve CONFIG [--run-id ID] [--insecure]``.
+
+``--lifeline FD`` ends it with that pipe, ``--rows N`` sets the number of training rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from async_rl.config_file import load_config
+from async_rl.errors import UserError
+from async_rl.queue.server import serve_until_signal
+from async_rl.queue.service import QueueServer
+from tests.queue.builders import rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--run-id", default="")
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--lifeline", type=int)
+    parser.add_argument("--rows", type=int, default=20)
+    parser.add_argument("--orphan-s", type=float)
+    options = parser.parse_args()
+    try:
+        server = QueueServer(
+            load_config(options.config), rows(options.rows), {"test": rows(2)}, run_id=options.run_id,
+            insecure=options.insecure, lifeline_fd=options.lifeline, orphan_s=options.orphan_s,
+        )  # fmt: skip
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("ended:", serve_until_signal(server), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

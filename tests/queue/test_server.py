@@ -1,0 +1,398 @@
+"""The server and both clients over real sockets, the server in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+
+import numpy as np
+import pytest
+import zmq
+
+from async_rl.errors import AddressError, LineageError, QueueError
+from async_rl.queue.messages import (
+    Announced,
+    Announcement,
+    Batch,
+    Cancelled,
+    Finished,
+    GeneratorStats,
+    LeasesGranted,
+    NotReady,
+    Returned,
+)
+from async_rl.queue.server import answering_run, ensure_queue
+from async_rl.wire import decode, encode
+from tests.queue.builders import all_trained, group, make_config
+from tests.queue.conftest import ROOT, attach, wait_until
+
+
+def events_until(queue, kind, count: int = 1) -> list:
+    """Everything that was heard until ``count`` events of ``kind`` came."""
+    heard: list = []
+
+    def enough() -> bool:
+        heard.extend(queue.poll(1.0))
+        return sum(isinstance(event, kind) for event in heard) >= count
+
+    wait_until(enough, f"{count} of {kind}")
+    return heard
+
+
+def get_leases(queue, version: int = 0, count: int = 2, lineage: str = "line-a") -> list:
+    queue.request_leases(lineage, version, count, 5.0)
+    return [lease for e in events_until(queue, LeasesGranted) if isinstance(e, LeasesGranted) for lease in e.leases]
+
+
+def return_all(queue, leases: list, version: int = 0) -> list[str]:
+    for lease in leases:
+        accuracies = [1.0] + [0.0] * (lease.group_size - 1)
+        queue.return_group(group(lease, version, accuracies=accuracies, generator=queue.generator_id))
+    heard = events_until(queue, Returned, len(leases))
+    return [event.verdict for event in heard if isinstance(event, Returned)]
+
+
+def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    server = servers.start(config)
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    welcome = generator.hello(10.0, "fake", "host-1")
+    assert (welcome.run_id, welcome.config_toml) == ("run", "[run]")
+    assert welcome.files == {"a.txt": b"hello", "b.json": b"{}"}
+    for step in range(3):
+        answer = learner.take("line-a", step, step, 0.0)
+        assert isinstance(answer, NotReady)
+        assert "0 of 2 groups are queued" in answer.reason
+        assert return_all(generator, get_leases(generator, step), step) == ["queued", "queued"]
+        batch = learner.take("line-a", step, step, 5.0)
+        assert isinstance(batch, Batch)
+        assert [taken.prompt.position for taken in batch.groups] == [2 * step, 2 * step + 1]
+        np.testing.assert_array_equal(batch.groups[0].group.rollouts[0].sequences[0].token_ids, np.arange(5))
+        acked = learner.ack(lineage="line-a", step=step, version=step + 1, facts=all_trained(), snapshot=step == 1)
+        assert (acked.snapshot is None) == (step != 1)
+        learner.announce(Announcement("line-a", step + 1, f"digest-{step + 1}", "tcp://127.0.0.1:1"))
+    assert learner.snapshot("line-a")
+    learner.finish("line-a")
+    events_until(generator, Finished)
+    assert generator.finished
+    generator.close()
+    assert server.process.communicate(timeout=20)[0] == "ended: the run is finished\n"
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    assert (ledger["run_id"], ledger["step"], ledger["groups"]["trained"]) == ("run", 3, 6)
+    assert ledger["tokens"]["trained"] == 36
+    assert "broken" not in ledger
+
+
+def test_a_generator_waits_for_the_learner_to_attach(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    welcomed = []
+    thread = threading.Thread(target=lambda: welcomed.append(generator.hello(20.0, "fake")))
+    thread.start()
+    wait_until(lambda: bool(learner.status()["waits"]), "a parked hello")
+    attach(learner)
+    thread.join(10)
+    assert welcomed[0].run_id == "run"
+
+
+def test_hello_says_whether_nobody_answered_or_no_learner_is_there(servers, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(AddressError, match="no queue answered"):
+            servers.generator(f"tcp://127.0.0.1:{free.getsockname()[1]}").hello(0.3, "fake")
+    server = servers.start(make_config(str(tmp_path / "run")))
+    with pytest.raises(QueueError, match="no learner attached"):
+        servers.generator(server.address, "g1").hello(1.0, "fake")
+
+
+def test_waiting_requests_are_answered_by_the_event_they_wait_for(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run"), queue={"max_staleness": 0}))
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    generator.hello(10.0, "fake")
+    held = get_leases(generator, count=9)
+    assert len(held) == 2
+    generator.request_leases("line-a", 0, 1, 20.0)
+    assert generator.lease_request_outstanding
+    taken: list = []
+    thread = threading.Thread(target=lambda: taken.append(learner.take("line-a", 0, 0, 20.0)))
+    thread.start()
+    for lease in held:
+        generator.return_group(group(lease))
+    thread.join(15)
+    assert isinstance(taken[0], Batch)
+    learner.ack("line-a", 0, 1, all_trained())
+    learner.announce(Announcement("line-a", 1, "digest-1", "tcp://127.0.0.1:1"))
+    heard = events_until(generator, LeasesGranted)
+    answers = [event for event in heard if isinstance(event, LeasesGranted)]
+    assert (answers[0].leases, answers[0].activate) == ((), 1)
+    assert any(isinstance(e, Announced) and e.announcement.version == 1 for e in heard)
+    assert len(get_leases(generator, version=1)) == 2
+
+
+def test_evaluation_results_reach_the_learner(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"), eval={"num_samples": 3})
+    server = servers.start(config)
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    with pytest.raises(QueueError, match=r"data\.eval"):
+        learner.evaluate("line-a", "other", 0, 0, True)
+    learner.evaluate("line-a", "test", 0, 0, True)
+    assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0)
+    generator.hello(10.0, "fake")
+    held = get_leases(generator, count=9)
+    assert [(lease.kind, lease.group_size, lease.sampling.temperature) for lease in held] == [("eval", 3, 0.0)] * 2
+    generator.fail(held[1].lease_id, "prompt_too_long", "99 tokens")
+    events_until(generator, Returned)
+    assert return_all(generator, held[:1]) == ["eval_done"]
+    assert learner.await_eval("line-a", wait_s=5.0) == ""
+    (result,) = learner.eval_results("line-a")
+    assert (result.dataset, result.step) == ("test", 0)
+    assert [(prompt.row, len(answer.rollouts)) for prompt, answer in result.groups] == [(0, 3), (1, 0)]
+    assert learner.eval_results("line-a", [("test", 0)]) == []
+
+
+def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner = servers.learner(server.address)
+    attach(learner)
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.LINGER, 0)
+    peer.connect(server.address)
+    good = encode("take", {"request_id": "x", "lineage": "line-a", "step": 0, "version": 0, "wait_s": 0.0})
+    body = np.zeros(8, np.uint8)
+    bad = [
+        b"",
+        b"nonsense",
+        good[:40],
+        encode("no_such", {}),
+        encode("take", {"request_id": "x", "lineage": 3}),
+        encode("lease", {"generator_id": "g", "lineage": "line-a", "version": 0, "max_leases": "many", "wait_s": 0.0}),
+        encode("heartbeat", {"generator_id": "g", "progress": {"a": -1}, "stats": {}}),
+        encode("hello", {"generator_id": 7}),
+        encode("return", {"generator_id": "g", "lease_id": "x"}),
+    ]
+
+    def answer():
+        while True:
+            assert peer.poll(10_000)
+            if (reply := decode(peer.recv())).type != "notice":
+                return reply
+
+    try:
+        for frame in bad:
+            peer.send(frame)
+            reply = answer()
+            assert (reply.type, reply.fields["kind"]) == ("error", "wire")
+        peer.send_multipart([good, good])
+        assert answer().type == "error"
+        # A return whose body is no group is a refused return, not a broken message.
+        peer.send(encode("return", {"generator_id": "g", "lease_id": "x", "request_id": "y"}, [body]))
+        assert answer().fields["verdict"] == "refused"
+    finally:
+        peer.close()
+        context.term()
+    assert learner.status()["malformed"] == len(bad) + 1
+    assert learner.ping() == "run"
+
+
+def test_a_busy_port_is_named(servers, tmp_path):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        process = servers.spawn(make_config(str(tmp_path / "run"), queue={"address": address}))
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert f"can't bind queue.address {address}" in errors
+
+
+def test_binding_to_the_network_is_refused_without_insecure(servers, tmp_path):
+    process = servers.spawn(make_config(str(tmp_path / "run"), queue={"address": "tcp://0.0.0.0:0"}))
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "--insecure" in errors
+
+
+def test_the_advertised_address_is_what_others_are_told(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"), queue={"address": "tcp://127.0.0.1:0", "advertise": "tcp://node-7:0"})
+    server = servers.start(config)
+    host, port = server.address.removeprefix("tcp://").split(":")
+    assert host == "node-7"
+    assert answering_run(f"tcp://127.0.0.1:{port}", 10.0) == ""
+
+
+def test_a_newer_learner_shuts_the_older_one_out(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    old, new = servers.learner(server.address), servers.learner(server.address)
+    attach(old)
+    attach(new, "line-b", parent_lineage="line-a")
+    with pytest.raises(LineageError, match="line-b"):
+        old.take("line-a", 0, 0, 5.0)
+
+
+def test_a_learner_of_another_run_is_refused(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")), "--run-id", "mine")
+    with pytest.raises(QueueError, match="run mine"):
+        attach(servers.learner(server.address))
+
+
+def test_a_restarted_server_takes_its_old_port_and_the_checkpoint_wins(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    first = servers.start(config, "--run-id", "run")
+    learner, generator = servers.learner(first.address), servers.generator(first.address)
+    attach(learner)
+    generator.hello(10.0, "fake")
+    held = get_leases(generator, count=4)
+    return_all(generator, held[:3])
+    assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
+    snapshot = learner.ack("line-a", 0, 1, all_trained(), snapshot=True).snapshot
+    first.process.kill()
+    first.process.wait()
+    # Both go on talking: the return finds the new server, which does not know the lease.
+    generator.return_group(group(held[3]))
+    assert generator.num_unanswered_returns == 1
+    second = servers.start(config, "--run-id", "run")
+    assert second.address == first.address
+    with pytest.raises(QueueError, match="start the learner again from its checkpoint"):
+        learner.take("line-a", 1, 1, 5.0)
+    attach(learner, "line-b", parent_lineage="line-a", fork_version=1, step=1, snapshot=snapshot)
+    returned = [e for e in events_until(generator, Returned) if isinstance(e, Returned)]
+    assert [e.verdict for e in returned] == ["unknown_lease"]
+    assert generator.num_unanswered_returns == 0
+    # Position 2 was queued in the snapshot; 3 was in flight and comes again.
+    again = get_leases(generator, version=1, count=1, lineage="line-b")
+    assert [lease.prompt.position for lease in again] == [3]
+    assert return_all(generator, again, 1) == ["queued"]
+    batch = learner.take("line-b", 1, 1, 5.0)
+    assert isinstance(batch, Batch)
+    assert [t.prompt.position for t in batch.groups] == [2, 3]
+
+
+def test_a_dead_server_is_noticed(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner, generator = servers.learner(server.address, timeout_s=0.5), servers.generator(server.address)
+    attach(learner)
+    generator.hello(10.0, "fake")
+    generator.heartbeat({}, GeneratorStats())
+    wait_until(lambda: generator.poll(0.1) is not None and not generator.heartbeat_outstanding, "an answer")
+    assert generator.silent_s == 0.0
+    server.process.kill()
+    server.process.wait()
+    generator.heartbeat({}, GeneratorStats())
+
+    def silent() -> bool:
+        generator.poll(0.1)
+        return generator.silent_s > 0.5
+
+    wait_until(silent, "silence")
+    with pytest.raises(QueueError, match="did not answer 'take'"):
+        learner.take("line-a", 0, 0, 0.1)
+
+
+def test_leases_without_progress_are_cancelled_and_given_to_another(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"), queue={"lease_timeout_s": 0.3})
+    server = servers.start(config)
+    learner, stuck, other = servers.learner(server.address), servers.generator(server.address), None
+    attach(learner)
+    stuck.hello(10.0, "fake")
+    held = get_leases(stuck, count=1)
+    heard = events_until(stuck, Cancelled)
+    assert [e.lease_ids for e in heard if isinstance(e, Cancelled)] == [(held[0].lease_id,)]
+    other = servers.generator(server.address, "g1")
+    other.hello(10.0, "fake")
+    assert get_leases(other, count=1)[0].prompt.position == 0
+
+
+def test_the_server_ends_when_its_learner_has_left(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run"), queue={"linger_s": 0.2}))
+    learner = servers.learner(server.address)
+    attach(learner)
+    learner.close()
+    output, _ = server.process.communicate(timeout=20)
+    assert output.startswith("ended: the learner is gone")
+
+
+def test_the_server_ends_with_its_lifeline(servers, tmp_path):
+    read_end, write_end = os.pipe()
+    server = servers.start(make_config(str(tmp_path / "run")), "--lifeline", str(read_end), pass_fds=(read_end,))
+    os.close(read_end)
+    os.close(write_end)
+    assert server.process.communicate(timeout=20)[0] == "ended: whoever started it is gone\n"
+
+
+def test_sigterm_ends_the_server_with_its_ledger_written(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    attach(servers.learner(server.address))
+    generator = servers.generator(server.address)
+    generator.hello(10.0, "fake")
+    get_leases(generator, count=2)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    assert ledger["groups"]["in_flight"] == 2
+
+
+def test_a_server_that_no_learner_ever_found_ends(servers, tmp_path):
+    process = servers.spawn(make_config(str(tmp_path / "run")), "--orphan-s", "0.2")
+    assert process.communicate(timeout=20)[0].startswith("ended: no learner attached")
+
+
+def test_status_shows_who_holds_what(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    generator.hello(10.0, "fake", "host-1")
+    (lease,) = get_leases(generator, count=1)
+    generator.heartbeat({lease.lease_id: 5}, GeneratorStats(seats=4, num_tokens=5))
+    wait_until(lambda: generator.poll(0.1) is not None and not generator.heartbeat_outstanding, "an answer")
+    status = learner.status()
+    assert (status["run_id"], status["step"], status["version"], status["num_steps"]) == ("run", 0, 0, 3)
+    (shown,) = status["leases"]
+    assert (shown["lease_id"], shown["generator"], shown["progress"]) == (lease.lease_id, "g0", 5)
+    (known,) = status["generators"]
+    assert (known["id"], known["host"], known["backend"], known["active"]) == ("g0", "host-1", "fake", ["line-a", 0])
+    assert known["stats"]["seats"] == 4
+    assert status["announced"]["version"] == 0
+    assert json.loads(json.dumps(status)) == status
+
+
+def test_ensure_queue_starts_one_and_finds_it_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = make_config(str(tmp_path / "run"))
+    command = (sys.executable, "-m", "tests.queue.serve")
+    log = tmp_path / "run" / "logs" / "queue.log"
+    address = ensure_queue(config, "run", False, log, command=command)
+    pid = json.loads((tmp_path / "run" / "queue.json").read_text())["pid"]
+    try:
+        assert answering_run(address, 10.0) == "run"
+        assert ensure_queue(config, "run", False, log, command=("false",)) == address
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+    # The next one takes the port over.
+    assert ensure_queue(config, "run", False, log, command=command) == address
+    pid = json.loads((tmp_path / "run" / "queue.json").read_text())["pid"]
+    os.kill(pid, signal.SIGTERM)
+    os.waitpid(pid, 0)
+
+
+def test_ensure_queue_shows_why_a_server_did_not_start(tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    script = "import sys; sys.exit('no such data set')"
+    with pytest.raises(QueueError, match="no such data set"):
+        ensure_queue(config, "run", False, tmp_path / "queue.log", command=(sys.executable, "-c", script))
+
+
+def test_ensure_queue_uses_the_one_at_a_fixed_address(servers, tmp_path):
+    config = make_config(str(tmp_path / "elsewhere"))
+    server = servers.start(config)
+    fixed = make_config(str(tmp_path / "run"), queue={"address": server.address})
+    assert ensure_queue(fixed, "run", False, tmp_path / "queue.log", command=("false",)) == server.address
+    assert not (tmp_path / "run").exists()
