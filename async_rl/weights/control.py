@@ -1,0 +1,144 @@
+"""What publisher and receivers say to each other on the control channel. Weights themselves never pass here.
+
+A receiver says ``Join`` and then ``Alive`` every second; the publisher answers each with ``Check``, or with
+``Unknown`` where it knows no such member. One attempt at a version: ``Enter`` -> ``Ready`` -> ``Go`` -> (broadcast)
+-> ``Ack`` or ``Failed``. An epoch names a communicator; it is kept over attempts while membership stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, get_type_hints
+
+from async_rl.codec import field
+from async_rl.errors import WireError
+from async_rl.wire import Limits, decode, encode
+
+HEARTBEAT_S = 1.0
+
+TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=64, max_depth=3)
+TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0)
+_MAX_REASON = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """I want every version. ``host`` is where my collectives listen."""
+
+    generator_id: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Still here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """I am ending; don't wait for me."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Buffers for this attempt are there; ``Go`` may follow."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Every byte of this version is here and matches its digest (said at ``Enter`` where it was here before)."""
+
+    attempt: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This attempt did not bring me the version; ``corrupt``: bytes came, but not those of the manifest."""
+
+    attempt: int
+    reason: str
+    corrupt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The publisher knows you and is alive itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """You are no member (any more): say ``Join``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """You are no member any more; ``Join`` again after ``retry_s``."""
+
+    reason: str
+    retry_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Make room for this version. ``manifest`` as in ``manifest_fields``; ``backend`` is ``gloo`` or ``nccl``."""
+
+    attempt: int
+    backend: str
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Receive now, as ``rank`` of ``size``. A new ``epoch`` is built over the store at ``store_port`` of my host; port
+    0 says to use the one that is there.
+
+    ``stall_s`` bounds every single collective, ``deadline_s`` the whole; buckets travel ``chunk_bytes`` at a time.
+    """
+
+    attempt: int
+    epoch: int
+    rank: int
+    size: int
+    store_port: int
+    stall_s: float
+    deadline_s: float
+    chunk_bytes: int
+
+
+MemberMessage = Join | Alive | Leave | Ready | Ack | Failed
+PublisherMessage = Check | Unknown | Dropped | Enter | Go
+TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Alive, Leave, Ready, Ack, Failed)
+TO_MEMBER: tuple[type[PublisherMessage], ...] = (Check, Unknown, Dropped, Enter, Go)
+
+_T = TypeVar("_T")
+_KINDS: dict[type, dict[str, Any]] = {
+    record: {name: dict if hint == Mapping[str, Any] else hint for name, hint in get_type_hints(record).items()}
+    for record in (*TO_PUBLISHER, *TO_MEMBER)
+}
+
+
+def encode_message(message: MemberMessage | PublisherMessage) -> bytes:
+    """One frame."""
+    values = {f.name: getattr(message, f.name) for f in fields(message)}
+    if "reason" in values:
+        values["reason"] = values["reason"][:_MAX_REASON]
+    return encode(type(message).__name__, values)
+
+
+def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limits: Limits) -> _T:
+    """The message in ``frame``, which must be one of ``expected``.
+
+    Raises:
+        WireError: it is malformed, or of another type.
+    """
+    message = decode(frame, limits)
+    for record in expected:
+        if record.__name__ == message.type:
+            return record(**{name: field(message.fields, name, kind) for name, kind in _KINDS[record].items()})
+    raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")

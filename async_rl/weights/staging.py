@@ -1,0 +1,271 @@
+"""Bounded host memory on learner rank 0, in which whole versions wait to be sent.
+
+``Staging.stage`` runs on the main thread between steps: it consumes the engine's gathered tensors one by one, copies
+them into flat buckets (pinned where there is CUDA) and digests each bucket. The publisher pins a version while it
+sends it and retires it when a newer one is published; a buffer that is neither is taken for the next version.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from async_rl.errors import WeightsError
+from async_rl.weights.manifest import Layout, LayoutPlan, Manifest, TensorSpec, digest_bytes
+
+_TICK_S = 1.0
+_DEFAULT_NUM_VERSIONS = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Buffers of one version and who still needs them. Guarded by the staging's condition."""
+
+    buckets: list[Tensor]
+    order: int = 0
+    pins: int = 0
+    busy: bool = False
+    retired: bool = True
+    delivered: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedVersion:
+    """A version in host memory. ``buckets``: uint8 [N] each, read-only while pinned.
+
+    ``wait_s`` is the time spent waiting for a free buffer, ``stage_s`` that of gathering, copying and digesting.
+    """
+
+    manifest: Manifest
+    wait_s: float
+    stage_s: float
+    _slot: _Slot = field(repr=False)
+    _order: int = field(repr=False)
+    _changed: threading.Condition = field(repr=False)
+
+    @property
+    def buckets(self) -> tuple[Tensor, ...]:
+        return tuple(self._slot.buckets)
+
+    def pin(self) -> bool:
+        """Keep the bytes until ``unpin``. False: they were given up for a newer version already."""
+        with self._changed:
+            if self._slot.order != self._order or self._slot.busy:
+                return False
+            self._slot.pins += 1
+            return True
+
+    def unpin(self) -> None:
+        with self._changed:
+            self._slot.pins -= 1
+            self._changed.notify_all()
+
+    def retire(self) -> None:
+        """A newer version is published: the buffer is free as soon as it is not pinned."""
+        with self._changed:
+            if self._slot.order == self._order:
+                self._slot.retired = True
+                self._changed.notify_all()
+
+    def mark_delivered(self, delivered: bool) -> None:
+        """Every member holds it: its buffer may be taken where no other is free (a late joiner gets the next)."""
+        with self._changed:
+            if self._slot.order == self._order:
+                self._slot.delivered = delivered
+                self._changed.notify_all()
+
+
+class Staging:
+    """The buffers.
+
+    Args:
+        staging_bytes: host memory for versions in flight; None: two versions, whatever their size.
+        bucket_bytes: target size of a bucket.
+        deadline_s: how long ``stage`` waits for a buffer before it drops a version that waits to be sent.
+    """
+
+    def __init__(self, staging_bytes: int | None, bucket_bytes: int, *, deadline_s: float = 60.0) -> None:
+        self._staging_bytes = staging_bytes
+        self._bucket_bytes = bucket_bytes
+        self._deadline_s = deadline_s
+        self._layout: Layout | None = None
+        self._slots: list[_Slot] = []
+        self._order = 0
+        self._num_dropped = 0
+        self._changed = threading.Condition()
+
+    @property
+    def num_dropped(self) -> int:
+        """Versions given up unsent because a newer one needed their buffer."""
+        return self._num_dropped
+
+    def stage(
+        self,
+        lineage: str,
+        version: int,
+        named_tensors: Iterator[tuple[str, Tensor]],
+        *,
+        tick: Callable[[], None] | None = None,
+    ) -> StagedVersion:
+        """Copy a version in. Once begun, the iterator is exhausted even after an error, since it runs collectives.
+
+        Args:
+            named_tensors: contiguous or not, on host or device, always the same names, dtypes and shapes in one order.
+            tick: called about every second while waiting for a buffer, before the first tensor is asked for.
+
+        Raises:
+            WeightsError: one version is larger than ``weights.staging_bytes``; a tensor differs from the version
+                before; or every buffer is still being sent after the deadline.
+        """
+        start = time.monotonic()
+        slot = self._claim(tick)
+        claimed = time.monotonic()
+        iterator = iter(named_tensors)
+        try:
+            if self._layout is None:
+                self._layout = self._stage_first(slot, iterator)
+            else:
+                self._stage_again(slot, self._layout, iterator)
+            _settle()
+        except BaseException:
+            self._hand_back(slot)
+            raise
+        finally:
+            for _ in iterator:
+                pass
+        layout = self._layout
+        digests = tuple(digest_bytes(bucket.numpy().data) for bucket in slot.buckets)
+        with self._changed:
+            self._order += 1
+            slot.order, slot.busy, slot.retired, slot.delivered = self._order, False, False, False
+        manifest = Manifest(lineage, version, layout.tensors, layout.bucket_sizes, digests)
+        return StagedVersion(
+            manifest, claimed - start, time.monotonic() - claimed, slot, slot.order, self._changed
+        )  # fmt: skip
+
+    def _claim(self, tick: Callable[[], None] | None) -> _Slot:
+        """A slot whose bytes nobody needs; after the deadline, the oldest that is not being sent."""
+        give_up = time.monotonic() + self._deadline_s
+        # A send is bounded by the same deadline, which may have begun just before ours; it ends soon after.
+        fail_at = give_up + self._deadline_s
+        while True:
+            with self._changed:
+                slot = self._free_slot(expired=time.monotonic() >= give_up)
+                if slot is None and time.monotonic() < fail_at:
+                    until = give_up if time.monotonic() < give_up else fail_at
+                    self._changed.wait(min(_TICK_S, max(0.0, until - time.monotonic())))
+                    slot = self._free_slot(expired=False)
+                if slot is not None:
+                    slot.busy = True
+                    return slot
+            if time.monotonic() >= fail_at:
+                raise WeightsError(
+                    f"expected a staging buffer within {self._deadline_s:.1f} s (weights.deadline_s), all "
+                    f"{len(self._slots)} are still being sent; raise weights.staging_bytes"
+                )
+            if tick is not None:
+                tick()
+
+    def _free_slot(self, *, expired: bool) -> _Slot | None:
+        unpinned = [s for s in self._slots if s.pins == 0 and not s.busy]
+        free = [s for s in unpinned if s.retired]
+        if free:
+            return free[0]
+        if len(self._slots) < self._num_slots():
+            slot = _Slot(self._allocate())
+            self._slots.append(slot)
+            return slot
+        delivered = [s for s in unpinned if s.delivered]
+        if delivered:
+            return min(delivered, key=lambda s: s.order)
+        if expired and unpinned:
+            self._num_dropped += 1
+            return min(unpinned, key=lambda s: s.order)
+        return None
+
+    def _num_slots(self) -> int:
+        if self._layout is None:
+            return 1
+        if self._staging_bytes is None:
+            return _DEFAULT_NUM_VERSIONS
+        return max(1, self._staging_bytes // max(1, self._layout.size_bytes))
+
+    def _allocate(self) -> list[Tensor]:
+        return [] if self._layout is None else [_host_bucket(size) for size in self._layout.bucket_sizes]
+
+    def _hand_back(self, slot: _Slot) -> None:
+        with self._changed:
+            # No StagedVersion names this order any more: what was in the slot is gone.
+            self._order += 1
+            slot.order, slot.busy, slot.retired = self._order, False, True
+            if self._layout is None:
+                slot.buckets.clear()
+            self._changed.notify_all()
+
+    def _stage_first(self, slot: _Slot, named_tensors: Iterator[tuple[str, Tensor]]) -> Layout:
+        """Sizes are not known yet: each bucket is filled in a scratch buffer, then cloned at its exact size."""
+        plan = LayoutPlan(self._bucket_bytes)
+        limit = self._staging_bytes
+        scratch = torch.zeros(0, dtype=torch.uint8)
+        for name, tensor in named_tensors:
+            spec = plan.place(name, _dtype_name(tensor), tuple(tensor.shape))
+            if limit is not None and plan.layout_bytes > limit:
+                continue  # Only counted on, so that the message can name the whole size.
+            if spec.bucket > len(slot.buckets):
+                slot.buckets.append(_exact_bucket(scratch, plan.bucket_size(spec.bucket - 1)))
+                scratch.zero_()
+            if scratch.numel() < spec.size_bytes or scratch.numel() == 0:
+                scratch = torch.zeros(max(self._bucket_bytes, spec.size_bytes), dtype=torch.uint8)
+            _fill(scratch, spec, tensor)
+        layout = plan.layout
+        if limit is not None and layout.size_bytes > limit:
+            raise WeightsError(
+                f"weights.staging_bytes: one version needs {layout.size_bytes} bytes, got {limit}; set at least "
+                f"{layout.size_bytes}, or twice that to send one version while the next is staged"
+            )
+        if layout.bucket_sizes:
+            slot.buckets.append(_exact_bucket(scratch, layout.bucket_sizes[-1]))
+        return layout
+
+    def _stage_again(self, slot: _Slot, layout: Layout, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        index = -1
+        for index, (name, tensor) in enumerate(named_tensors):
+            spec = layout.tensors[index] if index < len(layout.tensors) else None
+            got = (name, _dtype_name(tensor), tuple(tensor.shape))
+            if spec is None or got != (spec.name, spec.dtype, spec.shape):
+                wanted = "no more tensors" if spec is None else f"{(spec.name, spec.dtype, spec.shape)}"
+                raise WeightsError(f"tensor {index} differs from the versions before: expected {wanted}, got {got}")
+            _fill(slot.buckets[spec.bucket], spec, tensor)
+        if index + 1 != len(layout.tensors):
+            raise WeightsError(f"expected {len(layout.tensors)} tensors like in the versions before, got {index + 1}")
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _host_bucket(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _exact_bucket(scratch: Tensor, size: int) -> Tensor:
+    bucket = _host_bucket(size)
+    _settle()
+    bucket.copy_(scratch[:size])
+    return bucket
+
+
+def _fill(bucket: Tensor, spec: TensorSpec, tensor: Tensor) -> None:
+    """Copy ``tensor``'s bytes to its place. From a device this goes on after the call, until ``_settle``."""
+    source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    bucket[spec.offset : spec.offset + spec.size_bytes].copy_(source, non_blocking=True)
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,115 @@
+"""A generator's buffers: whatever the order of calls, bytes that the engine may read are never written to."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from async_rl.errors import WeightsError
+from async_rl.weights.buffers import Buffer, Buffers, StagedWeights
+from async_rl.weights.manifest import Manifest, digest_bytes, plan_layout
+
+LAYOUT = plan_layout([("a", "float32", [4]), ("b", "uint8", [3])], 64)
+
+
+def manifest_of(version: int, lineage: str = "l") -> Manifest:
+    digests = tuple(digest_bytes(bytes([version % 256]) * size) for size in LAYOUT.bucket_sizes)
+    return Manifest(lineage, version, LAYOUT.tensors, LAYOUT.bucket_sizes, digests)
+
+
+def fill(buffer: Buffer, version: int) -> None:
+    for bucket in buffer.buckets:
+        bucket.fill_(version % 256)
+
+
+def intact(staged: StagedWeights) -> bool:
+    raw = [t.reshape(-1).view(torch.uint8) for t in staged.tensors.values()]
+    return all(bool((r == staged.version % 256).all()) for r in raw)
+
+
+class Rotation(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers = Buffers()
+        self.version = 0
+        self.lineage = "l"
+        self.handed_out: StagedWeights | None = None
+        self.in_use: StagedWeights | None = None
+        self.newest: int | None = None
+
+    @rule(complete=st.booleans(), lineage=st.sampled_from(["l", "l", "m"]))
+    def receive(self, complete: bool, lineage: str):
+        self.version += 1
+        manifest = manifest_of(self.version, lineage)
+        buffer = self.buffers.reserve(manifest)
+        fill(buffer, self.version)
+        if complete:
+            staged = self.buffers.commit(buffer, manifest, 0.0)
+            self.newest = self.version if lineage == "l" else self.newest
+            assert intact(staged)
+
+    @rule()
+    def poll(self):
+        staged = self.buffers.newest("l")
+        if staged is not None:
+            assert staged.lineage == "l"
+            self.handed_out = staged
+
+    @precondition(lambda self: self.handed_out is not None)
+    @rule()
+    def activate(self):
+        assert self.handed_out is not None
+        self.buffers.activated(self.handed_out)
+        self.in_use, self.handed_out = self.handed_out, None
+
+    @invariant()
+    def what_the_engine_may_read_is_whole(self):
+        assert self.in_use is None or intact(self.in_use)
+        assert self.handed_out is None or intact(self.handed_out)
+        assert len(self.buffers._all) <= Buffers.MAX_BUFFERS
+
+
+Rotation.TestCase.settings = settings(max_examples=60, deadline=None)
+TestRotation = Rotation.TestCase
+
+
+def received(buffers: Buffers, version: int) -> StagedWeights:
+    manifest = manifest_of(version)
+    buffer = buffers.reserve(manifest)
+    fill(buffer, version)
+    return buffers.commit(buffer, manifest, 0.0)
+
+
+def test_two_buffers_are_enough_when_each_version_is_activated_before_the_next_comes():
+    buffers = Buffers()
+    for version in range(6):
+        received(buffers, version)
+        staged = buffers.newest("l")
+        assert staged is not None
+        assert staged.version == version
+        buffers.activated(staged)
+        assert buffers.newest("l") is None
+    assert len(buffers._all) == 2
+
+
+def test_a_version_that_was_superseded_before_it_was_activated_is_refused():
+    buffers = Buffers()
+    received(buffers, 1)
+    first = buffers.newest("l")
+    received(buffers, 2)
+    second = buffers.newest("l")
+    assert first is not None
+    assert second is not None
+    with pytest.raises(WeightsError, match="version 1 was activated after"):
+        buffers.activated(first)
+    buffers.activated(second)
+
+
+def test_versions_of_another_lineage_are_not_given():
+    buffers = Buffers()
+    received(buffers, 1)
+    assert buffers.newest("m") is None
+    assert buffers.holds(manifest_of(1))
+    assert not buffers.holds(manifest_of(1, "m"))
+    assert not buffers.holds(manifest_of(2))

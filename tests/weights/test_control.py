@@ -1,0 +1,44 @@
+import pytest
+
+from async_rl.errors import WireError
+from async_rl.weights import control
+from async_rl.wire import encode
+
+MESSAGES = [
+    control.Join("g", "127.0.0.1", 12),
+    control.Alive(),
+    control.Leave(),
+    control.Ready(3),
+    control.Ack(3, 7, "ab"),
+    control.Failed(3, "why", True),
+    control.Check(),
+    control.Unknown(),
+    control.Dropped("silent", 2.0),
+    control.Enter(4, "gloo", {"version": 1}),
+    control.Go(4, 2, 1, 3, 5555, 1.5, 2.5, 64),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_every_message_round_trips(message):
+    expected = (*control.TO_PUBLISHER, *control.TO_MEMBER)
+    assert control.decode_message(control.encode_message(message), expected, control.TO_MEMBER_LIMITS) == message
+
+
+def test_a_message_for_the_other_side_is_refused():
+    with pytest.raises(WireError, match="got 'Check'"):
+        control.decode_message(
+            control.encode_message(control.Check()), control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS
+        )
+
+
+def test_a_field_of_another_type_is_refused():
+    with pytest.raises(WireError, match="'attempt' to be int"):
+        control.decode_message(encode("Ready", {"attempt": "1"}), control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
+
+
+def test_a_long_reason_is_cut_to_what_the_other_side_accepts():
+    frame = control.encode_message(control.Failed(1, "x" * 100_000, False))
+    message = control.decode_message(frame, control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
+    assert isinstance(message, control.Failed)
+    assert len(message.reason) == 2000

@@ -1,0 +1,204 @@
+"""Publisher and receivers in processes of their own, over real sockets and gloo."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from async_rl.errors import AddressError
+from async_rl.queue.messages import Announcement
+from async_rl.weights.manifest import digest_bytes
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.staging import StagedVersion, Staging
+from tests.weights.conftest import ReceiverProcess
+
+DEADLINE_S = 12.0
+BUCKET_BYTES = 1 << 18
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    """About 1.3 MB in four buckets: mixed dtypes, a scalar, an empty one, one larger than a bucket."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(300, 999, generator=generator).to(torch.bfloat16),
+        "bias": torch.randn(7, generator=generator),
+        "scalar": torch.randn((), generator=generator),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.randint(0, 2, (33,), generator=generator).bool(),
+        "counts": torch.randint(0, 1 << 40, (11,), generator=generator),
+        **{f"layer.{i}": torch.randn(64, 300, generator=generator).to(torch.bfloat16) for i in range(18)},
+        "transposed": torch.randn(50, 60, generator=generator).t(),
+    }
+
+
+def digests(named: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {n: digest_bytes(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for n, t in named.items()}
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    publisher = Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False, chunk_bytes=100_000)
+    yield publisher
+    publisher.close()
+
+
+def staging() -> Staging:
+    return Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S)
+
+
+def announce(publisher: Publisher, staged: StagedVersion) -> Announcement:
+    manifest = staged.manifest
+    return Announcement(manifest.lineage, manifest.version, manifest.digest, publisher.address)
+
+
+def test_every_byte_dtype_and_shape_arrives(publisher: Publisher, shared_receivers: list[ReceiverProcess]):
+    named = tensors(0)
+    staged = staging().stage("bytes", 0, iter(named.items()))
+    assert len(staged.buckets) == 4
+    publisher.publish(staged)
+    for receiver in shared_receivers:
+        receiver.follow(announce(publisher, staged))
+    for receiver in shared_receivers:
+        facts = receiver.version(0)
+        assert facts["digest"] == staged.manifest.digest
+        assert facts["tensors"] == digests(named)
+        assert facts["shapes"] == {name: [str(t.dtype), list(t.shape)] for name, t in named.items()}
+    assert publisher.wait(0, DEADLINE_S, num_members=2)
+    assert publisher.stats().failures == 0
+
+
+def test_versions_follow_each_other_over_one_communicator(publisher: Publisher, shared_receivers):
+    buffers = staging()
+    size_bytes = 0
+    for version in range(5):
+        staged = buffers.stage("many", version, iter(tensors(version).items()))
+        publisher.publish(staged)
+        size_bytes = staged.manifest.size_bytes
+        if version == 0:
+            for receiver in shared_receivers:
+                receiver.follow(announce(publisher, staged))
+        for receiver in shared_receivers:
+            assert receiver.version(version)["tensors"] == digests(tensors(version))
+        assert publisher.wait(version, DEADLINE_S, num_members=2)
+    stats = publisher.stats()
+    # Both join before the first transfer or one after the other (a second attempt at version 0): 5 or 6 in all.
+    assert stats.attempts in (5, 6)
+    assert (stats.failures, stats.dropped, buffers.num_dropped) == (0, 0, 0)
+    assert stats.sent_bytes == stats.attempts * size_bytes
+
+
+def test_a_corrupted_bucket_is_caught_by_its_digest_and_sent_again(publisher: Publisher, shared_receivers):
+    receiver = shared_receivers[0]
+    receiver.say(fault="corrupt")
+    staged = staging().stage("corrupt", 3, iter(tensors(3).items()))
+    publisher.publish(staged)
+    receiver.follow(announce(publisher, staged))
+    facts = receiver.version(3)
+    assert facts["tensors"] == digests(tensors(3))
+    assert publisher.wait(3, DEADLINE_S, num_members=1)
+    assert publisher.stats().corrupt == 1
+    assert publisher.stats().attempts == 2
+
+
+def test_a_late_joiner_gets_the_current_version_at_once(publisher: Publisher, shared_receivers):
+    early, late = shared_receivers
+    staged = staging().stage("late", 8, iter(tensors(8).items()))
+    publisher.publish(staged)
+    early.follow(announce(publisher, staged))
+    early.version(8)
+    assert publisher.wait(8, DEADLINE_S, num_members=1)
+    late.follow(announce(publisher, staged))
+    assert late.version(8)["tensors"] == digests(tensors(8))
+    assert publisher.wait(8, DEADLINE_S, num_members=2)
+
+
+def test_the_dead_and_the_frozen_delay_the_others_less_than_the_deadline(
+    publisher: Publisher, shared_receivers: list[ReceiverProcess], start_receiver: Callable[[str], ReceiverProcess]
+):
+    killed, frozen = start_receiver("killed"), start_receiver("frozen")
+    everyone = [*shared_receivers, killed, frozen]
+    buffers = staging()
+    first = buffers.stage("faults", 0, iter(tensors(0).items()))
+    publisher.publish(first)
+    for receiver in everyone:
+        receiver.follow(announce(publisher, first))
+    for receiver in everyone:
+        receiver.version(0)
+    assert publisher.wait(0, DEADLINE_S, num_members=4)
+
+    killed.say(fault="kill")
+    frozen.say(fault="freeze")
+    second = buffers.stage("faults", 1, iter(tensors(1).items()))
+    start = time.monotonic()
+    publisher.publish(second)
+    assert time.monotonic() - start < 0.1
+    for receiver in shared_receivers:
+        assert receiver.version(1, DEADLINE_S)["tensors"] == digests(tensors(1))
+    assert time.monotonic() - start < DEADLINE_S
+
+    # Publishing and staging go on meanwhile, and the two that are left get the next version too.
+    third = buffers.stage("faults", 2, iter(tensors(2).items()))
+    assert third.wait_s < DEADLINE_S
+    publisher.publish(third)
+    assert publisher.wait(2, DEADLINE_S, num_members=2)
+    assert publisher.stats().members == 2
+    assert killed.process.wait(DEADLINE_S) == -9
+
+
+def test_a_frozen_member_that_wakes_again_joins_again(publisher: Publisher, shared_receivers, start_receiver):
+    sleeper = start_receiver("sleeper")
+    buffers = staging()
+    first = buffers.stage("sleep", 0, iter(tensors(0).items()))
+    publisher.publish(first)
+    sleeper.follow(announce(publisher, first))
+    sleeper.version(0)
+    sleeper.process.send_signal(signal.SIGSTOP)
+    second = buffers.stage("sleep", 1, iter(tensors(1).items()))
+    publisher.publish(second)
+    # Nobody is left to wait for as soon as its silence has dropped it.
+    assert publisher.wait(1, DEADLINE_S)
+    assert publisher.stats().members == 0
+    sleeper.process.send_signal(signal.SIGCONT)
+    assert sleeper.version(1)["tensors"] == digests(tensors(1))
+
+
+def test_a_newer_version_supersedes_one_that_nobody_has_yet(publisher: Publisher, shared_receivers):
+    receiver = shared_receivers[0]
+    buffers = staging()
+    versions = [buffers.stage("supersede", v, iter(tensors(v).items())) for v in range(2)]
+    publisher.publish(versions[0])
+    publisher.publish(versions[1])
+    versions.append(buffers.stage("supersede", 2, iter(tensors(2).items())))
+    assert versions[2].wait_s < DEADLINE_S
+    publisher.publish(versions[2])
+    receiver.follow(announce(publisher, versions[2]))
+    assert receiver.version(2)["tensors"] == digests(tensors(2))
+    assert publisher.wait(2, DEADLINE_S, num_members=1)
+    assert publisher.stats().attempts == 1
+
+
+def test_an_announced_digest_that_differs_from_the_offered_one_is_refused(publisher: Publisher, shared_receivers):
+    receiver = shared_receivers[0]
+    staged = staging().stage("forged", 5, iter(tensors(5).items()))
+    publisher.publish(staged)
+    receiver.follow(Announcement("forged", 5, "0" * 32, publisher.address))
+    deadline = time.monotonic() + DEADLINE_S
+    while publisher.stats().corrupt == 0:
+        assert time.monotonic() < deadline
+        publisher.wait(5, 0.05, num_members=1)
+    assert publisher.stats().sent_bytes == 0
+
+
+def test_listening_beyond_loopback_is_refused_unless_insecure():
+    with pytest.raises(AddressError, match="--insecure"):
+        Publisher("0.0.0.0", deadline_s=1, insecure=False, advertise_host="10.0.0.1")
+    with pytest.raises(AddressError, match="advertise"):
+        Publisher("0.0.0.0", deadline_s=1, insecure=True)
+
+
+def test_importing_the_receiver_loads_no_torch(start_receiver):
+    assert start_receiver("light").heard.get(timeout=60) == {"ready": True, "torch": False}
