@@ -1,0 +1,94 @@
+"""What a generator asks of its inference engine, and what the engine gives back. No torch.
+
+The worker owns the loop; a backend is *stepped*: ``step`` runs one decode step over every running sequence and
+returns those that finished. New weights are applied by ``activate`` between two steps, running sequences go on, and
+every token carries the version that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_rl.records import FinishReason, Lease
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One finished sequence of a lease. ``N`` sampled tokens, end-of-sequence token included.
+
+    Attributes:
+        index: which of the lease's ``group_size`` samples, from 0.
+        prompt_ids: int32 [P].
+        token_ids: int32 [N].
+        logprobs: float32 [N], of the distribution that was sampled (after temperature), nats.
+        versions: int32 [N].
+        finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
+        text: the sampled tokens decoded, without special tokens.
+    """
+
+    lease_id: str
+    index: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    text: str
+
+
+class Backend(Protocol):
+    """An inference engine. Not thread-safe: one loop owns it."""
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that can run at once."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that occupy a seat or wait for one."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The active version; -1 before the first ``activate``."""
+        ...
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+        """Token ids, int32 [P], of the rendered chat prompt, ready to be continued."""
+        ...
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        """Start (or line up) the lease's ``group_size`` samples of this prompt, with its sampling and seed."""
+        ...
+
+    def cancel(self, lease_id: str) -> None:
+        """Forget the lease's sequences; nothing of it is returned any more. Unknown leases are ignored."""
+        ...
+
+    def step(self) -> list[Sampled]:
+        """One decode step over all running sequences; those that finished. Returns at once if none run."""
+        ...
+
+    def progress(self) -> dict[str, int]:
+        """Tokens sampled so far, by lease, for the heartbeat."""
+        ...
+
+    def activate(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Sample with these weights from the next step on.
+
+        ``weights`` maps Hugging Face state-dict names to host tensors, which stay valid until the next ``activate``
+        returns. The fake ignores them.
+
+        Raises:
+            WeightsError: a tensor is missing, unknown, or of another shape.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the engine."""
+        ...

@@ -1,0 +1,137 @@
+"""From a finished sample to a scored rollout. Called by the generator's loop and by offline evaluation.
+
+The loop hands samples to a ``Grader`` and collects them when they are scored, so that a slow answer (a symbolic
+comparison takes milliseconds, a hostile one seconds) never stalls the next decode step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from async_rl.generator.backend import Sampled
+from async_rl.records import NO_VERSION, Lease, Rollout, TokenSequence
+from async_rl.rewards.records import RewardInput, RewardOutput
+
+
+def whole_sequence(sample: Sampled) -> TokenSequence:
+    """Prompt and answer as one sequence; the answer is under the mask."""
+    num_prompt, num_sampled = len(sample.prompt_ids), len(sample.token_ids)
+    return TokenSequence(
+        token_ids=np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int32, copy=False),
+        loss_mask=np.repeat([False, True], [num_prompt, num_sampled]),
+        behavior_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), sample.logprobs]),
+        versions=np.concatenate([np.full(num_prompt, NO_VERSION, np.int32), sample.versions]),
+    )
+
+
+def graded_rollout(reward: Callable[[RewardInput], RewardOutput], lease: Lease, sample: Sampled) -> Rollout:
+    """The scored rollout of one finished sample. Raises whatever ``reward`` raises."""
+    output = reward(
+        RewardInput(
+            text=sample.text,
+            reward_data=lease.prompt.reward_data,
+            num_tokens=len(sample.token_ids),
+            max_new_tokens=lease.sampling.max_new_tokens,
+            finish_reason=sample.finish_reason,
+        )
+    )
+    return Rollout(
+        sequences=(whole_sequence(sample),),
+        reward_parts=output.parts,
+        accuracy=output.accuracy,
+        finish_reason=sample.finish_reason,
+        extracted=output.extracted,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graded:
+    """A sample's rollout, or the ``error`` that its reward raised."""
+
+    lease: Lease
+    index: int
+    rollout: Rollout | None
+    error: Exception | None = None
+
+
+class Grader(Protocol):
+    """Scores samples, in the order in which they were submitted."""
+
+    @property
+    def num_pending(self) -> int:
+        """Samples that are submitted and not collected."""
+        ...
+
+    def submit(self, lease: Lease, sample: Sampled) -> None: ...
+
+    def collect(self) -> list[Graded]:
+        """What is scored by now; never waits."""
+        ...
+
+
+def _graded(reward: Callable[[RewardInput], RewardOutput], lease: Lease, sample: Sampled) -> Graded:
+    try:
+        return Graded(lease, sample.index, graded_rollout(reward, lease, sample))
+    except Exception as error:  # the boundary to reward code: the loop fails and counts the lease
+        return Graded(lease, sample.index, None, error)
+
+
+class InlineGrader:
+    """Scores at once, in the caller's thread: for tests and for runs that must not depend on timing."""
+
+    def __init__(self, reward: Callable[[RewardInput], RewardOutput]) -> None:
+        self._reward = reward
+        self._done: list[Graded] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._done)
+
+    def submit(self, lease: Lease, sample: Sampled) -> None:
+        self._done.append(_graded(self._reward, lease, sample))
+
+    def collect(self) -> list[Graded]:
+        done, self._done = self._done, []
+        return done
+
+
+class ThreadGrader:
+    """Scores in one background thread, which waits for its verifier process without holding the interpreter."""
+
+    def __init__(self, reward: Callable[[RewardInput], RewardOutput]) -> None:
+        self._reward = reward
+        self._todo: queue.SimpleQueue[tuple[Lease, Sampled] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
+        self._num_pending = 0
+        self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending
+
+    def submit(self, lease: Lease, sample: Sampled) -> None:
+        self._num_pending += 1
+        self._todo.put((lease, sample))
+
+    def collect(self) -> list[Graded]:
+        done: list[Graded] = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        self._num_pending -= len(done)
+        return done
+
+    def close(self) -> None:
+        """End the thread once what is submitted is scored."""
+        self._todo.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            self._done.put(_graded(self._reward, *item))

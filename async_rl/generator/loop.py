@@ -1,0 +1,400 @@
+"""The generator's loop: receive weights, request leases, step, grade, return, heartbeat. No torch.
+
+One thread owns everything here. The queue client and the weights receiver work in the background and are polled; the
+loop blocks in the queue's poll when nothing runs. Built by ``worker.run_generator``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_rl.config import Config
+from async_rl.errors import QueueError
+from async_rl.generator.backend import Backend
+from async_rl.generator.grading import Grader
+from async_rl.queue.messages import (
+    Announced,
+    Announcement,
+    Cancelled,
+    FailureCause,
+    Finished,
+    GeneratorEvent,
+    GeneratorStats,
+    LeasesGranted,
+    Returned,
+)
+from async_rl.records import NO_VERSION, Group, Lease, Rollout
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+LEASE_WAIT_S = 8.0
+"""How long the queue may hold a lease request before it answers with none."""
+WATCHDOG_S = 30.0
+MAX_UNANSWERED_RETURNS = 32
+"""With so many groups on their way the queue is behind: no new leases until it answers."""
+
+_POLL_WHILE_RUNNING_S = 0.003
+_POLL_WHILE_BUSY_S = 0.005
+_PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
+
+
+class Queue(Protocol):
+    """What the worker uses of ``queue.client.GeneratorQueue``."""
+
+    @property
+    def lease_request_outstanding(self) -> bool: ...
+    @property
+    def num_unanswered_returns(self) -> int: ...
+    @property
+    def silent_s(self) -> float: ...
+    def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None: ...
+    def heartbeat(self, progress: dict[str, int], stats: GeneratorStats) -> None: ...
+    def return_group(self, group: Group) -> None: ...
+    def fail(self, lease_id: str, cause: FailureCause, detail: str) -> None: ...
+    def poll(self, timeout_s: float) -> list[GeneratorEvent]: ...
+
+
+class Staged(Protocol):
+    """A version that is received and verified, but not active."""
+
+    @property
+    def lineage(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+class WeightsReceiver(Protocol):
+    """What the worker uses of ``weights.receiver.Receiver``; ``error`` is why nothing comes at present."""
+
+    @property
+    def error(self) -> str | None: ...
+    def follow(self, announcement: Announcement) -> None: ...
+    def poll(self) -> Staged | None: ...
+    def activated(self, staged: Any) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _HeldLease:
+    """A lease that is not given back yet. ``submitted`` is False while it waits for a newer version."""
+
+    lease: Lease
+    prompt_ids: np.ndarray
+    received_s: float
+    submitted: bool = False
+    heartbeats_in_line: int = 0
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+
+class Worker:
+    """One generator's state: its active weights, the leases it holds, what it has done so far.
+
+    ``wait_s`` is how long the queue may be silent; ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: Queue,
+        receiver: WeightsReceiver,
+        backend: Backend,
+        grader: Grader,
+        config: Config,
+        generator_id: str,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._receiver = receiver
+        self._backend = backend
+        self._grader = grader
+        self._max_groups = config.generator.max_concurrent_groups
+        self._generator_id = generator_id
+        self._wait_s = wait_s
+        self._clock = clock
+        self._leases: dict[str, _HeldLease] = {}
+        # Eval and training groups differ in size; the next lease is expected to be like the last one.
+        self._expected_group_size = config.sampling.group_size
+        self._announced: Announcement | None = None
+        self._lineage = ""
+        self._digests: dict[int, str] = {}
+        self._activate_first = NO_VERSION
+        self._request_not_before_s = 0.0
+        self._finished = False
+        self._started_s = clock()
+        self._heartbeat_at_s = self._started_s
+        self._poll_at_s = self._started_s
+        self._steps_at_heartbeat = 0
+        self._num_steps = 0
+        self._busy_s = self._busy_seat_s = self._pause_s = 0.0
+        self._num_activations = self._num_tokens = 0
+        self._queue_reason = ""
+        self._receiver_trouble: str | None = None
+        self._idle_since_s = self._started_s
+        self._watchdog_told = False
+
+    def run(self) -> None:
+        """Work until the queue says that the run is finished.
+
+        Raises:
+            QueueError: the queue is silent for longer than ``wait_s``.
+            WeightsError: the receiver has failed for good, or the weights don't fit the model or give NaN.
+        """
+        while not self._finished:
+            self._receive_weights()
+            self._request_leases()
+            self._step()
+            self._return_graded()
+            self._heartbeat()
+            self._handle_events()
+            self._check_waits()
+
+    def _receive_weights(self) -> None:
+        """Activate the newest staged version, between two decode steps."""
+        trouble = self._receiver.error
+        if trouble != self._receiver_trouble:
+            self._receiver_trouble = trouble
+            logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "all is well again")
+        staged = self._receiver.poll()
+        if staged is None or self._announced is None or staged.lineage != self._announced.lineage:
+            return
+        if staged.lineage == self._lineage and staged.version <= self._backend.version:
+            return
+        started_s = self._clock()
+        self._backend.activate(staged.version, staged.tensors)
+        self._receiver.activated(staged)
+        self._pause_s += self._clock() - started_s
+        self._num_activations += 1
+        if staged.lineage != self._lineage:
+            self._lineage, self._digests = staged.lineage, {}
+        self._digests[staged.version] = staged.digest
+        for held in self._leases.values():
+            self._submit_if_fresh(held)
+
+    @property
+    def _is_transferring(self) -> bool:
+        """Whether a version is announced that is not active yet."""
+        announced = self._announced
+        return announced is not None and (announced.lineage, announced.version) != (
+            self._lineage,
+            self._backend.version,
+        )
+
+    @property
+    def _holds_newest_lineage(self) -> bool:
+        """Whether the active weights are of the lineage that was announced last."""
+        return self._announced is not None and self._announced.lineage == self._lineage
+
+    def _follow(self, announcement: Announcement) -> None:
+        """Fetch what is announced. Another lineage voids every lease: its queue gives the prompts out again."""
+        if self._announced is not None and announcement.lineage != self._announced.lineage:
+            for lease_id in list(self._leases):
+                self._drop(lease_id)
+            self._activate_first = NO_VERSION
+        self._announced = announcement
+        self._receiver.follow(announcement)
+
+    def _request_leases(self) -> None:
+        if self._queue.lease_request_outstanding or self._clock() < self._request_not_before_s:
+            return
+        if not self._holds_newest_lineage:
+            return
+        if self._backend.version < self._activate_first:
+            return
+        wanted = self._num_wanted()
+        if wanted > 0 and self._queue.num_unanswered_returns < MAX_UNANSWERED_RETURNS:
+            self._queue.request_leases(self._lineage, self._backend.version, wanted, LEASE_WAIT_S)
+
+    def _num_wanted(self) -> int:
+        """Leases that fill the free seats, and one in line so that no seat waits for a round trip."""
+        unsubmitted = sum(held.lease.group_size for held in self._leases.values() if not held.submitted)
+        free = self._backend.num_seats - self._backend.num_running - unsubmitted
+        wanted = math.ceil((free + self._expected_group_size) / self._expected_group_size)
+        if self._max_groups is not None:
+            wanted = min(wanted, self._max_groups - len(self._leases))
+        return wanted
+
+    def _accept(self, lease: Lease) -> None:
+        if lease.lineage != self._lineage or not self._holds_newest_lineage or lease.lease_id in self._leases:
+            # Granted just before a newer learner took over, or a repeated answer; the queue has the say.
+            logger.info("ignored lease %s of lineage %s", lease.lease_id, lease.lineage)
+            return
+        self._expected_group_size = lease.group_size
+        try:
+            prompt_ids = self._backend.encode_prompt(lease.prompt.messages)
+        except Exception as error:  # the boundary to templates and tokenizers: one bad prompt must not end the run
+            logger.exception("prompt at position %d can't be rendered", lease.prompt.position)
+            self._queue.fail(lease.lease_id, "engine_error", f"prompt can't be rendered: {error}")
+            return
+        if len(prompt_ids) > lease.sampling.max_prompt_tokens:
+            detail = f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens = {lease.sampling.max_prompt_tokens}"
+            self._queue.fail(lease.lease_id, "prompt_too_long", detail)
+            return
+        held = self._leases[lease.lease_id] = _HeldLease(lease, prompt_ids, self._clock())
+        self._submit_if_fresh(held)
+
+    def _submit_if_fresh(self, held: _HeldLease) -> None:
+        if not held.submitted and self._backend.version >= held.lease.min_version:
+            held.submitted = True
+            self._backend.submit(held.lease, held.prompt_ids)
+
+    def _drop(self, lease_id: str) -> None:
+        if self._leases.pop(lease_id, None) is not None:
+            self._backend.cancel(lease_id)
+
+    def _step(self) -> None:
+        """One decode step; what it finished goes to the grader."""
+        seats = min(self._backend.num_running, self._backend.num_seats)
+        if not seats:
+            return
+        started_s = self._clock()
+        sampled = self._backend.step()
+        duration_s = self._clock() - started_s
+        self._busy_s += duration_s
+        self._busy_seat_s += duration_s * seats
+        self._num_tokens += seats
+        self._num_steps += 1
+        for sample in sampled:
+            if (held := self._leases.get(sample.lease_id)) is not None:
+                self._grader.submit(held.lease, sample)
+
+    def _return_graded(self) -> None:
+        """Return the groups whose last rollout is scored."""
+        for graded in self._grader.collect():
+            lease_id = graded.lease.lease_id
+            held = self._leases.get(lease_id)
+            if held is None:
+                continue
+            if graded.rollout is None:
+                position = graded.lease.prompt.position
+                logger.error("reward failed on position %d, lease %s", position, lease_id, exc_info=graded.error)
+                self._drop(lease_id)
+                self._queue.fail(lease_id, "reward_error", f"{type(graded.error).__name__}: {graded.error}")
+                continue
+            held.rollouts[graded.index] = graded.rollout
+            if len(held.rollouts) == graded.lease.group_size:
+                del self._leases[lease_id]
+                self._queue.return_group(self._group(held))
+
+    def _group(self, held: _HeldLease) -> Group:
+        rollouts = tuple(held.rollouts[index] for index in range(held.lease.group_size))
+        versions = {int(v) for r in rollouts for s in r.sequences for v in np.unique(s.versions[s.loss_mask])}
+        return Group(
+            lease_id=held.lease.lease_id,
+            kind=held.lease.kind,
+            position=held.lease.prompt.position,
+            generator_id=self._generator_id,
+            lineage=held.lease.lineage,
+            temperature=held.lease.sampling.temperature,
+            rollouts=rollouts,
+            weights_digest={version: self._digests[version] for version in sorted(versions)},
+            sampling_time_s=self._clock() - held.received_s,
+        )
+
+    def _heartbeat(self) -> None:
+        now_s = self._clock()
+        if now_s < self._heartbeat_at_s:
+            return
+        self._heartbeat_at_s = now_s + HEARTBEAT_S
+        tokens = self._backend.progress()
+        progress: dict[str, int] = {}
+        for lease_id, held in self._leases.items():
+            sampled = tokens.get(lease_id, 0)
+            # A lease in line for a seat moves on as long as the seats before it do; without this it would expire.
+            if held.submitted and not sampled and self._num_steps > self._steps_at_heartbeat:
+                held.heartbeats_in_line += 1
+            progress[lease_id] = sampled + held.heartbeats_in_line + len(held.rollouts)
+        self._steps_at_heartbeat = self._num_steps
+        self._queue.heartbeat(progress, self.stats())
+
+    def stats(self) -> GeneratorStats:
+        """Cumulative since the worker was made."""
+        return GeneratorStats(
+            seats=self._backend.num_seats,
+            wall_s=self._clock() - self._started_s,
+            busy_s=self._busy_s,
+            busy_seat_s=self._busy_seat_s,
+            pause_s=self._pause_s,
+            num_activations=self._num_activations,
+            num_tokens=self._num_tokens,
+        )
+
+    def _handle_events(self) -> None:
+        now_s = self._clock()
+        if self._backend.num_running:
+            if now_s < self._poll_at_s:
+                return
+            timeout_s = 0.0
+        elif self._is_transferring or self._grader.num_pending:
+            # Neither receiver nor grader has anything to block on together with the queue's socket.
+            timeout_s = _POLL_WHILE_BUSY_S
+        else:
+            timeout_s = max(0.0, self._heartbeat_at_s - now_s)
+            if self._request_not_before_s > now_s:
+                timeout_s = min(timeout_s, self._request_not_before_s - now_s)
+        self._poll_at_s = now_s + _POLL_WHILE_RUNNING_S
+        for event in self._queue.poll(timeout_s):
+            self._handle(event)
+
+    def _handle(self, event: GeneratorEvent) -> None:
+        match event:
+            case LeasesGranted(leases=leases, reason=reason, activate=activate):
+                self._queue_reason = reason
+                self._activate_first = NO_VERSION if activate is None else activate
+                if not leases:
+                    self._request_not_before_s = self._clock() + _PAUSE_AFTER_EMPTY_ANSWER_S
+                for lease in leases:
+                    self._accept(lease)
+            case Cancelled(lease_ids=lease_ids):
+                for lease_id in lease_ids:
+                    self._drop(lease_id)
+            case Announced(announcement=announcement):
+                self._follow(announcement)
+            case Returned(lease_id=lease_id, verdict=verdict):
+                if verdict in ("refused", "unknown_lease", "old_lineage"):
+                    logger.warning("the queue did not take lease %s: %s", lease_id, verdict)
+            case Finished():
+                self._finished = True
+
+    def _check_waits(self) -> None:
+        """Give up on a silent queue; say once, in one line, what an idle generator waits for.
+
+        Raises:
+            QueueError: the queue is silent for longer than ``wait_s``.
+        """
+        if self._queue.silent_s > self._wait_s:
+            raise QueueError(
+                f"the queue has been silent for {self._queue.silent_s:.0f} s, limit {self._wait_s:.0f} s (--wait); is "
+                f"its process alive, and is there still a route to it?"
+            )
+        now_s = self._clock()
+        if self._backend.num_running:
+            self._idle_since_s = now_s
+            self._watchdog_told = False
+        elif now_s - self._idle_since_s > WATCHDOG_S and not self._watchdog_told:
+            self._watchdog_told = True
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now_s - self._idle_since_s)))
+            logger.warning("generator %s: waiting since %s for %s", self._generator_id, since, self._awaited())
+
+    def _awaited(self) -> str:
+        if self._announced is None:
+            return "the learner to announce a first version"
+        if self._is_transferring:
+            announced = self._announced
+            trouble = self._receiver_trouble or "no trouble known"
+            return (
+                f"weights of version {announced.version} from {announced.channel} (active: {self._backend.version}; "
+                f"{trouble})"
+            )
+        return f"a lease ({self._queue_reason or 'the queue gave no reason'})"

@@ -1,0 +1,339 @@
+"""Continuous batching over a Hugging Face causal LM. Built from files, fed weights by version.
+
+Each ``step``: waiting samples take the free seats (their prompts prefilled together, once a group, and the keys and
+values copied to its seats), one forward pass decodes one token for every seat, finished sequences leave. Shape
+letters: R = running rows, V = vocabulary, T = prefilled tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.chat import load_tokenizer, render_prompt
+from async_rl.config import GeneratorConfig
+from async_rl.errors import ModelError, WeightsError
+from async_rl.generator.backend import Sampled
+from async_rl.generator.causal_model import WeightTable, build_model, end_of_sequence_ids
+from async_rl.generator.counter_random import uniforms
+from async_rl.generator.sampler import SamplingPlan, make_plan, sample
+from async_rl.generator.seat_table import SeatTable
+from async_rl.generator.slot_cache import PrefillCache, Prefix, SlotCache
+from async_rl.records import NO_VERSION, FinishReason, Lease
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTypeName = Literal["auto", "float32", "bfloat16"]
+
+_MAX_PREFILL_TOKENS = 8192
+"""Padded tokens in one prefill pass: bounds its activations."""
+
+_TOKENS_PER_CHARACTER = 4
+"""A byte-level tokenizer may need so many tokens for one character."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A lease of which samples ``next_index`` and on still wait for seats. ``prefix`` is its prompt, prefilled."""
+
+    lease: Lease
+    prompt_ids: np.ndarray
+    next_index: int = 0
+    prefix: Prefix | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.lease.group_size - self.next_index
+
+
+class TransformersBackend:
+    """See ``backend.Backend``. ``deterministic`` runs one group at a time, so that a group's logits can't depend on
+    what else is sampled, to the last bit."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: frozenset[int],
+        config: GeneratorConfig,
+        *,
+        deterministic: bool = False,
+        version: int = NO_VERSION,
+    ) -> None:
+        self._model = model
+        self._tokenizer: Any = tokenizer
+        self._weights = WeightTable(model)
+        self._device = model.device
+        self._deterministic = deterministic
+        self._version = version
+        text_config: Any = model.config.get_text_config(decoder=True)
+        self._vocab_size: int = text_config.vocab_size
+        self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._is_eos_V = np.zeros(self._vocab_size, np.bool_)
+        self._is_eos_V[[i for i in eos_ids if i < self._vocab_size]] = True
+        self._cache = SlotCache(text_config.num_hidden_layers, config.batch_size)
+        self._seats = SeatTable(config.batch_size)
+        self._waiting: deque[_Waiting] = deque()
+        self._sampled_by_finished: dict[str, int] = {}
+        self._plan: SamplingPlan | None = None
+        self._slots = torch.zeros(0, dtype=torch.long, device=self._device)
+
+    @classmethod
+    def from_files(
+        cls,
+        directory: str | Path,
+        config: GeneratorConfig,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: DTypeName = "auto",
+        deterministic: bool = False,
+        load_pretrained: bool = False,
+    ) -> TransformersBackend:
+        """A backend for the model and tokenizer in ``directory``.
+
+        Its weights come by ``activate``; with ``load_pretrained`` they are read from the directory too, as version 0.
+        ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU.
+
+        Raises:
+            ModelError: a file is missing or unreadable, or the model is not one that this backend can run.
+        """
+        directory, device = Path(directory), torch.device(device)
+        name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        tokenizer = load_tokenizer(directory)
+        model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=load_pretrained)
+        eos_ids = end_of_sequence_ids(directory, model, tokenizer)
+        version = 0 if load_pretrained else NO_VERSION
+        return cls(model, tokenizer, eos_ids, config, deterministic=deterministic, version=version)
+
+    @property
+    def num_seats(self) -> int:
+        return len(self._seats.position)
+
+    @property
+    def num_running(self) -> int:
+        return self._seats.num_rows + sum(w.num_samples for w in self._waiting)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+        return render_prompt(self._tokenizer, messages)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        """See ``backend.Backend``.
+
+        Raises:
+            ModelError: prompt and answer may get longer than the model's positions.
+        """
+        if self._version == NO_VERSION:
+            raise RuntimeError("submit before the first activate")
+        longest = len(prompt_ids) + lease.sampling.max_new_tokens
+        if self._max_positions is not None and longest > self._max_positions:
+            raise ModelError(
+                f"a prompt of {len(prompt_ids)} tokens and an answer of up to {lease.sampling.max_new_tokens} may take "
+                f"{longest}, but the model has max_position_embeddings = {self._max_positions}; lower "
+                f"sampling.max_new_tokens"
+            )
+        self._sampled_by_finished[lease.lease_id] = 0
+        self._waiting.append(_Waiting(lease, prompt_ids))
+
+    @torch.inference_mode()
+    def cancel(self, lease_id: str) -> None:
+        self._waiting = deque(w for w in self._waiting if w.lease.lease_id != lease_id)
+        self._sampled_by_finished.pop(lease_id, None)
+        self._leave([row for row, o in enumerate(self._seats.occupants) if o.lease.lease_id == lease_id])
+
+    @torch.inference_mode()
+    def step(self) -> list[Sampled]:
+        """See ``backend.Backend``.
+
+        Raises:
+            WeightsError: the active weights give NaN.
+        """
+        self._seat_waiting()
+        if self._seats.num_rows == 0:
+            return []
+        logits_RV = self._decode()
+        tokens_R, logprobs_R = self._sample(logits_RV)
+        self._seats.record(tokens_R, logprobs_R, self._version)
+        return self._finish(tokens_R)
+
+    def progress(self) -> dict[str, int]:
+        tokens = dict(self._sampled_by_finished)
+        counts = self._seats.num_sampled[: self._seats.num_rows].tolist()
+        for occupant, count in zip(self._seats.occupants, counts, strict=True):
+            tokens[occupant.lease.lease_id] += count
+        return tokens
+
+    def activate(self, version: int, weights: Mapping[str, Any]) -> None:
+        self._weights.check(weights)
+        self._weights.replace(weights)
+        self._version = version
+        # Running sequences keep their keys and values; prompts that nobody continued yet are prefilled anew.
+        for waiting in self._waiting:
+            waiting.prefix = None
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._sampled_by_finished.clear()
+        self._leave(list(range(self._seats.num_rows)))
+
+    def _seat_waiting(self) -> None:
+        """Give the free seats to waiting samples, in order of submission."""
+        chosen: list[tuple[_Waiting, int]] = []
+        free = self._seats.num_free
+        for waiting in self._waiting:
+            if free == 0 or (self._deterministic and not self._may_join(waiting, chosen)):
+                break
+            count = min(free, waiting.num_samples)
+            chosen.append((waiting, count))
+            free -= count
+        if not chosen:
+            return
+        self._prefill([w for w, _ in chosen if w.prefix is None and len(w.prompt_ids) > 1])
+        for waiting, count in chosen:
+            first_row = self._seats.sit_down(waiting.lease, waiting.prompt_ids, waiting.next_index, count)
+            self._cache.reserve(self._seats.length, self._seats.max_length)
+            if waiting.prefix is not None:
+                self._cache.write_prefix(first_row, count, waiting.prefix)
+            waiting.next_index += count
+        while self._waiting and self._waiting[0].num_samples == 0:
+            self._waiting.popleft()
+        self._plan = None
+
+    def _may_join(self, waiting: _Waiting, chosen: Sequence[object]) -> bool:
+        """Whether the batch is empty, or of this very group."""
+        if chosen:
+            return False
+        return not self._seats.occupants or self._seats.occupants[0].lease is waiting.lease
+
+    def _prefill(self, prompts: Sequence[_Waiting]) -> None:
+        """Compute the prompts' keys and values, all but each one's last token, in batches of similar length."""
+        batch: list[_Waiting] = []
+        for waiting in sorted(prompts, key=lambda w: len(w.prompt_ids)):
+            if batch and (len(batch) + 1) * len(waiting.prompt_ids) > _MAX_PREFILL_TOKENS:
+                self._prefill_batch(batch)
+                batch = []
+            batch.append(waiting)
+        if batch:
+            self._prefill_batch(batch)
+
+    def _prefill_batch(self, batch: Sequence[_Waiting]) -> None:
+        lengths = [len(w.prompt_ids) - 1 for w in batch]
+        ids = np.zeros((len(batch), max(lengths)), np.int64)
+        for row, (waiting, length) in enumerate(zip(batch, lengths, strict=True)):
+            ids[row, :length] = waiting.prompt_ids[:-1]
+        positions_T = torch.arange(max(lengths), device=self._device)
+        # Padding is on the right, where a causal mask hides it from everything that is kept.
+        mask = (positions_T[None, :] <= positions_T[:, None])[None, None].expand(len(batch), -1, -1, -1)
+        cache = PrefillCache()
+        self._model.base_model(
+            input_ids=torch.from_numpy(ids).to(self._device),
+            attention_mask=mask,
+            position_ids=positions_T.expand(len(batch), -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        for row, (waiting, length) in enumerate(zip(batch, lengths, strict=True)):
+            waiting.prefix = cache.prefix(row, length)
+
+    def _decode(self) -> Tensor:
+        """Feed every row's next token; logits [R, V]."""
+        seats, cache = self._seats, self._cache
+        num_rows, length = seats.num_rows, cache.padded(seats.length)
+        cache.reserve(length, seats.max_length)
+        inputs = torch.from_numpy(np.stack([seats.next_ids[:num_rows], seats.position[:num_rows]])).to(self._device)
+        ids_R, positions_R = inputs[0], inputs[1]
+        if len(self._slots) != length:
+            self._slots = torch.arange(length, device=self._device)
+        mask = (self._slots <= positions_R[:, None])[:, None, None]
+        cache.begin_step(positions_R, length)
+        output = self._model(
+            input_ids=ids_R[:, None],
+            attention_mask=mask,
+            position_ids=positions_R[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int64 [R] and logprobs float64 [R] on the host."""
+        seats, rows = self._seats, slice(0, self._seats.num_rows)
+        if self._plan is None:
+            self._plan = make_plan(
+                seats.temperature[rows],
+                seats.top_p[rows],
+                seats.top_k[rows],
+                vocab_size=logits_RV.shape[1],
+                device=self._device,
+            )
+        uniforms_R = torch.from_numpy(uniforms(seats.key[rows], seats.num_sampled[rows])).to(self._device)
+        tokens_R, logprobs_R = sample(logits_RV, self._plan, uniforms_R)
+        # One transfer: float64 holds every token id and every float32 exactly.
+        packed = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()
+        if np.isnan(packed[1]).any():
+            raise WeightsError(
+                f"version {self._version} gives NaN logprobs for {int(np.isnan(packed[1]).sum())} of {len(packed[1])} "
+                f"sequences; its weights are broken (look for a non-finite loss or a too high optimizer.lr)"
+            )
+        return packed[0].astype(np.int64), packed[1]
+
+    def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
+        """Remove the rows that are done; what they sampled."""
+        seats, rows = self._seats, slice(0, self._seats.num_rows)
+        stopped_R = self._is_eos_V[tokens_R]
+        if seats.has_stop[rows].any():
+            for row in np.flatnonzero(seats.has_stop[rows] & ~stopped_R).tolist():
+                stopped_R[row] = self._ends_with_stop(row)
+        done_R = stopped_R | (seats.num_sampled[rows] >= seats.max_sampled[rows])
+        if not done_R.any():
+            return []
+        done = np.flatnonzero(done_R).tolist()
+        finished = [self._sampled(row, "stop" if stopped_R[row] else "length") for row in done]
+        for sampled in finished:
+            self._sampled_by_finished[sampled.lease_id] += len(sampled.token_ids)
+        self._leave(done)
+        alive = {o.lease.lease_id for o in seats.occupants} | {w.lease.lease_id for w in self._waiting}
+        for lease_id in {s.lease_id for s in finished} - alive:
+            del self._sampled_by_finished[lease_id]
+        return finished
+
+    def _ends_with_stop(self, row: int) -> bool:
+        """Whether the newest token completed a stop string; older ones would have ended the row before."""
+        stop = self._seats.occupants[row].lease.sampling.stop
+        window = _TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1)
+        tail = self._decoded(self._seats.last_tokens(row, window))
+        return any(text in tail for text in stop)
+
+    def _sampled(self, row: int, finish_reason: FinishReason) -> Sampled:
+        occupant = self._seats.occupants[row]
+        token_ids, logprobs, versions = self._seats.sampled(row)
+        return Sampled(
+            lease_id=occupant.lease.lease_id,
+            index=occupant.index,
+            prompt_ids=occupant.prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=finish_reason,
+            text=self._decoded(token_ids),
+        )
+
+    def _decoded(self, token_ids: np.ndarray) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        if rows:
+            sources, destinations = self._seats.stand_up(rows)
+            self._cache.move(sources, destinations)
+            self._plan = None

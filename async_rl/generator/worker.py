@@ -1,0 +1,168 @@
+"""The ``async-rl generator`` command: shake hands with the queue, build what the loop needs, run it.
+
+What enters is an address and ``--set generator.*``; everything else comes with the handshake. Torch is imported only
+once a backend or the weights receiver needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from async_rl.address import check_address
+from async_rl.config import Config
+from async_rl.config_file import apply_override, parse_config
+from async_rl.errors import ConfigError, QueueError
+from async_rl.generator.backend import Backend
+from async_rl.generator.fake_backend import FakeBackend
+from async_rl.generator.grading import ThreadGrader
+from async_rl.generator.loop import Worker
+
+__all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
+
+
+def run_generator(
+    address: str, overrides: Sequence[str], *, wait_s: float, insecure: bool, generator_id: str | None = None
+) -> None:
+    """Sample for the queue at ``address`` until its run is finished.
+
+    Args:
+        address: ``tcp://HOST:PORT`` of the queue.
+        overrides: ``generator.key=value``, this generator's own settings.
+        wait_s: how long the queue may be unreachable or silent.
+        insecure: take weights over an unauthenticated network that is not loopback.
+        generator_id: unique among the run's generators; none: host, process id and a random part.
+
+    Raises:
+        AddressError: the address is malformed.
+        ConfigError: an override is not a ``generator.*`` key, or its value is wrong.
+        ModelError: the model is not one that the backend can run.
+        QueueError: the queue does not answer within ``wait_s``, or has been silent for as long.
+        WeightsError: the receiver has failed for good, or the weights don't fit the model or give NaN.
+    """
+    from async_rl.queue.client import GeneratorQueue
+    from async_rl.rewards.registry import build_reward
+    from async_rl.weights.receiver import Receiver
+
+    check_address(address)
+    _check_overrides(overrides)
+    host = socket.gethostname()
+    generator_id = generator_id or f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
+    with ExitStack() as stack:
+        queue = stack.enter_context(closing(GeneratorQueue(address, generator_id)))
+        # The real backend is only known from the config that this answer carries, so hello names what was asked for.
+        welcome = queue.hello(wait_s, _requested_backend(overrides), host)
+        config = generator_config(welcome.config_toml, overrides)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-generator-")))
+        write_files(directory, welcome.files)
+        backend = stack.enter_context(closing(build_backend(config, directory)))
+        receiver = stack.enter_context(closing(Receiver(generator_id, insecure=insecure, device=cuda_device(config))))
+        reward = stack.enter_context(closing(build_reward(config)))
+        grader = stack.enter_context(closing(ThreadGrader(reward)))
+        Worker(
+            queue=queue,
+            receiver=receiver,
+            backend=backend,
+            grader=grader,
+            config=config,
+            generator_id=generator_id,
+            wait_s=wait_s,
+        ).run()
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if not override.strip().startswith("generator."):
+            raise ConfigError(
+                f"--set {override}: a generator takes only generator.* keys; everything else comes from the learner's "
+                f"config"
+            )
+
+
+def _requested_backend(overrides: Sequence[str]) -> str:
+    raw: dict = {}
+    for override in overrides:
+        apply_override(raw, override)
+    return str(raw.get("generator", {}).get("backend", "auto"))
+
+
+def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
+    """The run's config with this generator's own settings, threads included.
+
+    Raises:
+        ConfigError: an override is not a ``generator.*`` key, or the result is not a valid config.
+    """
+    _check_overrides(overrides)
+    raw = tomllib.loads(config_toml)
+    run = parse_config(raw, "the queue's config")
+    section = raw.setdefault("generator", {})
+    if run.generator.num_threads is None:
+        section["num_threads"] = _default_threads(run)
+    # This process is one generator; the run's list of devices is dealt out by launch, which overrides it.
+    section["count"] = 1
+    section.pop("devices", None)
+    for override in overrides:
+        apply_override(raw, override)
+    return parse_config(raw, "the queue's config with this generator's --set")
+
+
+def _default_threads(run: Config) -> int:
+    if run.sampling.deterministic:
+        # The number of threads decides the order of float sums, so it must not depend on the machine.
+        return 1
+    if (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(given) > 0:
+        return int(given)
+    processes = run.generator.count + run.learner.nproc
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write the welcome's files into ``directory``.
+
+    Raises:
+        QueueError: a name is not a plain file name (it came over a socket, so it is not trusted).
+    """
+    for name, content in files.items():
+        if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
+            raise QueueError(f"expected plain file names from the queue, got {name!r}")
+        (directory / name).write_bytes(content)
+
+
+def build_backend(config: Config, directory: Path) -> Backend:
+    """The engine that ``config.generator`` asks for, over the model files in ``directory``.
+
+    Raises:
+        ModelError: the model is not one that the backend can run.
+    """
+    if config.generator.backend == "fake":
+        return FakeBackend(config.generator, answer_form=config.reward.type)
+    import torch
+
+    from async_rl.generator.transformers_backend import TransformersBackend
+
+    if config.generator.num_threads is not None:
+        torch.set_num_threads(config.generator.num_threads)
+    return TransformersBackend.from_files(
+        directory,
+        config.generator,
+        device=cuda_device(config) or "cpu",
+        dtype=config.model.dtype,
+        deterministic=config.sampling.deterministic,
+    )
+
+
+def cuda_device(config: Config) -> str | None:
+    """The CUDA device that the engine runs on: the first of ``generator.devices``, or else of the machine."""
+    if config.generator.backend == "fake":
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return f"cuda:{config.generator.devices[0] if config.generator.devices else 0}"

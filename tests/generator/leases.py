@@ -1,0 +1,26 @@
+"""Leases for the generator's tests."""
+
+from __future__ import annotations
+
+from async_rl.records import Lease, LeaseKind, Prompt, Sampling
+
+
+def make_lease(
+    lease_id: str = "a",
+    *,
+    kind: LeaseKind = "train",
+    group_size: int = 2,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_new_tokens: int = 8,
+    max_prompt_tokens: int = 64,
+    stop: tuple[str, ...] = (),
+    seed: int = 7,
+    min_version: int = 0,
+    lineage: str = "first",
+    answer: str = "2",
+) -> Lease:
+    prompt = Prompt(0, 0, 0, ({"role": "user", "content": "1+1"},), {"gt_answer": answer})
+    sampling = Sampling(temperature, top_p, top_k, max_new_tokens, max_prompt_tokens, stop)
+    return Lease(lease_id, kind, prompt, group_size, sampling, lineage, min_version, 4, 0, seed)

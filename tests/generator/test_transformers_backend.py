@@ -1,0 +1,333 @@
+"""The transformers backend against plain full forward passes of the same tiny model (eager attention, no cache)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig
+
+from async_rl.config import GeneratorConfig
+from async_rl.errors import ModelError, WeightsError
+from async_rl.generator.backend import Sampled
+from async_rl.generator.causal_model import refuse_unsupported
+from async_rl.generator.transformers_backend import TransformersBackend
+from tests.generator.leases import make_lease
+from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
+
+EOS = 1
+PROMPTS = ["1+1", "what is 23+4", "7", "a longer prompt than the others are"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return path
+
+
+@pytest.fixture
+def make_backend(directory: Path) -> Callable[..., TransformersBackend]:
+    def make(seats: int = 8, seed: int | None = 0, *, deterministic: bool = False) -> TransformersBackend:
+        config = GeneratorConfig(batch_size=seats)
+        backend = TransformersBackend.from_files(directory, config, deterministic=deterministic)
+        if seed is not None:
+            backend.activate(3, weights_of(make_model(seed)))
+        return backend
+
+    return make
+
+
+def run_all(backend: TransformersBackend) -> dict[tuple[str, int], Sampled]:
+    finished = {}
+    while backend.num_running:
+        for sampled in backend.step():
+            assert (sampled.lease_id, sampled.index) not in finished
+            finished[sampled.lease_id, sampled.index] = sampled
+    assert backend.progress() == {}
+    return finished
+
+
+def submit(backend: TransformersBackend, lease_id: str, prompt: str = "1+1", **settings) -> None:
+    lease = make_lease(lease_id, **settings)
+    backend.submit(lease, backend.encode_prompt([{"role": "user", "content": prompt}]))
+
+
+@torch.no_grad()
+def full_logprobs(model: torch.nn.Module, sampled: Sampled, temperature: float) -> np.ndarray:
+    """Log-probabilities of the sampled tokens by one forward pass over the whole sequence; float32 [N]."""
+    ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
+    logits = model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(sampled.prompt_ids) :, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def greedy_loop(model: torch.nn.Module, prompt_ids: np.ndarray, max_new_tokens: int) -> list[int]:
+    ids = prompt_ids.tolist()
+    for _ in range(max_new_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt_ids) :]
+
+
+def test_greedy_equals_a_plain_loop_of_full_forward_passes(make_backend):
+    backend, model = make_backend(seats=3), make_model(0)
+    for i, prompt in enumerate(PROMPTS):
+        submit(backend, str(i), prompt, group_size=1, temperature=0.0, max_new_tokens=20)
+    finished = run_all(backend)
+    for i in range(len(PROMPTS)):
+        sampled = finished[str(i), 0]
+        assert sampled.token_ids.tolist() == greedy_loop(model, sampled.prompt_ids, 20)
+        # Greedy tokens are scored by the distribution at temperature 1.
+        np.testing.assert_allclose(sampled.logprobs, full_logprobs(model, sampled, 1.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_logprobs_of_ragged_refilled_groups_equal_a_full_forward_pass(make_backend, temperature):
+    # 4 groups of 3 over 5 seats: groups are split over refills, prompts and answers differ in length.
+    backend, model = make_backend(seats=5), make_model(0)
+    for i, prompt in enumerate(PROMPTS):
+        submit(backend, str(i), prompt, group_size=3, temperature=temperature, max_new_tokens=10 + 17 * i, seed=i)
+    finished = run_all(backend)
+    assert finished.keys() == {(str(i), j) for i in range(4) for j in range(3)}
+    for sampled in finished.values():
+        np.testing.assert_allclose(sampled.logprobs, full_logprobs(model, sampled, temperature), atol=1e-5)
+        assert sampled.versions.tolist() == [3] * len(sampled.token_ids)
+        assert (sampled.prompt_ids.dtype, sampled.token_ids.dtype) == (np.int32, np.int32)
+        assert (sampled.logprobs.dtype, sampled.versions.dtype) == (np.float32, np.int32)
+    assert len({s.token_ids.tobytes() for s in finished.values()}) > 6
+
+
+def test_a_sample_does_not_depend_on_what_is_sampled_beside_it(make_backend):
+    alone = make_backend(seats=8)
+    submit(alone, "x", PROMPTS[1], group_size=3, seed=11, max_new_tokens=24)
+    crowd = make_backend(seats=4)
+    submit(crowd, "before", PROMPTS[3], group_size=5, seed=1, temperature=0.5, max_new_tokens=9)
+    submit(crowd, "x", PROMPTS[1], group_size=3, seed=11, max_new_tokens=24)
+    submit(crowd, "after", PROMPTS[0], group_size=2, seed=2, max_new_tokens=30)
+    expected, got = run_all(alone), run_all(crowd)
+    for index in range(3):
+        assert got["x", index].token_ids.tolist() == expected["x", index].token_ids.tolist()
+        np.testing.assert_allclose(got["x", index].logprobs, expected["x", index].logprobs, atol=1e-5)
+
+
+def test_deterministic_mode_gives_the_same_bits_in_any_company(make_backend):
+    alone = make_backend(seats=4, deterministic=True)
+    submit(alone, "x", PROMPTS[1], group_size=6, seed=11, max_new_tokens=40)
+    crowd = make_backend(seats=4, deterministic=True)
+    submit(crowd, "before", PROMPTS[3], group_size=3, seed=1, max_new_tokens=50)
+    submit(crowd, "x", PROMPTS[1], group_size=6, seed=11, max_new_tokens=40)
+    submit(crowd, "after", PROMPTS[0], group_size=3, seed=2, max_new_tokens=30)
+    expected, got = run_all(alone), run_all(crowd)
+    for index in range(6):
+        assert got["x", index].token_ids.tobytes() == expected["x", index].token_ids.tobytes()
+        assert got["x", index].logprobs.tobytes() == expected["x", index].logprobs.tobytes()
+
+
+def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend):
+    backend, old, new = make_backend(seats=2), make_model(0), make_model(1)
+    submit(backend, "a", PROMPTS[1], group_size=1, max_new_tokens=12, seed=5)
+    backend._is_eos_V[:] = False
+    for _ in range(5):
+        assert backend.step() == []
+    backend.activate(4, weights_of(new))
+    sampled = run_all(backend)["a", 0]
+    assert sampled.versions.tolist() == [3] * 5 + [4] * 7
+    np.testing.assert_allclose(sampled.logprobs[:5], full_logprobs(old, sampled, 1.0)[:5], atol=1e-5)
+    # The sixth token: new weights fed the fifth token, over keys and values of the old ones for all before it.
+    with torch.no_grad():
+        ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids[:5]])[None].astype(np.int64))
+        cache = old(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        logits = new(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1]
+    expected = torch.log_softmax(logits, -1)[int(sampled.token_ids[5])]
+    assert sampled.logprobs[5] == pytest.approx(float(expected), abs=1e-5)
+    assert abs(float(full_logprobs(old, sampled, 1.0)[5]) - sampled.logprobs[5]) > 1e-3
+
+
+def test_samples_that_sit_down_after_an_activation_have_a_prompt_of_the_new_weights(make_backend):
+    # One seat: sample 0 runs under version 3, sample 1 wholly under version 4.
+    backend, new = make_backend(seats=1), make_model(1)
+    submit(backend, "a", PROMPTS[1], group_size=2, max_new_tokens=4)
+    backend.step()
+    backend.activate(4, weights_of(new))
+    second = run_all(backend)["a", 1]
+    assert set(second.versions.tolist()) == {4}
+    np.testing.assert_allclose(second.logprobs, full_logprobs(new, second, 1.0), atol=1e-5)
+
+
+def test_answers_end_at_eos_which_is_kept_and_at_the_length_limit(make_backend):
+    backend = make_backend(seats=8)
+    submit(backend, "a", group_size=40, temperature=2.0, max_new_tokens=30)
+    finished = run_all(backend)
+    reasons = {s.finish_reason for s in finished.values()}
+    assert reasons == {"stop", "length"}
+    for sampled in finished.values():
+        ids = sampled.token_ids.tolist()
+        if sampled.finish_reason == "stop":
+            assert ids.index(EOS) == len(ids) - 1
+        else:
+            assert len(ids) == 30
+            assert EOS not in ids
+        assert "<eos>" not in sampled.text
+        assert sampled.text == "".join(CHARACTERS[i - 3] for i in ids if i > 2)
+
+
+def test_a_stop_string_ends_the_answer_and_stays_in_the_text(make_backend):
+    plain, stopping = make_backend(seats=8), make_backend(seats=8)
+    submit(plain, "a", group_size=8, max_new_tokens=40, temperature=2.0)
+    finished = run_all(plain)
+    text = max((s.text for s in finished.values()), key=len)
+    stop = text[5:7]
+    submit(stopping, "a", group_size=8, max_new_tokens=40, temperature=2.0, stop=(stop, "never said"))
+    for key, sampled in run_all(stopping).items():
+        whole = finished[key].text
+        if stop in whole:
+            assert sampled.finish_reason == "stop"
+            assert sampled.text == whole[: whole.index(stop) + 2]
+        else:
+            assert sampled.text == whole
+            assert sampled.finish_reason == finished[key].finish_reason
+
+
+def test_top_k_and_top_p_score_the_distribution_that_was_sampled(make_backend):
+    backend, model = make_backend(seats=8), make_model(0)
+    submit(backend, "k", group_size=4, top_k=2, max_new_tokens=12, seed=1)
+    submit(backend, "p", group_size=4, top_p=0.5, max_new_tokens=12, seed=2)
+    for (lease_id, _), sampled in run_all(backend).items():
+        ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
+        with torch.no_grad():
+            probabilities = model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1].softmax(-1).numpy()
+        for row, token, logprob in zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True):
+            order = np.argsort(-row)
+            # top-p keeps the shortest head of the ordered distribution whose sum reaches 0.5.
+            size = 2 if lease_id == "k" else int(np.searchsorted(np.cumsum(row[order]), 0.5)) + 1
+            kept = order[:size]
+            assert token in kept
+            assert logprob == pytest.approx(float(np.log(row[token] / row[kept].sum())), abs=1e-5)
+
+
+def test_tokens_are_drawn_with_their_probabilities(make_backend):
+    # 2048 first tokens of one prompt; each frequency within 5 standard deviations of its probability.
+    backend, model = make_backend(seats=256), make_model(0)
+    submit(backend, "a", group_size=1024, max_new_tokens=1, seed=3)
+    submit(backend, "b", group_size=1024, max_new_tokens=1, seed=4)
+    finished = run_all(backend)
+    prompt = torch.tensor(next(iter(finished.values())).prompt_ids[None].astype(np.int64))
+    with torch.no_grad():
+        expected = model(input_ids=prompt).logits[0, -1].softmax(-1).numpy()
+    counts = np.bincount([int(s.token_ids[0]) for s in finished.values()], minlength=len(expected))
+    deviation = np.sqrt(expected * (1 - expected) * 2048)
+    assert (np.abs(counts - 2048 * expected) <= 5 * deviation + 1).all()
+
+
+def test_cancel_frees_the_seats_and_leaves_the_others_as_they_were(make_backend):
+    quiet, disturbed = make_backend(seats=4), make_backend(seats=4)
+    for backend in (quiet, disturbed):
+        submit(backend, "stays", PROMPTS[1], group_size=2, seed=3, max_new_tokens=20)
+    submit(disturbed, "goes", PROMPTS[3], group_size=5, seed=4, max_new_tokens=20)
+    for _ in range(3):
+        disturbed.step()
+    assert disturbed.num_running == 7
+    disturbed.cancel("goes")
+    disturbed.cancel("never heard of")
+    assert disturbed.num_running == 2
+    assert set(disturbed.progress()) == {"stays"}
+    expected, got = run_all(quiet), run_all(disturbed)
+    assert {k: v.token_ids.tolist() for k, v in got.items()} == {k: v.token_ids.tolist() for k, v in expected.items()}
+
+
+def test_progress_counts_sampled_tokens_by_lease(make_backend):
+    backend = make_backend(seats=3)
+    backend._is_eos_V[:] = False
+    submit(backend, "a", group_size=2, max_new_tokens=4)
+    submit(backend, "b", group_size=2, max_new_tokens=6)
+    for _ in range(3):
+        backend.step()
+    # Three seats: both samples of a, one of b; the other of b waits.
+    assert backend.progress() == {"a": 6, "b": 3}
+    finished = [s for _ in range(2) for s in backend.step()]
+    assert [s.lease_id for s in finished] == ["a", "a"]
+    assert backend.progress() == {"b": 6}
+
+
+def test_activate_refuses_missing_unknown_and_misshaped_tensors(make_backend):
+    backend = make_backend()
+    good = weights_of(make_model(1))
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(WeightsError, match=r"missing \['model.layers.0.mlp.up_proj.weight'\]"):
+        backend.activate(4, {k: v for k, v in good.items() if k != name})
+    with pytest.raises(WeightsError, match=r"unknown \['extra'\]"):
+        backend.activate(4, good | {"extra": torch.zeros(1)})
+    with pytest.raises(WeightsError, match=r"up_proj.weight: expected shape \[64, 32\], got \[32, 64\]"):
+        backend.activate(4, good | {name: good[name].T})
+    with pytest.raises(WeightsError, match="tied"):
+        backend.activate(4, good | {"lm_head.weight": good["model.embed_tokens.weight"] + 1})
+    assert backend.version == 3
+    backend.activate(4, good | {"lm_head.weight": good["model.embed_tokens.weight"].clone()})
+    assert backend.version == 4
+
+
+def test_weights_of_the_right_dtype_are_taken_over_and_others_converted(make_backend):
+    backend, weights = make_backend(), weights_of(make_model(1))
+    backend.activate(4, weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+    parameter = dict(backend._model.named_parameters())[name]
+    assert parameter.data_ptr() == weights[name].data_ptr()
+    backend.activate(5, {k: v.bfloat16() for k, v in weights.items()})
+    assert parameter.dtype == torch.float32
+    torch.testing.assert_close(parameter.data, weights[name].bfloat16().float())
+
+
+def test_weights_that_give_nan_are_refused_at_the_first_step(make_backend):
+    backend, weights = make_backend(), weights_of(make_model(1))
+    weights["model.norm.weight"][0] = torch.nan
+    backend.activate(4, weights)
+    submit(backend, "a")
+    with pytest.raises(WeightsError, match="version 4 gives NaN"):
+        backend.step()
+
+
+def test_an_untied_model_with_one_kv_head_is_right_too(tmp_path):
+    model = write_model(tmp_path, seed=2, kv_heads=1, tied=False)
+    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=3), load_pretrained=True)
+    assert backend.version == 0
+    submit(backend, "a", PROMPTS[1], group_size=4, max_new_tokens=12)
+    for sampled in run_all(backend).values():
+        np.testing.assert_allclose(sampled.logprobs, full_logprobs(model, sampled, 1.0), atol=1e-5)
+
+
+def test_a_prompt_of_one_token_needs_no_prefill(make_backend):
+    backend, model = make_backend(), make_model(0)
+    backend.submit(make_lease("a", max_new_tokens=5), np.array([9], np.int32))
+    for sampled in run_all(backend).values():
+        np.testing.assert_allclose(sampled.logprobs, full_logprobs(model, sampled, 1.0), atol=1e-5)
+
+
+def test_sliding_window_models_are_refused():
+    with pytest.raises(ModelError, match="full attention in every layer, got 'mistral'"):
+        refuse_unsupported(MistralConfig(sliding_window=64))
+
+
+def test_what_does_not_fit_the_positions_is_refused(make_backend):
+    backend = make_backend()
+    with pytest.raises(ModelError, match=r"max_position_embeddings = 512; lower sampling.max_new_tokens"):
+        submit(backend, "a", max_new_tokens=512)
+
+
+def test_nothing_is_sampled_before_weights_arrive(make_backend):
+    backend = make_backend(seed=None)
+    assert backend.version == -1
+    with pytest.raises(RuntimeError, match="before the first activate"):
+        submit(backend, "a")

@@ -1,0 +1,372 @@
+"""The generator's loop over fakes of the queue and of the weights receiver. The fake queue's poll scripts time."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.config_file import config_to_toml, parse_config
+from async_rl.errors import ConfigError, QueueError
+from async_rl.generator.fake_backend import FakeBackend
+from async_rl.generator.grading import InlineGrader
+from async_rl.generator.worker import Worker, generator_config, write_files
+from async_rl.queue.messages import (
+    Announced,
+    Announcement,
+    Cancelled,
+    Finished,
+    GeneratorEvent,
+    GeneratorStats,
+    LeasesGranted,
+)
+from async_rl.records import NO_VERSION, Group
+from async_rl.rewards.records import RewardInput, RewardOutput
+from tests.generator.leases import make_lease
+
+
+@dataclass(frozen=True)
+class FakeStaged:
+    lineage: str
+    version: int
+    digest: str
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+
+class FakeReceiver:
+    """Stages what a test puts into ``staged``."""
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self.followed: list[Announcement] = []
+        self.staged: FakeStaged | None = None
+
+    def follow(self, announcement: Announcement) -> None:
+        self.followed.append(announcement)
+
+    def poll(self) -> FakeStaged | None:
+        return self.staged
+
+    def activated(self, staged: FakeStaged) -> None:
+        assert staged is self.staged
+        self.staged = None
+
+
+class FakeQueue:
+    """Hands out one entry of ``script`` a poll: events, or a callable that returns events. Ends with ``Finished``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.script: deque[list[GeneratorEvent] | Callable[[], list[GeneratorEvent]]] = deque()
+        self.lease_request_outstanding = False
+        self.num_unanswered_returns = 0
+        self.silent_s = 0.0
+        self.requests: list[tuple[str, int, int]] = []
+        self.returned: list[Group] = []
+        self.failed: list[tuple[str, str, str]] = []
+        self.heartbeats: list[tuple[dict[str, int], GeneratorStats]] = []
+        self.timeouts: list[float] = []
+
+    def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
+        assert not self.lease_request_outstanding
+        assert wait_s > 0
+        self.lease_request_outstanding = True
+        self.requests.append((lineage, version, max_leases))
+
+    def heartbeat(self, progress: dict[str, int], stats: GeneratorStats) -> None:
+        self.heartbeats.append((progress, stats))
+
+    def return_group(self, group: Group) -> None:
+        self.returned.append(group)
+
+    def fail(self, lease_id: str, cause: str, detail: str) -> None:
+        self.failed.append((lease_id, cause, detail))
+
+    def poll(self, timeout_s: float) -> list[GeneratorEvent]:
+        self.timeouts.append(timeout_s)
+        self.clock.now_s += max(timeout_s, 0.001)
+        if not self.script:
+            return [Finished()]
+        entry = self.script.popleft()
+        events = entry() if callable(entry) else entry
+        if any(isinstance(event, LeasesGranted) for event in events):
+            assert self.lease_request_outstanding
+            self.lease_request_outstanding = False
+        return events
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        # Every look at the clock takes a little, so that polls are not throttled for ever.
+        self.now_s += 0.001
+        return self.now_s
+
+
+def grade(item: RewardInput) -> RewardOutput:
+    if item.reward_data["gt_answer"] == "raise":
+        raise ZeroDivisionError("no such answer")
+    return RewardOutput({"correct": 1.0, "length": -0.25}, 1.0, item.text[-3:])
+
+
+class Scene:
+    """A worker with its fakes. Answers have four tokens each, so a lease takes four steps."""
+
+    def __init__(self, **generator: Any) -> None:
+        section = {"backend": "fake", "batch_size": 4, "fake": {"mean_tokens": 4.0}} | generator
+        raw = {
+            "run": {"dir": "run"},
+            "model": {"path": "model"},
+            "sampling": {"group_size": 2, "max_new_tokens": 8},
+            "generator": section,
+        }
+        self.config: Config = parse_config(raw, "test")
+        self.clock = Clock()
+        self.queue, self.receiver = FakeQueue(self.clock), FakeReceiver()
+        self.backend = FakeBackend(self.config.generator)
+        self.worker = Worker(
+            queue=self.queue,
+            receiver=self.receiver,
+            backend=self.backend,
+            grader=InlineGrader(grade),
+            config=self.config,
+            generator_id="g",
+            wait_s=60.0,
+            clock=self.clock,
+        )
+
+    def announce(
+        self, version: int, lineage: str = "first", *, staged: bool = True
+    ) -> Callable[[], list[GeneratorEvent]]:
+        def play() -> list[GeneratorEvent]:
+            if staged:
+                self.receiver.staged = FakeStaged(lineage, version, f"{lineage}-{version}")
+            return [Announced(Announcement(lineage, version, f"{lineage}-{version}", "tcp://127.0.0.1:1"))]
+
+        return play
+
+    def run(self, *script: list[GeneratorEvent] | Callable[[], list[GeneratorEvent]]) -> None:
+        self.queue.script.extend(script)
+        self.worker.run()
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def granted(*leases: Any, activate: int | None = None) -> list[GeneratorEvent]:
+    return [LeasesGranted(leases, reason="the learner is behind", activate=activate)]
+
+
+def quiet(polls: int) -> list[list[GeneratorEvent]]:
+    return [[] for _ in range(polls)]
+
+
+def test_a_sampled_group_is_returned_with_its_versions_and_their_digests(scene):
+    # Version 3 for the first steps, then 4: both are in the group, and both digests.
+    scene.run(scene.announce(3), granted(make_lease("a", max_new_tokens=8)), scene.announce(4), *quiet(8))
+    (group,) = scene.queue.returned
+    assert (group.lease_id, group.generator_id, group.lineage, group.kind) == ("a", "g", "first", "train")
+    assert group.weights_digest == {3: "first-3", 4: "first-4"}
+    prompt_ids = scene.backend.encode_prompt(({"role": "user", "content": "1+1"},))
+    assert len(group.rollouts) == 2
+    for rollout in group.rollouts:
+        (sequence,) = rollout.sequences
+        versions = sequence.versions[sequence.loss_mask]
+        assert set(versions.tolist()) == {3, 4}
+        assert sequence.token_ids[: len(prompt_ids)].tolist() == prompt_ids.tolist()
+        assert sequence.loss_mask.tolist() == [False] * len(prompt_ids) + [True] * 4
+        assert (sequence.versions[: len(prompt_ids)] == NO_VERSION).all()
+        assert not sequence.behavior_logprobs[: len(prompt_ids)].any()
+        assert (rollout.reward, rollout.accuracy, rollout.finish_reason) == (0.75, 1.0, "stop")
+    assert group.sampling_time_s > 0
+
+
+def test_nothing_is_requested_before_weights_are_active_and_then_enough_to_fill_the_seats():
+    # 4 seats of groups of 2: two leases fill them, one more waits in line.
+    scene = Scene()
+    scene.run(scene.announce(0, staged=False), [], [], scene.announce(1), [])
+    assert scene.queue.requests == [("first", 1, 3)]
+
+
+def test_max_concurrent_groups_bounds_the_leases_held():
+    scene = Scene(max_concurrent_groups=2)
+    scene.run(scene.announce(0), granted(make_lease("a")), granted(make_lease("b")), *quiet(2))
+    assert [wanted for _, _, wanted in scene.queue.requests] == [2, 1]
+
+
+def test_small_eval_groups_fill_the_seats_too(scene):
+    # After a lease of one sample: 3 free seats and one in line.
+    scene.run(scene.announce(0), granted(make_lease("e", kind="eval", group_size=1)), [])
+    assert [wanted for _, _, wanted in scene.queue.requests] == [3, 4]
+
+
+def test_a_cancelled_lease_is_neither_sampled_on_nor_returned(scene):
+    scene.run(scene.announce(0), granted(make_lease("a"), make_lease("b")), [Cancelled(("a", "unknown"))], *quiet(8))
+    assert [group.lease_id for group in scene.queue.returned] == ["b"]
+    assert scene.backend.num_running == 0
+
+
+def test_a_lease_waits_for_the_version_it_must_be_sampled_with(scene):
+    seen: list[int] = []
+
+    def look() -> list[GeneratorEvent]:
+        seen.append(scene.backend.num_running)
+        return []
+
+    lease = make_lease("a", min_version=2)
+    scene.run(
+        scene.announce(1), granted(lease), look, scene.announce(2, staged=False), look, scene.announce(2), *quiet(8)
+    )
+    assert seen == [0, 0]
+    (group,) = scene.queue.returned
+    assert group.weights_digest == {2: "first-2"}
+
+
+def test_an_answer_that_names_a_version_is_followed_by_silence_until_it_is_active(scene):
+    scene.run(scene.announce(1), granted(activate=3), *quiet(5), scene.announce(2), *quiet(5), scene.announce(3), [])
+    assert [version for _, version, _ in scene.queue.requests] == [1, 3]
+
+
+def test_another_lineage_voids_all_leases_and_its_versions_start_anew(scene):
+    def check() -> list[GeneratorEvent]:
+        assert scene.backend.num_running == 0
+        return []
+
+    late = make_lease("late")
+    scene.run(
+        scene.announce(5),
+        granted(make_lease("a")),
+        scene.announce(2, "second", staged=False),
+        check,
+        # Granted before the queue knew better: of the old lineage, so it is left alone.
+        granted(late),
+        check,
+        scene.announce(2, "second"),
+        [],
+        granted(make_lease("b", lineage="second")),
+        *quiet(8),
+    )
+    assert [(g.lease_id, g.weights_digest) for g in scene.queue.returned] == [("b", {2: "second-2"})]
+    assert scene.queue.requests[-1][:2] == ("second", 2)
+    assert scene.queue.failed == []
+
+
+def test_a_failing_reward_gives_the_lease_back_and_the_worker_goes_on(scene, caplog):
+    scene.run(scene.announce(0), granted(make_lease("bad", answer="raise"), make_lease("good")), *quiet(8))
+    assert scene.queue.failed == [("bad", "reward_error", "ZeroDivisionError: no such answer")]
+    assert [group.lease_id for group in scene.queue.returned] == ["good"]
+    assert "reward failed on position 0, lease bad" in caplog.text
+
+
+def test_a_prompt_that_is_too_long_is_given_back_unsampled(scene):
+    scene.run(scene.announce(0), granted(make_lease("a", max_prompt_tokens=2)), *quiet(3))
+    ((lease_id, cause, detail),) = scene.queue.failed
+    assert (lease_id, cause) == ("a", "prompt_too_long")
+    assert detail.endswith("tokens, sampling.max_prompt_tokens = 2")
+
+
+def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
+    # One seat and 1500 tokens an answer, at 1 ms and more a step: several heartbeats pass meanwhile.
+    scene = Scene(batch_size=1, fake={"mean_tokens": 1500.0})
+    lease, waiting = make_lease("a", group_size=1, max_new_tokens=2000), make_lease("b", group_size=1)
+    scene.run(scene.announce(0), granted(lease, waiting), *quiet(900))
+    progress = [p for p, _ in scene.queue.heartbeats if "a" in p]
+    assert len(progress) >= 3
+    assert [p["a"] for p in progress] == sorted({p["a"] for p in progress})
+    # The lease in line is kept alive by the steps that are taken before it.
+    assert [p["b"] for p in progress] == list(range(progress[0]["b"], progress[0]["b"] + len(progress)))
+    stats = scene.queue.heartbeats[-1][1]
+    assert (stats.seats, stats.num_activations) == (1, 1)
+    assert 0 < stats.busy_s <= stats.wall_s
+    assert stats.busy_seat_s == pytest.approx(stats.busy_s)
+    assert stats.num_tokens >= progress[-1]["a"]
+
+
+def test_an_idle_worker_blocks_in_poll_and_a_busy_one_does_not(scene):
+    scene.run(scene.announce(0), *quiet(5), granted(make_lease("a")), *quiet(1))
+    assert scene.queue.timeouts[2:6] == pytest.approx([1.0] * 4, abs=0.1)
+    assert scene.queue.timeouts[7] == 0.0
+
+
+def test_empty_answers_don_t_make_the_worker_spin(scene):
+    scene.run(scene.announce(0), granted(), [], granted(), [], granted(), [])
+    # The pause before the next request is spent in poll, too.
+    assert len(scene.queue.requests) == 4
+    assert all(timeout > 0.01 for timeout in scene.queue.timeouts[2:])
+
+
+def test_a_finished_run_ends_the_worker(scene):
+    scene.run([Finished()])
+    assert scene.queue.requests == []
+
+
+def test_a_silent_queue_is_given_up_on(scene):
+    def fall_silent() -> list[GeneratorEvent]:
+        scene.queue.silent_s = 61.0
+        return []
+
+    with pytest.raises(QueueError, match=r"silent for 61 s, limit 60 s \(--wait\)"):
+        scene.run(fall_silent)
+
+
+def test_a_long_wait_is_told_once_with_what_is_waited_for(scene, caplog):
+    caplog.set_level(logging.WARNING)
+    scene.run(scene.announce(0), granted(), *quiet(80))
+    lines = [r.message for r in caplog.records if "waiting since" in r.message]
+    assert len(lines) == 1
+    assert lines[0].endswith("for a lease (the learner is behind)")
+
+
+def test_trouble_with_the_weights_is_told_and_not_fatal(scene, caplog):
+    caplog.set_level(logging.INFO)
+
+    def trouble() -> list[GeneratorEvent]:
+        scene.receiver.error = "the learner was not heard of"
+        return []
+
+    def well() -> list[GeneratorEvent]:
+        scene.receiver.error = None
+        return []
+
+    scene.run(scene.announce(0, staged=False), trouble, [], well, [])
+    assert [r.message for r in caplog.records] == [
+        "weights: the learner was not heard of",
+        "weights: all is well again",
+    ]
+
+
+def test_a_generator_takes_generator_keys_only(scene):
+    text = config_to_toml(scene.config)
+    config = generator_config(text, ["generator.batch_size=7", "generator.devices=[1]", "generator.num_threads=2"])
+    assert (config.generator.batch_size, config.generator.devices, config.generator.num_threads) == (7, (1,), 2)
+    with pytest.raises(ConfigError, match=r"only generator\.\* keys"):
+        generator_config(text, ["sampling.temperature=2"])
+    with pytest.raises(ConfigError, match=r"generator\.batch_sizes: unknown key"):
+        generator_config(text, ["generator.batch_sizes=7"])
+
+
+def test_deterministic_runs_use_one_thread_on_every_machine(scene):
+    changed = scene.config.model_copy(
+        update={"sampling": scene.config.sampling.model_copy(update={"deterministic": True})}
+    )
+    assert generator_config(config_to_toml(changed), []).generator.num_threads == 1
+
+
+def test_files_from_the_queue_stay_in_their_directory(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_files(directory, {"config.json": b"{}"})
+    assert (directory / "config.json").read_bytes() == b"{}"
+    for name in ("../config.json", "/etc/config.json", "a/b", "..", "", "a\\b"):
+        with pytest.raises(QueueError, match="plain file names"):
+            write_files(directory, {name: b""})
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "model"]
