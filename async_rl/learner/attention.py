@@ -1,0 +1,249 @@
+"""Attention inside packed rows: every token sees its own sequence's past, and no ``[T, T]`` mask is ever built.
+
+``use_packed_attention`` switches a transformers model over; from then on each call of it takes
+``packed_layout=packed_layout(batch.cu_seqlens, device)`` as a keyword. transformers hands unknown keywords down to the
+attention function unchanged: nothing global, so threads can't mix up layouts, a recomputed layer (gradient
+checkpointing) gets the layout it ran with, and FSDP2's hooks pass it through (a dataclass is a leaf to them).
+
+On CUDA in float16 or bfloat16 this is ``torch.nn.attention.varlen`` (flash attention, no padding). Everywhere else
+the row is gathered into a few padded batches of similar lengths for ``scaled_dot_product_attention``: under a causal
+mask, padding on the right is seen by padding only.
+
+Shape letters: T = packed tokens, S = sequences, B = sequences of one bucket, L = its longest, H = heads, K = key and
+value heads, D = head dimension.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from async_rl.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION_NAME = "async_rl_packed"
+
+# A bucket may waste a quarter of its longest sequence, and always 16 tokens: below that a call costs more than padding.
+_WASTE_SHARE = 4
+_WASTE_TOKENS = 16
+_FLASH_HEAD_DIM_MULTIPLE = 8
+_FLASH_HEAD_DIM_LIMIT = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Sequences of similar length. ``gather`` is int64 [B * L], places in T; padding repeats a sequence's last one."""
+
+    gather: Tensor
+    num_sequences: int
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """Where the sequences of a packed row lie.
+
+    Attributes:
+        cu_seqlens: int32 [S + 1], on the model's device.
+        max_length: tokens of the longest sequence.
+        buckets: for the padded path; together they hold every sequence once.
+        restore: int64 [T], each packed token's place in the buckets' outputs laid end to end.
+    """
+
+    cu_seqlens: Tensor
+    max_length: int
+    buckets: tuple[Bucket, ...]
+    restore: Tensor
+
+
+def packed_layout(cu_seqlens: np.ndarray, device: torch.device | str = "cpu") -> PackedLayout:
+    """The layout of one micro-batch, built on the host. ``cu_seqlens``: integers [S + 1], from 0 to T.
+
+    Raises:
+        ValueError: ``cu_seqlens`` does not start at 0 or does not rise.
+    """
+    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    lengths = np.diff(bounds)
+    if bounds.ndim != 1 or len(lengths) == 0 or bounds[0] != 0 or (lengths <= 0).any():
+        raise ValueError(f"expected cu_seqlens that rise from 0, got {bounds.tolist()}")
+    buckets: list[Bucket] = []
+    restore = np.empty(bounds[-1], dtype=np.int64)
+    offset = 0
+    for members in _similar_lengths(lengths):
+        longest = int(lengths[members[0]])
+        column = np.arange(longest)
+        places = bounds[members][:, None] + np.minimum(column, lengths[members][:, None] - 1)
+        valid = column < lengths[members][:, None]
+        restore[places[valid]] = offset + np.flatnonzero(valid)
+        buckets.append(Bucket(torch.from_numpy(places.reshape(-1)).to(device), len(members), longest))
+        offset += places.size
+    return PackedLayout(
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(device),
+        max_length=int(lengths.max()),
+        buckets=tuple(buckets),
+        restore=torch.from_numpy(restore).to(device),
+    )
+
+
+def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices of sequences, long to short, cut where padding to the first of a bucket would waste too much."""
+    order = np.argsort(-lengths, kind="stable")
+    cuts = []
+    longest = int(lengths[order[0]])
+    for place, index in enumerate(order):
+        if longest - int(lengths[index]) > max(_WASTE_TOKENS, longest // _WASTE_SHARE):
+            cuts.append(place)
+            longest = int(lengths[index])
+    return np.split(order, cuts)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Make ``model`` attend by ``packed_layout`` from now on; without that keyword its calls raise.
+
+    No mask function is registered under our name, and for such names transformers builds no mask at all.
+
+    Raises:
+        ModelError: the model's attention can't be replaced, or it carries state along the row (packing would leak it).
+    """
+    from transformers import AttentionInterface
+
+    name = type(model).__name__
+    if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{name} can't be trained on packed rows: expected a decoder whose only mixing of tokens is attention by "
+            "transformers' AttentionInterface; choose a model such as Qwen2, Qwen3 or Llama (model.path)"
+        )
+    AttentionInterface.register(ATTENTION_NAME, packed_attention_forward)
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ModelError(f"{name} refuses another attention function; choose another model (model.path)")
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed_layout: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    Raises:
+        ValueError: no layout, or one of another row; a batch of rows; a mask, soft cap or sink, which we don't honour.
+    """
+    if packed_layout is None:
+        raise ValueError(f"{type(module).__name__}: expected packed_layout=..., got none; pass it to the model's call")
+    num_tokens = packed_layout.restore.shape[0]
+    if query.shape[0] != 1 or query.shape[2] != num_tokens or key.shape[2] != num_tokens:
+        raise ValueError(
+            f"expected one packed row of {num_tokens} tokens, got query {list(query.shape)} and key {list(key.shape)}; "
+            "call the model with input_ids [1, T] and use_cache=False"
+        )
+    refused = [n for n in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(n) is not None]
+    if attention_mask is not None or refused:
+        refused += ["attention_mask"] if attention_mask is not None else []
+        raise ValueError(f"{type(module).__name__}: packed attention does not support {', '.join(refused)}")
+    # [H, T, D] -> [T, H, D]: what flash attention takes, and rows that a gather copies whole.
+    query_THD, key_TKD, value_TKD = (t[0].transpose(0, 1) for t in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sliding_window is not None and sliding_window >= packed_layout.max_length:
+        sliding_window = None
+    if dropout == 0.0 and _fits_flash(query, value):
+        out_THD = _flash(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window)
+    else:
+        out_THD = _padded(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window, dropout)
+    return out_THD[None], None
+
+
+def _padded(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    outputs: list[Tensor] = []
+    for bucket in layout.buckets:
+        shape = (bucket.num_sequences, bucket.max_length)
+        query, key, value = (
+            t.index_select(0, bucket.gather).unflatten(0, shape).transpose(1, 2)
+            for t in (query_THD, key_TKD, value_TKD)
+        )
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if window is None else _window_mask(bucket.max_length, window, query.device),
+            dropout_p=dropout,
+            is_causal=window is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.restore)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [L, L]: the ``window`` newest tokens, oneself included, as transformers counts them."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)
+
+
+def _fits_flash(query: Tensor, value: Tensor) -> bool:
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and value.dtype == query.dtype
+        and value.shape[-1] == head_dim
+        and head_dim % _FLASH_HEAD_DIM_MULTIPLE == 0
+        and head_dim <= _FLASH_HEAD_DIM_LIMIT
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _varlen_attention() is not None
+    )
+
+
+@cache
+def _varlen_attention() -> Any:
+    """torch's varlen attention, or None where this torch's has no scale, window and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
+
+
+def _flash(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: PackedLayout, scale: float, window: int | None
+) -> Tensor:
+    return _varlen_attention()(
+        query_THD.contiguous(),
+        key_TKD.contiguous(),
+        value_TKD.contiguous(),
+        layout.cu_seqlens,
+        layout.cu_seqlens,
+        layout.max_length,
+        layout.max_length,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )

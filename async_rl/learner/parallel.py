@@ -1,0 +1,265 @@
+"""The learner's ranks: who we are, rank 0's commands to the others, and how an error on one stops all.
+
+Rank 0 runs the trainer's loop and *commands*; every other rank waits for the next command. Commands are wire frames
+over gloo on the host, whatever the device. Rank 0 may wait an hour for data: it ticks every few seconds, and so the
+other ranks' receive never reaches ``learner.distributed_timeout_s``, which still ends them if rank 0 hangs.
+
+An error travels two ways. The rank that fails writes its cause into the rendezvous store, once, then ends; gloo's
+closed connections wake the others out of whatever collective they are in, and they find the first cause in the store.
+An error of rank 0 between two commands goes out with its ``close`` command.
+
+Called by ``fsdp_engine.py`` and by the roles that start ranks. Without torchrun's environment there is one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.errors import ConfigError, TrainingError
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 300.0
+"""Ranks that start together may come this far apart, however short ``learner.distributed_timeout_s`` is."""
+
+_FAILURE_KEY = "first_failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where torchrun (or ``launch``) put this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """One rank alone unless ``RANK`` and ``WORLD_SIZE`` say otherwise.
+
+        Raises:
+            ConfigError: they are not numbers, or contradict each other.
+        """
+        texts = {name: os.environ.get(name, default) for name, default in _PLACE_DEFAULTS.items()}
+        try:
+            rank, local_rank, world_size = (int(text) for text in texts.values())
+        except ValueError:
+            raise ConfigError(f"expected numbers in the environment, got {texts}; start ranks by torchrun") from None
+        if not 0 <= rank < world_size or local_rank < 0:
+            raise ConfigError(f"expected 0 <= RANK < WORLD_SIZE, got {texts}; start ranks by torchrun")
+        return cls(rank, local_rank, world_size)
+
+
+_PLACE_DEFAULTS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def init_ranks(config: Config) -> Ranks:
+    """Join the other ranks. One rank on the CPU in float32 needs no process group, and gets none.
+
+    Raises:
+        ConfigError: torchrun's environment is malformed, or there is no such CUDA device.
+        TrainingError: the other ranks did not come in time.
+    """
+    place = Place.from_environment()
+    _set_threads(config, place)
+    device = _device(config, place)
+    if place.world_size == 1 and device.type == "cpu" and compute_dtype(config, device) == torch.float32:
+        return Ranks(place, device, None)
+    timeout = timedelta(seconds=config.learner.distributed_timeout_s)
+    try:
+        if place.world_size == 1:
+            store: dist.Store = dist.HashStore()
+        else:
+            store, _, _ = next(dist.rendezvous("env://", timeout=max(timeout, timedelta(seconds=JOIN_TIMEOUT_S))))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("async_rl_ranks", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(
+            f"rank {place.rank} of {place.world_size} could not join the others: {error}; check that "
+            f"all ranks were started with the same MASTER_ADDR and MASTER_PORT"
+        ) from error
+    return Ranks(place, device, dist.PrefixStore("async_rl_failure", store))
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """``model.dtype``, resolved for this device."""
+    if config.model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+
+
+def _set_threads(config: Config, place: Place) -> None:
+    if config.learner.num_threads is not None:
+        torch.set_num_threads(config.learner.num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ and place.world_size > 1:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+
+
+def _device(config: Config, place: Place) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = place.local_rank
+    # Where CUDA_VISIBLE_DEVICES is set (launch does), its devices are numbered anew from 0.
+    if config.learner.devices is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        index = config.learner.devices[place.local_rank]
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"learner.devices: rank {place.rank} needs CUDA device {index}, but {torch.cuda.device_count()} are visible"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+class Ranks:
+    """This process among the learner's ranks. ``store`` is None exactly if it is alone without a process group."""
+
+    def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
+        self.rank, self.world_size, self.device = place.rank, place.world_size, device
+        self._store = store
+        self._broken = False
+        # DCP and our commands work on the host; gloo is the default group's host half.
+        self.host_group: dist.ProcessGroup | None = None
+        if store is not None and device.type == "cuda":
+            self.host_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a process group, and so a device mesh to shard over."""
+        return self._store is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a collective failed here: nothing can be sent to the other ranks any more."""
+        return self._broken
+
+    def scatter(self, frames: Sequence[bytes]) -> bytes:
+        """Rank 0: give every rank its frame; returns its own."""
+        if len(frames) != self.world_size:
+            raise ValueError(f"expected a frame for each of {self.world_size} ranks, got {len(frames)}")
+        if self.world_size > 1:
+            sizes = torch.tensor([len(frame) for frame in frames])
+            dist.broadcast(sizes, 0, group=self.host_group)
+            sent = [
+                dist.isend(_as_tensor(frame), rank, group=self.host_group) for rank, frame in enumerate(frames) if rank
+            ]
+            for work in sent:
+                if work is not None:
+                    work.wait()
+        return frames[0]
+
+    def broadcast(self, frame: bytes) -> None:
+        """Rank 0: give every rank the same frame."""
+        self.scatter([frame] * self.world_size)
+
+    def receive(self) -> bytes:
+        """Other ranks: the next frame of rank 0, waited for up to ``learner.distributed_timeout_s``."""
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        dist.broadcast(sizes, 0, group=self.host_group)
+        frame = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
+        dist.recv(frame, 0, group=self.host_group)
+        return frame.numpy().tobytes()
+
+    def gather(self, frame: bytes) -> list[bytes]:
+        """Every rank gives one frame; rank 0 gets them all, in order of rank, the others an empty list."""
+        if self.world_size == 1:
+            return [frame]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(frame)
+        dist.all_reduce(sizes, group=self.host_group)
+        if not self.is_leader:
+            dist.send(_as_tensor(frame), 0, group=self.host_group)
+            return []
+        frames = [frame]
+        for rank in range(1, self.world_size):
+            received = torch.empty(int(sizes[rank]), dtype=torch.uint8)
+            dist.recv(received, rank, group=self.host_group)
+            frames.append(received.numpy().tobytes())
+        return frames
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks of a host tensor, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self.host_group)
+        return values
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        self.all_reduce_sum(torch.zeros(1))
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around work that all ranks do: an error here is recorded, one of another rank is raised with its cause.
+
+        Raises:
+            TrainingError: another rank failed first.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.world_size == 1:
+                raise
+            self._broken = True
+            cause = self.record_failure(f"rank {self.rank}, {what}: {type(error).__name__}: {error}")
+            if cause.startswith(f"rank {self.rank},"):
+                raise
+            raise TrainingError(cause) from error
+        except (KeyboardInterrupt, SystemExit):
+            # The others may be in the middle of a collective: no command would reach them any more.
+            self._broken = True
+            self.record_failure(f"rank {self.rank}, {what}: it was told to stop")
+            raise
+
+    def record_failure(self, cause: str) -> str:
+        """Put ``cause`` where the other ranks look, unless an earlier one is there; the first cause."""
+        if self._store is None or self.world_size == 1:
+            return cause
+        try:
+            return self._store.compare_set(_FAILURE_KEY, "", cause).decode()
+        except RuntimeError as error:
+            logger.warning("the ranks' store is gone, with rank 0 or torchrun's agent: %s", error)
+            return cause
+
+    def first_failure(self) -> str:
+        """The recorded first cause; empty if there is none (or nobody is left to ask)."""
+        if self._store is None or self.world_size == 1:
+            return ""
+        try:
+            return self._store.get(_FAILURE_KEY).decode() if self._store.check([_FAILURE_KEY]) else ""
+        except RuntimeError as error:
+            logger.warning("the ranks' store is gone, with rank 0 or torchrun's agent: %s", error)
+            return ""
+
+    def close(self) -> None:
+        """Leave the process group. After a failure it is left to the process's end, since others may be stuck in it."""
+        if self._store is not None and not self._broken and dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+
+def _as_tensor(frame: bytes) -> Tensor:
+    # bytearray: torch refuses (warns of) read-only memory, and gloo may touch the buffer until the send is done.
+    return torch.from_numpy(np.frombuffer(bytearray(frame), dtype=np.uint8))

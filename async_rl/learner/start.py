@@ -1,0 +1,222 @@
+"""Start of a learner: from a config to a ``Trainer`` with its real parts, restored from the latest checkpoint.
+
+``run_learner`` is the ``async-rl learner`` command on every rank. ``train_with`` is its second half, with the engine
+given, which benchmarks use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_rl.address import check_address, is_loopback, local_host_towards
+from async_rl.chat import load_tokenizer, model_files
+from async_rl.config import Config
+from async_rl.config_file import config_to_toml
+from async_rl.curve import write_curve
+from async_rl.eval_records import Decode
+from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
+from async_rl.learner.engine import Engine
+from async_rl.learner.export import export_checkpoint
+from async_rl.learner.fsdp_engine import FsdpEngine
+from async_rl.learner.parallel import init_ranks
+from async_rl.learner.state import TrainerState
+from async_rl.learner.trainer import Trainer
+from async_rl.metrics import MetricsWriter, check_wandb, read_metrics
+from async_rl.queue.client import LearnerQueue
+from async_rl.queue.server import ensure_queue
+from async_rl.run_dir import RunDir, check_run_dir, prepare_run_dir
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What differs between a real learner and a benchmark's."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    decode: Decode = lambda token_ids: " ".join(map(str, np.asarray(token_ids).tolist()))
+    insecure: bool = False
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
+    on_queue: Callable[[str], None] | None = None
+    export: bool = False
+
+
+class StagedWeights:
+    """The trainer's view of the weight plane: gather, stage, publish."""
+
+    def __init__(self, staging: Staging, publisher: Publisher) -> None:
+        self._staging, self._publisher = staging, publisher
+
+    @property
+    def channel(self) -> str:
+        return self._publisher.address
+
+    def publish(self, lineage: str, version: int, engine: Engine) -> str:
+        staged = self._staging.stage(lineage, version, engine.gather(), tick=engine.tick)
+        self._publisher.publish(staged)
+        return staged.manifest.digest
+
+    def stats(self) -> dict[str, float]:
+        stats = self._publisher.stats()
+        return {
+            "members": stats.members,
+            "transfer_s": stats.last_transfer_s,
+            "failures": stats.failures,
+            "corrupt": stats.corrupt,
+            "dropped_members": stats.dropped,
+            "superseded": stats.superseded,
+            "dropped_versions": self._staging.num_dropped,
+        }
+
+
+class RunCheckpoints:
+    """Checkpoints of one run: the engine's state with the trainer's and the queue's beside it."""
+
+    def __init__(self, engine: Engine, run_dir: RunDir, keep_last: int) -> None:
+        self._engine, self._run_dir, self._keep_last = engine, run_dir, keep_last
+
+    def write(self, state: TrainerState, snapshot: bytes) -> None:
+        extra = {"trainer": state.to_plain(), "queue": snapshot}
+        write_checkpoint(self._engine, self._run_dir.path, state.step, extra, keep_last=self._keep_last)
+
+
+def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False) -> None:
+    """Train: rank 0 runs the loop, the other ranks follow its commands until it closes.
+
+    Raises:
+        UserError: the run directory, the model or the log settings are unfit.
+        TrainingError: the run can't go on.
+    """
+    if not fresh and check_run_dir(config, fresh=False).is_finished:
+        logger.info("the run in %s is finished; --fresh starts over", config.run.dir)
+        return
+    check_wandb(config)
+    ranks = init_ranks(config)
+    if not ranks.is_leader:
+        FsdpEngine(config, ranks).follow()
+        return
+    with ranks.together("preparing the run directory"):
+        prepare_run_dir(config, fresh=fresh)
+        tokenizer = load_tokenizer(config.model.path)
+        parts = Parts(
+            files=model_files(config.model.path),
+            decode=lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
+            insecure=insecure,
+            device=ranks.device,
+            export=True,
+        )
+    engine = FsdpEngine(config, ranks)
+    cause = ""
+    try:
+        train_with(config, engine, parts)
+    except BaseException as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        engine.close(cause)
+
+
+def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, Any]]:
+    """Run the trainer with ``engine`` to the end; the rows of ``metrics.jsonl``."""
+    run_dir = prepare_run_dir(config)
+    checkpoint = latest_checkpoint(run_dir.path)
+    state, snapshot = _restore(engine, checkpoint)
+    metrics = MetricsWriter(run_dir.path, config)
+    metrics.rewind_to(state.step if checkpoint else -1)
+    _move_rolled_back_files(run_dir, state.step if checkpoint else -1)
+    address = ensure_queue(config, run_dir.run_id, parts.insecure, run_dir.logs / "queue.log")
+    queue = LearnerQueue(address, timeout_s=REQUEST_TIMEOUT_S)
+    publisher = _publisher(config, address, parts)
+    try:
+        if parts.on_queue is not None:
+            parts.on_queue(address)
+        queue.attach(
+            run_id=run_dir.run_id, lineage=state.lineage, parent_lineage=state.parent_lineage,
+            fork_version=state.fork_version, step=state.step, num_steps=config.learner.steps,
+            config_toml=config_to_toml(config), files=parts.files, snapshot=snapshot,
+        )  # fmt: skip
+        staging = Staging(
+            config.weights.staging_bytes, config.weights.bucket_bytes, deadline_s=config.weights.deadline_s
+        )
+        Trainer(
+            config,
+            state=state,
+            engine=engine,
+            queue=queue,
+            weights=StagedWeights(staging, publisher),
+            metrics=metrics,
+            checkpoints=RunCheckpoints(engine, run_dir, config.checkpoint.keep_last),
+            run_dir=run_dir.path,
+            decode=parts.decode,
+        ).run()
+    finally:
+        publisher.close()
+        queue.close()
+        metrics.close()
+    _wrap_up(run_dir, state, export=parts.export)
+    return read_metrics(run_dir.metrics)
+
+
+def _restore(engine: Engine, checkpoint: Path | None) -> tuple[TrainerState, bytes | None]:
+    """The state to go on from, under a new lineage, and the queue's snapshot; the engine is restored on the way."""
+    if checkpoint is None:
+        return TrainerState().fork(), None
+    extra = read_extra(checkpoint)
+    engine.load(checkpoint)
+    state = TrainerState.from_plain(extra["trainer"]).fork()
+    logger.info("resuming from %s: step %d, version %d", checkpoint, state.step, state.version)
+    return state, extra["queue"]
+
+
+def _publisher(config: Config, queue_address: str, parts: Parts) -> Publisher:
+    transport = config.weights.transport
+    if transport == "auto":
+        transport = "nccl" if parts.device.type == "cuda" else "gloo"
+    return Publisher(
+        _weights_host(queue_address),
+        deadline_s=config.weights.deadline_s,
+        insecure=parts.insecure,
+        transport=transport,
+        device=str(parts.device) if transport == "nccl" else None,
+        chunk_bytes=config.weights.bucket_bytes,
+    )
+
+
+def _weights_host(queue_address: str) -> str:
+    """Where generators reach this process: the interface that leads to the queue, loopback if that is local."""
+    host, _ = check_address(queue_address)
+    return "127.0.0.1" if is_loopback(host) else local_host_towards(queue_address)
+
+
+def _move_rolled_back_files(run_dir: RunDir, step: int) -> None:
+    """Rollouts and answers of steps beyond the checkpoint tell of a history that was given up: move them aside."""
+    for folder in (run_dir.rollouts, run_dir.eval):
+        gone = [p for p in folder.glob("*step-*.jsonl") if int(p.stem.rpartition("-")[2]) > step]
+        if not gone:
+            continue
+        number = 1
+        while (aside := folder / f"rolled_back-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for path in gone:
+            path.rename(aside / path.name)
+
+
+def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool) -> None:
+    checkpoint = latest_checkpoint(run_dir.path)
+    if export and checkpoint is not None:
+        export_checkpoint(checkpoint, run_dir.export)
+    write_curve(run_dir)
+    run_dir.mark_finished({"step": state.step, "version": state.version, "elapsed_s": round(state.elapsed_s, 3)})
+    logger.info("finished: step %d, version %d; %s", state.step, state.version, run_dir.path)

@@ -1,0 +1,59 @@
+"""What the trainer must remember across a restart, as plain data for the checkpoint.
+
+Everything else of a run (weights, optimizer, random state) is the engine's; the queue's part is an opaque snapshot
+that only the queue reads.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+NO_LINEAGE = ""
+
+
+def new_lineage() -> str:
+    """A name that no other learner start has."""
+    return uuid.uuid4().hex[:12]
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """``step`` and ``version`` count what is done: the next step trains with weights of ``version``.
+
+    ``digests`` maps versions that may still be in flight to the digest they were published with; ``pending_evals``
+    are (dataset, step) that were asked for and not yet written. ``elapsed_s`` is the run's time up to here.
+    """
+
+    step: int = 0
+    version: int = 0
+    lineage: str = NO_LINEAGE
+    parent_lineage: str = NO_LINEAGE
+    fork_version: int = 0
+    elapsed_s: float = 0.0
+    digests: dict[int, str] = field(default_factory=dict)
+    pending_evals: list[tuple[str, int]] = field(default_factory=list)
+    exhausted: bool = False
+
+    def fork(self) -> TrainerState:
+        """The state of a new learner start that goes on from here, under a lineage of its own."""
+        return replace(
+            self, lineage=new_lineage(), parent_lineage=self.lineage, fork_version=self.version,
+            digests=dict(self.digests), pending_evals=list(self.pending_evals),
+        )  # fmt: skip
+
+    def to_plain(self) -> dict[str, Any]:
+        plain = asdict(self)
+        plain["digests"] = {str(version): digest for version, digest in self.digests.items()}
+        plain["pending_evals"] = [list(item) for item in self.pending_evals]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in plain.items() if key in known}
+        values["digests"] = {int(version): digest for version, digest in plain["digests"].items()}
+        values["pending_evals"] = [(str(name), int(step)) for name, step in plain["pending_evals"]]
+        return cls(**values)

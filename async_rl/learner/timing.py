@@ -1,0 +1,76 @@
+"""Where the learner's time goes, and how busy the generators were meanwhile: the step's time metrics.
+
+Overlap efficiency is steps/s over ``1 / max(gen, train)``: gen is the generators' busy seat-seconds of a step over
+their seats, train the learner's busy seconds of a step. 1.0 means that nothing waited for anything but the slower side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from async_rl.queue.messages import GeneratorStats
+
+
+class StepClock:
+    """Times the parts of one step; ``lap`` closes it and gives its metrics."""
+
+    def __init__(self, elapsed_s: float) -> None:
+        self._origin = time.monotonic() - elapsed_s
+        self._lap_start = time.monotonic()
+        self._parts: dict[str, float] = {}
+        self._generators: GeneratorStats | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run started, restarts not counted."""
+        return time.monotonic() - self._origin
+
+    def start_lap(self) -> None:
+        """The first step begins now: what came before is no step's time."""
+        self._lap_start, self._parts = time.monotonic(), {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the block's duration to ``name`` (``wait``, ``train``, ``publish``)."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._parts[name] = self._parts.get(name, 0.0) + time.monotonic() - start
+
+    def lap(self, generators: GeneratorStats, *, trained_tokens: int) -> dict[str, float]:
+        """Metrics of the step that ends now; ``generators`` are cumulative, so differences between laps count."""
+        now = time.monotonic()
+        wall = max(now - self._lap_start, 1e-9)
+        parts = {name: self._parts.get(name, 0.0) for name in ("wait", "train", "publish")}
+        busy = max(wall - parts["wait"], 0.0)
+        metrics = {
+            "time_s": self.elapsed_s,
+            "time/step_s": wall,
+            "time/wait_s": parts["wait"],
+            "time/train_s": parts["train"],
+            "time/publish_s": parts["publish"],
+            "idle/learner": min(parts["wait"] / wall, 1.0),
+            "throughput/trained_tokens_per_s": trained_tokens / wall,
+            **self._generator_metrics(generators, wall, busy),
+        }
+        self._lap_start, self._parts, self._generators = now, {}, generators
+        return metrics
+
+    def _generator_metrics(self, now: GeneratorStats, wall: float, learner_busy: float) -> dict[str, float]:
+        before = self._generators
+        # Without two readings of the same generators there is no difference to speak of: leave the keys out.
+        if before is None or now.seats == 0 or now.seats != before.seats or now.wall_s <= before.wall_s:
+            return {}
+        generator_wall = now.wall_s - before.wall_s
+        generate = (now.busy_seat_s - before.busy_seat_s) / now.seats
+        activations = now.num_activations - before.num_activations
+        return {
+            "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / generator_wall, 0.0), 1.0),
+            "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / wall,
+            "time/pause_s": (now.pause_s - before.pause_s) / activations if activations else 0.0,
+            "time/generate_s": generate,
+            "overlap/efficiency": max(generate, learner_busy) / wall,
+        }

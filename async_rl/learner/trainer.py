@@ -1,0 +1,280 @@
+"""The learner's loop: take, train, acknowledge, publish. It reads like DESIGN's picture.
+
+Rank 0 runs it; the other ranks follow the engine's commands. Everything it needs arrives through ``__init__``, so that
+a benchmark can put a timed engine in place of the real one. ``learner/start.py`` builds the real parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from async_rl.config import Config
+from async_rl.errors import TrainingError
+from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
+from async_rl.learner.advantages import group_normalised
+from async_rl.learner.batch import PreparedBatch, check_staleness, prepare_batch, staleness_summary, trained_facts
+from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.report import step_metrics
+from async_rl.learner.state import TrainerState
+from async_rl.learner.timing import StepClock
+from async_rl.queue.client import LearnerQueue
+from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup
+from async_rl.records import Group
+
+logger = logging.getLogger(__name__)
+
+TAKE_WAIT_S = 2.0
+"""One take waits this long at the queue; between two the other ranks are ticked and the evaluations collected."""
+WATCHDOG_S = 30.0
+
+
+class WeightsPlane(Protocol):
+    """Stages and sends versions; ``publish`` returns once the version is staged."""
+
+    @property
+    def channel(self) -> str: ...
+    def publish(self, lineage: str, version: int, engine: Engine) -> str:
+        """Stage the engine's weights as ``version`` and send them in the background; their digest."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+class Recorder(Protocol):
+    """Where metrics go."""
+
+    def write(self, row: dict[str, Any]) -> None: ...
+
+
+class Checkpointer(Protocol):
+    """Writes one checkpoint whole or not at all; rollouts and evaluations land beside it."""
+
+    def write(self, state: TrainerState, snapshot: bytes) -> None: ...
+
+
+class Trainer:
+    """One run of the learner, from its (restored) state to the last step."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        state: TrainerState,
+        engine: Engine,
+        queue: LearnerQueue,
+        weights: WeightsPlane,
+        metrics: Recorder,
+        checkpoints: Checkpointer,
+        run_dir: Path,
+        decode: Decode,
+    ) -> None:
+        self.config, self.state, self.engine, self.queue = config, state, engine, queue
+        self.weights, self.metrics, self.checkpoints = weights, metrics, checkpoints
+        self._run_dir, self._decode = run_dir, decode
+        self._clock = StepClock(state.elapsed_s)
+        self._published = -1
+        self._last_checkpoint = state.step if state.step else -1
+        self._eval_received: list[tuple[str, int]] = []
+
+    def run(self) -> None:
+        """Train until the last step, or the end of the data.
+
+        Raises:
+            TrainingError: the queue says that the run can't go on.
+            LineageError: a newer learner took over.
+        """
+        first_start = self.state.step == 0 and not self.state.pending_evals
+        if first_start:
+            self._request_evals(exclusive=True)
+        else:
+            self._request_pending_evals()
+        self._publish()
+        if first_start:
+            self._await_evals("the evaluation before training")
+        self._clock.start_lap()
+        while self.state.step < self.config.learner.steps and not self.state.exhausted:
+            batch = self._take()
+            if batch is None:
+                break
+            self._train(batch)
+        self._finish()
+
+    def _take(self) -> Batch | None:
+        """The next batch; None at the end of the data."""
+        with self._clock.part("wait"), self._watchdog() as waiting:
+            while True:
+                answer = self.queue.take(
+                    lineage=self.state.lineage, step=self.state.step, version=self.state.version, wait_s=TAKE_WAIT_S
+                )
+                if isinstance(answer, Batch):
+                    return answer
+                if answer.stop:
+                    raise TrainingError(answer.stop)
+                if answer.exhausted:
+                    logger.info("the data has ended at step %d: %s", self.state.step, answer.reason)
+                    self.state.exhausted = True
+                    return None
+                waiting(answer)
+                self.engine.tick()
+                self._collect_evals()
+
+    def _train(self, batch: Batch) -> None:
+        config, version = self.config, self.state.version
+        last_version = version + config.learner.updates_per_batch - 1
+        check_staleness(batch.groups, version=last_version, max_staleness=config.queue.max_staleness)
+        with self._clock.part("train"):
+            prepared = prepare_batch(
+                batch.groups,
+                advantages=group_normalised,
+                mask_truncated=config.loss.mask_truncated,
+                num_updates=config.learner.updates_per_batch,
+                known_weights=self._knows_weights,
+            )
+            updates = self._update(prepared)
+        staleness = staleness_summary(batch.groups, prepared, version=version)
+        acked, facts = self._acknowledge(prepared, updates)
+        if self._publish_due():
+            self._publish()
+        row = step_metrics(batch.groups, prepared, updates, staleness, facts, acked.stats)
+        row |= self._clock.lap(acked.stats.generators, trained_tokens=facts.tokens_trained)
+        row |= {f"weights/{key}": value for key, value in self.weights.stats().items()}
+        self.metrics.write({"step": self.state.step, "version": self.state.version, **row})
+        self._log_rollouts(batch.groups)
+        self._collect_evals()
+        if self._due(config.eval.every) and self.state.step < config.learner.steps:
+            self._request_evals(exclusive=False)
+        if acked.snapshot is not None:
+            self._checkpoint(acked.snapshot)
+
+    def _update(self, prepared: PreparedBatch) -> list[UpdateStats]:
+        stats: list[UpdateStats] = []
+        for sequences in prepared.updates:
+            if not sequences:
+                logger.warning("step %d: an update has nothing left to train on", self.state.step)
+                continue
+            update = self.engine.update(sequences, version=self.state.version)
+            stats.append(update)
+            if update.stepped:
+                self.state.version += 1
+            else:
+                logger.warning("step %d: the optimizer step is skipped: %s", self.state.step, update.reason)
+        return stats
+
+    def _acknowledge(self, prepared: PreparedBatch, updates: list[UpdateStats]) -> tuple[Acked, Any]:
+        skipped = [i for update in updates for i in update.skipped_sequence_ids]
+        facts = trained_facts(prepared, skipped, stepped=any(u.stepped for u in updates))
+        done = self.state.step + 1
+        every = self.config.checkpoint.every
+        snapshot = done == self.config.learner.steps or bool(every and done % every == 0)
+        acked = self.queue.ack(
+            lineage=self.state.lineage, step=self.state.step, version=self.state.version, facts=facts, snapshot=snapshot
+        )
+        self.state.step = done
+        return acked, facts
+
+    def _publish_due(self) -> bool:
+        behind = self.state.version - self._published
+        return behind >= self.config.weights.sync_every or (behind > 0 and self.state.step == self.config.learner.steps)
+
+    def _publish(self) -> None:
+        with self._clock.part("publish"):
+            state = self.state
+            digest = self.weights.publish(state.lineage, state.version, self.engine)
+            state.digests[state.version] = digest
+            oldest = state.version - self.config.queue.max_staleness - self.config.learner.updates_per_batch
+            state.digests = {v: d for v, d in state.digests.items() if v >= oldest}
+            self.queue.announce(Announcement(state.lineage, state.version, digest, self.weights.channel))
+            self._published = state.version
+
+    def _knows_weights(self, group: Group) -> bool:
+        return all(self.state.digests.get(v) == d for v, d in group.weights_digest.items()) and bool(
+            group.weights_digest
+        )
+
+    def _checkpoint(self, snapshot: bytes) -> None:
+        self.state.elapsed_s = self._clock.elapsed_s
+        self.checkpoints.write(self.state, snapshot)
+        self._last_checkpoint = self.state.step
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.state.step % every == 0
+
+    def _request_evals(self, *, exclusive: bool) -> None:
+        for dataset in self.config.data.eval:
+            self.state.pending_evals.append((dataset, self.state.step))
+            self._request_eval(dataset, self.state.step, exclusive=exclusive)
+
+    def _request_pending_evals(self) -> None:
+        """After a restart: answers that were not written are asked for again."""
+        for dataset, step in self.state.pending_evals:
+            self._request_eval(dataset, step, exclusive=self.state.step == 0)
+
+    def _request_eval(self, dataset: str, step: int, *, exclusive: bool) -> None:
+        self.queue.evaluate(
+            lineage=self.state.lineage, dataset=dataset, step=step, min_version=self.state.version, exclusive=exclusive
+        )
+
+    def _collect_evals(self) -> None:
+        if not self.state.pending_evals:
+            return
+        for result in self.queue.eval_results(self.state.lineage, self._eval_received):
+            key = (result.dataset, result.step)
+            self._eval_received.append(key)
+            if key in self.state.pending_evals:
+                self._record_eval(result)
+                self.state.pending_evals.remove(key)
+
+    def _record_eval(self, result: EvalResult) -> None:
+        figures = eval_metrics(result.dataset, result.groups)
+        path = self._run_dir / "eval" / f"{result.dataset}-step-{result.step:06d}.jsonl"
+        write_json_lines(path, (answer_record(p, r, self._decode) for p, g in result.groups for r in g.rollouts))
+        self.metrics.write({"step": result.step, "time_s": self._clock.elapsed_s, **figures})
+        accuracy = figures.get(f"eval/{result.dataset}/accuracy", float("nan"))
+        logger.info("eval %s at step %d: accuracy %.3f", result.dataset, result.step, accuracy)
+
+    def _await_evals(self, what: str) -> None:
+        with self._watchdog() as waiting:
+            while self.state.pending_evals:
+                self._collect_evals()
+                if self.state.pending_evals:
+                    waiting(self.queue.await_eval(self.state.lineage, wait_s=TAKE_WAIT_S) or what)
+                    self.engine.tick()
+
+    def _log_rollouts(self, taken: tuple[TakenGroup, ...]) -> None:
+        every = self.config.log.rollouts_every
+        if not every or (self.state.step - 1) % every:
+            return
+        path = self._run_dir / "rollouts" / f"step-{self.state.step:06d}.jsonl"
+        sampled = taken[: self.config.log.rollouts_groups]
+        write_json_lines(path, (answer_record(t.prompt, r, self._decode) for t in sampled for r in t.group.rollouts))
+
+    def _finish(self) -> None:
+        """The last evaluation is wholly the final version; a run that ended early is checkpointed where it ended."""
+        if self._published < self.state.version:
+            self._publish()
+        final = [(d, self.state.step) for d in self.config.data.eval]
+        if not set(final) <= {*self._eval_received, *self.state.pending_evals}:
+            self._request_evals(exclusive=True)
+        self._await_evals("the evaluation after training")
+        if self._last_checkpoint != self.state.step:
+            self._checkpoint(self.queue.snapshot(self.state.lineage))
+        self.queue.finish(self.state.lineage)
+
+    @contextmanager
+    def _watchdog(self) -> Iterator[Any]:
+        """Gives a function to call after every vain wait; it says every 30 s what is waited for, and since when."""
+        started = said = self._clock.elapsed_s
+
+        def waiting(answer: NotReady | str) -> None:
+            nonlocal said
+            now = self._clock.elapsed_s
+            if now - said >= WATCHDOG_S:
+                reason = answer if isinstance(answer, str) else answer.reason
+                logger.warning("waiting for %.0f s: %s", now - started, reason)
+                said = now
+
+        yield waiting

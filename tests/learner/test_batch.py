@@ -1,0 +1,93 @@
+"""Taken groups to sequences: masks and their causes, staleness, and the facts for the ledger."""
+
+import numpy as np
+import pytest
+
+from async_rl.errors import StaleRolloutError
+from async_rl.learner.advantages import group_normalised
+from async_rl.learner.batch import check_staleness, prepare_batch, staleness_summary, trained_facts
+from async_rl.queue.messages import TakenGroup, TrainedFacts
+from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
+
+
+def rollout(reward: float, versions: list[int], finish: FinishReason = "stop") -> Rollout:
+    """Two prompt tokens, then one sampled token a version."""
+    num = len(versions)
+    sequence = TokenSequence(
+        token_ids=np.arange(num + 2, dtype=np.int32),
+        loss_mask=np.array([False, False] + [True] * num),
+        behavior_logprobs=np.full(num + 2, -1.0, dtype=np.float32),
+        versions=np.array([-1, -1, *versions], dtype=np.int32),
+    )
+    return Rollout((sequence,), {"correct": reward}, reward, finish)
+
+
+def taken(*rollouts: Rollout, arrival: int = 3, masked: bool = False, digest: str = "good") -> TakenGroup:
+    group = Group("lease", "train", 0, "generator", "lineage", 0.7, rollouts, {0: digest})
+    return TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, arrival, masked)
+
+
+def prepare(*groups: TakenGroup, num_updates: int = 1):
+    return prepare_batch(
+        groups,
+        advantages=group_normalised,
+        mask_truncated=True,
+        num_updates=num_updates,
+        known_weights=lambda group: group.weights_digest[0] == "good",
+    )
+
+
+def test_every_masked_rollout_has_its_first_cause():
+    prepared = prepare(
+        taken(rollout(1, [0]), rollout(0, [0], "length")),
+        taken(rollout(1, [0]), rollout(0, [0], "error"), masked=True),
+        taken(rollout(1, [0], "length"), digest="bad"),
+    )
+    assert prepared.masked == {1: "truncated", 2: "filter", 3: "failed", 4: "unknown_weights"}
+    assert [s.sequence_id for s in prepared.updates[0]] == [0]
+
+
+def test_a_masked_rollout_still_counts_in_its_group_s_baseline():
+    # Rewards 1 and 0: mean 0.5, unbiased std sqrt(0.5) = 0.70711; (1 - 0.5) / (0.70711 + 1e-4) = 0.70701.
+    prepared = prepare(taken(rollout(1, [0]), rollout(0, [0], "length")))
+    np.testing.assert_allclose(prepared.updates[0][0].advantages, 0.70701, atol=1e-5)
+    assert prepared.updates[0][0].temperature == 0.7
+
+
+def test_a_batch_is_cut_in_order_into_equal_updates():
+    groups = [taken(rollout(1, [0]), rollout(0, [0])) for _ in range(4)]
+    prepared = prepare(*groups, num_updates=2)
+    assert [[s.sequence_id for s in update] for update in prepared.updates] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_staleness_splits_into_flight_and_queue():
+    # Trained at 5: ages 4, 3, 2 (mean 3, max 4). It arrived at version 3, so 2 each in the queue and 2, 1, 0 in flight.
+    groups = [taken(rollout(1, [1, 2, 3]), rollout(0, [0, 0], "length"))]
+    summary = staleness_summary(groups, prepare(*groups), version=5)
+    assert (summary.mean, summary.max) == (3.0, 4)
+    assert (summary.in_flight_mean, summary.in_queue_mean) == (1.0, 2.0)
+
+
+def test_a_token_sampled_after_the_last_announcement_spent_no_time_in_flight():
+    # Arrived when version 3 was the newest announced; sampled with 4, trained at 5: all of its age is queue time.
+    groups = [taken(rollout(1, [4]))]
+    summary = staleness_summary(groups, prepare(*groups), version=5)
+    assert (summary.mean, summary.in_flight_mean, summary.in_queue_mean) == (1.0, 0.0, 1.0)
+
+
+def test_the_learner_refuses_a_group_one_version_above_the_bound_and_takes_one_at_it():
+    groups = [taken(rollout(1, [2, 3]))]
+    check_staleness(groups, version=6, max_staleness=4)
+    with pytest.raises(StaleRolloutError, match=r"5 versions old, limit 4 \(sampled at 2, learner at 7\)"):
+        check_staleness(groups, version=7, max_staleness=4)
+
+
+def test_facts_count_every_rollout_and_token_once():
+    prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0]), rollout(0, [0] * 5, "length")))
+    assert trained_facts(prepared, [1], stepped=True) == TrainedFacts(
+        stepped=True,
+        rollouts_trained=1,
+        rollouts_masked={"truncated": 1, "skip_threshold": 1},
+        tokens_trained=2,
+        tokens_masked={"truncated": 5, "skip_threshold": 1},
+    )

@@ -1,0 +1,93 @@
+"""Chunked log-probabilities: against log_softmax, in value and gradient, and at the edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from async_rl.learner.logprobs import token_logprobs
+
+HIDDEN, VOCAB = 8, 40
+ROW_BYTES = 4 * VOCAB
+
+
+def inputs(n: int) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(n)
+    head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    return torch.randn(n, HIDDEN, requires_grad=True), head, torch.randint(VOCAB, (n,)), torch.rand(n) + 0.5
+
+
+def test_logprob_and_entropy_by_hand():
+    # Logits [0, 2 ln 3] at temperature 2 are [0, ln 3]: probabilities 1/4 and 3/4.
+    logits = torch.tensor([[0.0, 2 * math.log(3)]])
+    out = token_logprobs(logits, nn.Identity(), torch.tensor([1]), torch.tensor([2.0]), vocab_size=2)
+    assert out.logprobs.item() == pytest.approx(math.log(0.75))
+    assert out.entropies.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 7, 100])
+def test_chunks_of_any_size_equal_the_whole_in_value_and_gradient(rows: int):
+    hidden, head, targets, temperatures = inputs(7)
+    expected = (head(hidden) / temperatures[:, None]).log_softmax(-1)
+    weights = torch.randn(7)
+    want = torch.autograd.grad((expected[range(7), targets] * weights).sum(), (hidden, head.weight))
+
+    out = token_logprobs(hidden, head, targets, temperatures, vocab_size=VOCAB, chunk_bytes=rows * ROW_BYTES)
+    got = torch.autograd.grad((out.logprobs * weights).sum(), (hidden, head.weight))
+
+    torch.testing.assert_close(out.logprobs, expected[range(7), targets], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.entropies, -(expected.exp() * expected).sum(-1).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert not out.entropies.requires_grad
+
+
+def test_no_more_rows_than_a_chunk_ever_reach_the_head():
+    hidden, head, targets, temperatures = inputs(11)
+    seen: list[int] = []
+
+    def counted(chunk: Tensor) -> Tensor:
+        seen.append(len(chunk))
+        return head(chunk)
+
+    out = token_logprobs(hidden, counted, targets, temperatures, vocab_size=VOCAB, chunk_bytes=4 * ROW_BYTES + 1)
+    assert seen == [4, 4, 3]
+    entropies = out.entropies.clone()
+    out.logprobs.sum().backward()
+    # Each chunk again, once, in the backward pass; the rerun leaves the entropies alone.
+    assert sorted(seen) == [3, 3, 4, 4, 4, 4]
+    assert torch.equal(out.entropies, entropies)
+
+
+def test_no_tokens_give_nothing_but_reach_hidden_states_and_head():
+    hidden, head, targets, temperatures = inputs(3)
+    out = token_logprobs(hidden[:0], head, targets[:0], temperatures[:0], vocab_size=VOCAB)
+    assert out.logprobs.shape == out.entropies.shape == (0,)
+    out.logprobs.sum().backward()
+    assert hidden.grad is not None
+    assert head.weight.grad is not None
+    assert head.weight.grad.abs().sum() == 0
+
+
+def test_bfloat16_logits_are_normalised_in_float32():
+    hidden, head, targets, temperatures = inputs(5)
+    head = head.bfloat16()
+    hidden = hidden.detach().bfloat16()
+    out = token_logprobs(hidden, head, targets, temperatures, vocab_size=VOCAB)
+    expected = (head(hidden).float() / temperatures[:, None]).log_softmax(-1)[range(5), targets]
+    assert out.logprobs.dtype == out.entropies.dtype == torch.float32
+    torch.testing.assert_close(out.logprobs, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_impossible_token_does_not_make_the_entropy_nan():
+    logits = torch.tensor([[0.0, 0.0, -math.inf]])
+    out = token_logprobs(logits, nn.Identity(), torch.tensor([0]), torch.tensor([1.0]), vocab_size=3)
+    assert out.entropies.item() == pytest.approx(math.log(2))
+
+
+def test_disagreement_about_the_number_of_tokens_is_refused():
+    hidden, head, targets, temperatures = inputs(3)
+    with pytest.raises(ValueError, match=r"\[3, 8\], \[2\] and \[3\]"):
+        token_logprobs(hidden, head, targets[:2], temperatures, vocab_size=VOCAB)

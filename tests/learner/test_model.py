@@ -1,0 +1,94 @@
+"""What ``load_model`` refuses, and what a policy computes and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from async_rl.config import ModelConfig
+from async_rl.errors import ModelError
+from async_rl.learner.model import PolicyModel, load_model, to_device
+from async_rl.learner.packing import pack
+from tests.learner.tiny import random_sequences, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="no directory"):
+        load_model(ModelConfig(path=str(tmp_path / "nothing")))
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path):
+    tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="can't load a causal LM"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_missing_weights_are_refused_by_name_instead_of_drawn_at_random(tmp_path: Path):
+    tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 tensors: model\.norm\.weight"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="final_logit_softcapping"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_master_weights_are_float32_whatever_the_file_holds(tmp_path: Path):
+    tiny_model(tmp_path)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(ModelConfig(path=str(tmp_path)))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_packed_logprobs_are_those_of_each_sequence_alone_at_its_temperature(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    tiny_model(tmp_path)
+    policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sequences = random_sequences(4, 12, spread=5)
+    ((micro_batch,),) = pack(sequences, max_tokens=1000, num_ranks=1)
+    batch = to_device(micro_batch, CPU)
+    scored = policy(
+        batch.token_ids, batch.position_ids, batch.predict_index, batch.targets, batch.temperatures * 0.7, batch.layout
+    )
+    for place, sequence_id in enumerate(micro_batch.sequence_ids):
+        sequence = sequences[sequence_id]
+        token_ids = torch.from_numpy(sequence.token_ids).long()
+        with torch.no_grad():
+            logprobs_TV = (plain(input_ids=token_ids[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        chosen = torch.from_numpy(np.flatnonzero(sequence.loss_mask) - 1)
+        mine = torch.from_numpy(np.flatnonzero(micro_batch.sequence_index == place))
+        torch.testing.assert_close(
+            scored.logprobs[mine], logprobs_TV[chosen, token_ids[chosen + 1]], atol=1e-5, rtol=1e-5
+        )
+        entropies = -(logprobs_TV.exp() * logprobs_TV).sum(-1)[chosen]
+        torch.testing.assert_close(scored.entropies[mine], entropies, atol=1e-5, rtol=1e-5)
+
+
+def test_the_head_runs_only_where_there_is_a_loss(tmp_path: Path):
+    tiny_model(tmp_path)
+    policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
+    rows: list[int] = []
+    policy.causal_lm.get_submodule("lm_head").register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    ((micro_batch,),) = pack(random_sequences(2, 12), max_tokens=1000, num_ranks=1)
+    batch = to_device(micro_batch, CPU)
+    policy(batch.token_ids, batch.position_ids, batch.predict_index, batch.targets, batch.temperatures, batch.layout)
+    # Two sequences of 12 tokens, the last 8 of each trained on.
+    assert rows == [16]

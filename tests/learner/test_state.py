@@ -1,0 +1,15 @@
+"""The trainer's state survives a checkpoint, and a restart forks it."""
+
+from async_rl.learner.state import TrainerState
+
+
+def test_state_survives_plain_data():
+    state = TrainerState(step=3, version=2, lineage="a", digests={1: "x", 2: "y"}, pending_evals=[("held_out", 2)])
+    assert TrainerState.from_plain(state.to_plain()) == state
+
+
+def test_a_restart_gets_a_lineage_of_its_own_with_its_parent_and_fork_version():
+    state = TrainerState(step=3, version=2, lineage="a")
+    fork = state.fork()
+    assert fork.lineage not in ("", "a")
+    assert (fork.parent_lineage, fork.fork_version, fork.step) == ("a", 2, 3)
