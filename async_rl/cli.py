@@ -1,0 +1,304 @@
+"""The ``async-rl`` command: parsing and messages only. Heavy imports happen inside the commands.
+
+Exit codes: 0 done; 1 it failed (with a traceback, or the first cause of a stopped run); 2 bad input, one message;
+130 interrupted; 143 terminated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from async_rl import __version__
+from async_rl.address import check_address
+from async_rl.errors import UserError
+from async_rl.lifeline import exit_on_sigterm, watch_lifeline
+
+app = typer.Typer(
+    name="async-rl",
+    help="Train language models by asynchronous reinforcement learning with verifiable rewards.\n\n"
+    "Start with `async-rl launch CONFIG`: it runs the queue server, the learner and the generators of one config on "
+    "this machine. `async-rl COMMAND --help` explains each command with an example.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's config file (TOML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one config key, as in learner.steps=20; may be repeated."
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Allow addresses beyond loopback without authentication (trusted networks only)."),
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start over: an existing run directory is moved aside, never deleted.")
+]
+Connect = Annotated[
+    str, typer.Option("--connect", metavar="ADDRESS", help="The queue server, as in tcp://127.0.0.1:5555.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"async-rl {__version__}")
+        raise typer.Exit()
+
+
+@app.command(short_help="Run queue server, learner and generators on this machine.")
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the commands that would be run, write nothing.")
+    ] = False,
+    fresh: Fresh = False,
+    insecure: Insecure = False,
+) -> None:
+    """Run everything of CONFIG on this machine: queue server, learner, generators, with a live view.
+
+    The same command resumes a run that was stopped, from its latest checkpoint. Everything that it starts ends when
+    it ends.
+
+    \b
+    Example:
+      async-rl launch configs/quickstart.toml --set learner.steps=20
+    """
+    from async_rl import launch as launcher
+    from async_rl.config_file import load_config
+
+    chosen = overrides or []
+    resolved = load_config(config, chosen)
+    code = launcher.launch(resolved, config, chosen, fresh=fresh, dry_run=dry_run, insecure=insecure)
+    raise typer.Exit(code)
+
+
+@app.command(short_help="Train, on the rollouts that generators send.")
+def learner(config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, insecure: Insecure = False) -> None:
+    """Train the model of CONFIG on the rollouts that generators send (one process, or every rank of torchrun).
+
+    It attaches to the queue server recorded in the run directory, or starts one. Generators join and leave by
+    themselves, see `async-rl generator --help`.
+
+    \b
+    Examples:
+      async-rl learner configs/quickstart.toml
+      torchrun --nproc-per-node 8 -m async_rl learner configs/one_node_8gpu.toml
+    """
+    with _role():
+        from async_rl.config_file import load_config
+
+        resolved = load_config(config, overrides or [])
+        from async_rl.learner.start import run_learner
+
+        run_learner(resolved, fresh=fresh, insecure=insecure)
+
+
+@app.command(short_help="Sample rollouts for a run.")
+def generator(
+    connect: Connect,
+    overrides: Overrides = None,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a queue that is not there.")
+    ] = 300.0,
+    insecure: Insecure = False,
+    generator_id: Annotated[
+        str | None, typer.Option("--id", metavar="NAME", help="Its name in logs and metrics; default: made up.")
+    ] = None,
+) -> None:
+    """Sample rollouts for the run whose queue server is at ADDRESS, until that run is finished.
+
+    It needs no file of the run: model, sampling and rewards come from the queue, weights from the learner. Any number
+    may join or leave at any time. --set takes generator.* keys only: what is this machine's own.
+
+    \b
+    Example:
+      async-rl generator --connect tcp://10.0.0.1:5555 --insecure --set generator.batch_size=128
+    """
+    check_address(connect)
+    with _role():
+        from async_rl.generator.worker import run_generator
+
+        run_generator(connect, overrides or [], wait_s=wait, insecure=insecure, generator_id=generator_id)
+
+
+@app.command(short_help="Serve prompts to generators and groups to the learner.")
+def queue(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Name this run in the handshake; default: made up.")
+    ] = None,
+    insecure: Insecure = False,
+) -> None:
+    """Serve prompts to generators and groups to the learner of CONFIG.
+
+    `launch` and a single learner start one by themselves. Start it by hand to train across machines: set
+    queue.address to what it binds, and queue.advertise to what others connect to.
+
+    \b
+    Example:
+      async-rl queue run.toml --set queue.address=tcp://0.0.0.0:5555 --insecure
+    """
+    with _role():
+        from async_rl.config_file import load_config
+
+        resolved = load_config(config, overrides or [])
+        from async_rl.queue.server import run_queue
+
+        run_queue(resolved, run_id=run_id or "", insecure=insecure)
+
+
+@app.command(short_help="Show how a run is doing.")
+def status(
+    connect: Connect,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
+    ] = 5.0,
+) -> None:
+    """Ask a running queue server how the run is doing: members, depth, versions, the ledger.
+
+    \b
+    Example:
+      async-rl status --connect tcp://127.0.0.1:5555 --json
+    """
+    check_address(connect)
+    from async_rl.status import print_status
+
+    print_status(connect, as_json=as_json, timeout_s=timeout)
+
+
+@app.command("config", short_help="Check a config and print it resolved.")
+def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check CONFIG and print it resolved: every key, defaults written out, as TOML.
+
+    \b
+    Example:
+      async-rl config configs/quickstart.toml --set queue.max_staleness=0
+    """
+    from async_rl.config_file import config_to_toml, load_config
+
+    typer.echo(config_to_toml(load_config(config, overrides or [])), nl=False)
+
+
+@app.command("eval", short_help="Answer a dataset with a model and print its accuracy.")
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory, hub id, or a run's checkpoint.")],
+    dataset: Annotated[Path, typer.Option("--dataset", metavar="FILE", help="Rows to answer (JSONL).")],
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers a row.")] = 1,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy decoding.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens an answer.")] = 3584,
+    reward: Annotated[str, typer.Option("--reward", metavar="TYPE", help="boxed or think_answer_tags.")] = "boxed",
+    system_prompt: Annotated[
+        str | None, typer.Option("--system-prompt", metavar="TEXT", help="Default: by reward type; empty: none.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences sampled at a time.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="For sampling above temperature 0.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write every answer to DIR/answers.jsonl.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first rows.")] = None,
+) -> None:
+    """Answer the rows of a dataset with a model and print its accuracy.
+
+    \b
+    Example:
+      async-rl eval runs/quickstart/checkpoints/step-000100 --dataset data/test.jsonl --limit 100
+    """
+    from async_rl.evaluation import run_eval
+
+    figures = run_eval(
+        model,
+        dataset=dataset,
+        num_samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        reward_type=reward,
+        system_prompt=system_prompt,
+        batch_size=batch_size,
+        seed=seed,
+        out=out,
+        limit=limit,
+        progress=_show_progress if sys.stderr.isatty() else None,
+    )
+    for key, value in figures.items():
+        typer.echo(f"{key:<40} {value:.4g}")
+
+
+@app.command(short_help="Write a checkpoint as a Hugging Face model directory.")
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory's latest.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
+) -> None:
+    """Write a checkpoint as a Hugging Face model directory (config, tokenizer, safetensors).
+
+    \b
+    Example:
+      async-rl export runs/quickstart/checkpoints/step-000100 exported
+    """
+    from async_rl.learner.export import export_checkpoint
+
+    export_checkpoint(checkpoint, out)
+
+
+@app.command(short_help="Supervised warm start on prompts with answers.")
+def sft(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Supervised warm start: train the model of CONFIG on sft.data and write a Hugging Face directory to sft.out.
+
+    \b
+    Example:
+      async-rl sft sft.toml --set sft.steps=200
+    """
+    with _role():
+        from async_rl.config_file import load_config
+
+        resolved = load_config(config, overrides or [])
+        from async_rl.learner.sft import run_sft
+
+        run_sft(resolved)
+
+
+def _show_progress(num_done: int, num_rows: int) -> None:
+    sys.stderr.write(f"\r{num_done}/{num_rows} rows answered" + ("\n" if num_done == num_rows else ""))
+
+
+@contextlib.contextmanager
+def _role() -> Iterator[None]:
+    """What every long-running command needs: an end when its parent ends, SIGTERM that unwinds, log lines."""
+    exit_on_sigterm()
+    watch_lifeline()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        yield
+    except BrokenPipeError:
+        # Typer takes this for `| head` and exits in silence; in a role it is a failure like any other.
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """The entry point: run one command and exit with its code."""
+    try:
+        app(arguments)
+    except UserError as error:
+        sys.stderr.write(f"async-rl: {error}\n")
+        raise SystemExit(2) from None

@@ -1,0 +1,146 @@
+"""The command lines of the roles that ``launch`` starts, each with the environment that it needs. Pure.
+
+Devices, threads and the ranks' rendezvous are decided here; the supervisor runs what comes out, ``--dry-run`` prints
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from async_rl.address import check_address
+from async_rl.config import Config
+from async_rl.errors import ConfigError
+
+_DAY_S = 86400
+_PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to start. ``environment`` is what it gets beside the inherited one; ``name`` names its log file."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def shell_line(self) -> str:
+        """The command as one would type it."""
+        variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
+        return " ".join([*variables, shlex.join(self.argv)])
+
+
+class RunCommands:
+    """The commands of one ``launch`` of one config."""
+
+    def __init__(
+        self,
+        config: Config,
+        config_arguments: Sequence[str],
+        *,
+        run_id: str,
+        insecure: bool,
+        inherited: Mapping[str, str],
+        num_cores: int,
+    ) -> None:
+        """``config_arguments`` name the config to the roles: a path and its ``--set``s.
+
+        Raises:
+            ConfigError: a device index is not among the visible ones of ``inherited``.
+        """
+        self._config, self._config_arguments, self._run_id = config, tuple(config_arguments), run_id
+        self._flags = ("--insecure",) if insecure else ()
+        self._inherited = inherited
+        self._num_threads = max(1, num_cores // max(1, config.learner.nproc + config.generator.count))
+        self._learner_devices = _visible("learner.devices", config.learner.devices, inherited)
+        self._generator_devices = _visible("generator.devices", config.generator.devices, inherited)
+
+    @property
+    def num_generators(self) -> int:
+        return self._config.generator.count
+
+    def queue(self, bound_port: int | None) -> Command:
+        """The queue server; after a restart it takes the port it had, for everyone knows it by that."""
+        argv = ["queue", *self._config_arguments]
+        if bound_port is not None:
+            host, _ = check_address(self._config.queue.address or "tcp://127.0.0.1:0")
+            host = f"[{host}]" if ":" in host else host
+            argv += ["--set", f"queue.address=tcp://{host}:{bound_port}"]
+        # It ends with launch, so it need not guess from silence: loading a large model takes longer than it lingers.
+        argv += ["--set", f"queue.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
+        return Command("queue", _python(argv), self._environment(1, {"CUDA_VISIBLE_DEVICES": ""}))
+
+    def learner(self, master_port: int) -> list[Command]:
+        """Every rank of the learner; ``master_port`` is the ranks' rendezvous on this machine."""
+        world = self._config.learner.nproc
+        threads = self._config.learner.num_threads
+        devices = {} if self._learner_devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self._learner_devices)}
+        return [
+            Command(
+                f"learner-{rank}",
+                _python(["learner", *self._config_arguments, *self._flags]),
+                self._environment(
+                    threads,
+                    {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(world),
+                        "LOCAL_WORLD_SIZE": str(world),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(master_port),
+                        **devices,
+                    },
+                ),
+            )
+            for rank in range(world)
+        ]
+
+    def generator(self, index: int, address: str, num_restarts: int) -> Command:
+        """One generator. A restarted one has a name of its own: nobody takes it for the dead one."""
+        name = f"generator-{index}"
+        identity = f"{name}-{num_restarts}" if num_restarts else name
+        size = self._config.generator.tensor_parallel_size
+        extra: dict[str, str] = {}
+        if self._generator_devices is not None:
+            extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
+        argv = _python(["generator", "--connect", address, "--id", identity, *self._flags])
+        return Command(name, argv, self._environment(self._config.generator.num_threads, extra))
+
+    def _environment(self, num_threads: int | None, extra: Mapping[str, str]) -> dict[str, str]:
+        path = self._inherited.get("PYTHONPATH")
+        environment = {
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": f"{_PACKAGE_ROOT}{os.pathsep}{path}" if path else _PACKAGE_ROOT,
+            **extra,
+        }
+        if num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(num_threads)
+        elif "OMP_NUM_THREADS" not in self._inherited:
+            environment["OMP_NUM_THREADS"] = str(self._num_threads)
+        return environment
+
+
+def _python(arguments: Sequence[str]) -> tuple[str, ...]:
+    return (sys.executable, "-m", "async_rl", *arguments)
+
+
+def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, str]) -> list[str] | None:
+    """Device indices as CUDA_VISIBLE_DEVICES entries: they count among the devices that this process may see."""
+    if devices is None:
+        return None
+    value = inherited.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return [str(device) for device in devices]
+    visible = [entry for entry in value.split(",") if entry]
+    for device in devices:
+        if device not in range(len(visible)):
+            raise ConfigError(
+                f"{key}: expected indices into the {len(visible)} devices of CUDA_VISIBLE_DEVICES={value!r}, got "
+                f"{device}"
+            )
+    return [visible[device] for device in devices]
