@@ -1,0 +1,161 @@
+"""Overlap with the engines' compute replaced by timed waits, as on devices of their own.
+
+Everything else is real: the queue server and the generators are processes, weights travel, leases are admitted. The
+fake backend waits for each decode step and draws log-normal answer lengths from the lease's seed, so that both sides
+of a comparison draw alike; the timed engine waits for each update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import tomli_w
+import torch
+
+from async_rl.config import Config
+from async_rl.config_file import load_config
+from async_rl.learner.engine import UpdateStats
+from async_rl.learner.packing import TrainSequence
+from async_rl.learner.start import Parts, train_with
+
+GROUPS_PER_STEP = 32
+GROUP_SIZE = 8
+NUM_SEATS = 64
+MEAN_TOKENS = 32.0
+SIGMA = 1.0
+DECODE_STEP_S = 0.01
+WARMUP_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TimedResult:
+    """One run: seconds a step, and what a step costs each side."""
+
+    num_generators: int
+    max_staleness: int
+    step_s: float
+    generate_s: float
+    train_s: float
+    staleness_mean: float
+    dropped_share: float
+
+    @property
+    def efficiency(self) -> float:
+        """Steps/s over ``1 / max(gen, train)``."""
+        return max(self.generate_s, self.train_s) / self.step_s
+
+    @property
+    def balance(self) -> float:
+        return self.generate_s / self.train_s
+
+
+class TimedEngine:
+    """An engine whose update takes exactly ``train_s`` seconds and whose weights are one small tensor."""
+
+    def __init__(self, train_s: float) -> None:
+        self._train_s = train_s
+        self._weights = torch.zeros(1024)
+
+    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
+        end = time.monotonic() + self._train_s
+        tokens = sum(int(s.loss_mask.sum()) for s in sequences)
+        time.sleep(max(0.0, end - time.monotonic()))
+        return UpdateStats(
+            stepped=True, reason="", loss=0.0, grad_norm=0.0, lr=0.0, tokens_trained=tokens, ratio_mean=1.0,
+            ratio_max=1.0, clip_fraction=0.0, ess=1.0, entropy=0.0, mean_abs_log_ratio=0.0,
+        )  # fmt: skip
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weights", self._weights
+
+    def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
+        """There is nothing to save."""
+
+    def load(self, directory: Path) -> None:
+        """There is nothing to restore."""
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def timed_config(directory: Path, *, num_generators: int, max_staleness: int, steps: int) -> Config:
+    data = directory / "train.jsonl"
+    rows = ({"messages": [{"role": "user", "content": f"{i}"}], "gt_answer": str(i)} for i in range(4096))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = directory / "config.toml"
+    config: dict[str, Any] = {
+        "run": {"dir": str(directory / "run")},
+        "model": {"path": "timed"},
+        "data": {"train": str(data), "system_prompt": ""},
+        "sampling": {"group_size": GROUP_SIZE, "max_new_tokens": 1024, "max_prompt_tokens": 64},
+        "reward": {"soft_overlong": False},
+        "queue": {"max_staleness": max_staleness, "filter_range": [], "lease_timeout_s": 60.0},
+        "loss": {"mask_truncated": False},
+        "learner": {"steps": steps, "groups_per_step": GROUPS_PER_STEP},
+        "generator": {
+            "backend": "fake",
+            "batch_size": NUM_SEATS // num_generators,
+            "fake": {"mean_tokens": MEAN_TOKENS, "sigma": SIGMA, "step_time_s": DECODE_STEP_S},
+        },
+        "checkpoint": {"every": 0},
+        "eval": {"every": 0},
+        "log": {"rollouts_every": 0},
+    }
+    path.write_text(tomli_w.dumps(config))
+    return load_config(path)
+
+
+def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> TimedResult:
+    """One run with generation and training balanced: a step's decode time, spread over the seats, is the train time."""
+    train_s = GROUPS_PER_STEP * GROUP_SIZE * MEAN_TOKENS * DECODE_STEP_S / NUM_SEATS
+    with tempfile.TemporaryDirectory() as scratch:
+        config = timed_config(
+            Path(scratch), num_generators=num_generators, max_staleness=max_staleness, steps=steps + WARMUP_STEPS
+        )
+        generators: list[subprocess.Popen[bytes]] = []
+
+        def start_generators(address: str) -> None:
+            command = [sys.executable, "-m", "async_rl", "generator", "--connect", address]
+            for _ in range(num_generators):
+                generators.append(
+                    subprocess.Popen(
+                        command,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                        stdout=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                )
+
+        try:
+            rows = train_with(config, TimedEngine(train_s), Parts(on_queue=start_generators))
+        finally:
+            for process in generators:
+                process.send_signal(signal.SIGTERM)
+            for process in generators:
+                process.wait(30)
+        ledger = json.loads((Path(config.run.dir) / "ledger.json").read_text())["groups"]
+    window = [row for row in rows if "version" in row][WARMUP_STEPS:]
+    stale = sum(ledger["dropped"].get(cause, 0) for cause in ("stale", "cancelled", "too_slow"))
+    return TimedResult(
+        num_generators=num_generators,
+        max_staleness=max_staleness,
+        step_s=(window[-1]["time_s"] - window[0]["time_s"]) / (len(window) - 1),
+        generate_s=mean(row["time/generate_s"] for row in window if "time/generate_s" in row),
+        train_s=mean(row["time/train_s"] + row["time/publish_s"] for row in window),
+        staleness_mean=mean(row["staleness/mean"] for row in window),
+        dropped_share=stale / max(ledger["issued"], 1),
+    )

@@ -1,0 +1,82 @@
+"""The quickstart: make the task, warm-start the model (both cached), then train it with asynchronous RL.
+
+Run by ``make quickstart``; every step is a command that you could type yourself, and is printed before it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import sums
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "configs/quickstart.toml"
+
+
+def run(*arguments: str) -> None:
+    """Run one async-rl command in the checkout, or end with its exit code."""
+    command = [sys.executable, "-m", "async_rl", *arguments]
+    print(f"$ async-rl {shlex.join(arguments)}", flush=True)
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def task_paths(seed: int) -> dict[str, str]:
+    """Where the task of this seed lies, as ``--set`` keys."""
+    base = f"runs/quickstart-task/seed-{seed}"
+    return {
+        "run.seed": str(seed),
+        "data.train": f"{base}/train.jsonl",
+        "data.eval.held_out": f"{base}/held_out.jsonl",
+        "sft.data": f"{base}/sft.jsonl",
+        "sft.out": f"{base}/warm_start",
+    }
+
+
+def recipe_digest() -> str:
+    """Changes when the task or the config does, so that a stale warm start is never used."""
+    parts = [(ROOT / name).read_bytes() for name in (CONFIG, "examples/sums.py", "examples/quickstart.py")]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def warm_start(seed: int, overrides: list[str]) -> None:
+    """Task, base model and SFT, unless they are there already for this very recipe."""
+    base = ROOT / f"runs/quickstart-task/seed-{seed}"
+    marker = base / "recipe"
+    if marker.exists() and marker.read_text() == recipe_digest():
+        print(f"warm start: cached in {base.relative_to(ROOT)}")
+        return
+    shutil.rmtree(base, ignore_errors=True)
+    sums.write_task(base, seed=seed)
+    sums.write_model(base / "base", seed=seed)
+    print(f"task: {base.relative_to(ROOT)}: sft.jsonl, train.jsonl, held_out.jsonl; a random model in base/")
+    relative = base.relative_to(ROOT)
+    run(
+        "sft", CONFIG, *overrides, "--set", f"run.dir={relative}/sft_run", "--set", f"model.path={relative}/base",
+    )  # fmt: skip
+    marker.write_text(recipe_digest())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run-dir", default="runs/quickstart", help="moved aside if it exists")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to launch")
+    options = parser.parse_args()
+    settings = task_paths(options.seed)
+    overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    warm_start(options.seed, overrides)
+    extra = [word for item in options.set for word in ("--set", item)]
+    launch = ["--set", f"model.path={settings['sft.out']}", "--set", f"run.dir={options.run_dir}"]
+    run("launch", CONFIG, "--fresh", *overrides, *launch, *extra)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Real roles in real processes for the end-to-end tests: start them, watch them, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+ROOT = Path(__file__).resolve().parents[2]
+_T = TypeVar("_T")
+
+
+def wait_until(what: str, probe: Callable[[], _T | None], *, deadline_s: float = 90.0) -> _T:
+    """The first true value of ``probe``; fails when there is none in time."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        value = probe()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {deadline_s:.0f} s in vain for {what}")
+
+
+class Role:
+    """One ``async-rl`` process in a session of its own, its output in a file."""
+
+    def __init__(self, name: str, *arguments: str, log_dir: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name, self.log_path = name, log_dir / f"{name}.log"
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "async_rl", *arguments],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(how)
+
+    def wait(self, deadline_s: float = 240.0) -> int:
+        """Its exit code; the test fails with its last lines when it does not end in time."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end in {deadline_s:.0f} s:\n{self.tail()}") from None
+
+    def succeed(self, deadline_s: float = 240.0) -> None:
+        code = self.wait(deadline_s)
+        assert code == 0, f"{self.name} exited {code}:\n{self.tail()}"
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def roles(log_dir: Path) -> Iterator[Callable[..., Role]]:
+    """Gives ``start(name, *arguments)``; every role started is ended with everything in its session."""
+    started: list[Role] = []
+
+    def start(name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Role:
+        role = Role(name, *arguments, log_dir=log_dir, env=env)
+        started.append(role)
+        return role
+
+    try:
+        yield start
+    finally:
+        for role in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(role.process.pid, signal.SIGKILL)
+            role.process.wait(10)
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> Path:
+    path.write_text(tomli_w.dumps(config), encoding="utf-8")
+    return path
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Whole rows of ``metrics.jsonl`` so far."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    *whole, _ = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in whole]
+
+
+def steps(run_dir: Path) -> list[int]:
+    """Steps of the training rows, in order of writing."""
+    return [row["step"] for row in metrics(run_dir) if "version" in row]
+
+
+def queue_address(run_dir: Path) -> str | None:
+    try:
+        return json.loads((run_dir / "queue.json").read_text())["address"]
+    except FileNotFoundError:
+        return None
+
+
+def check_ledger(run_dir: Path) -> dict[str, Any]:
+    """The final ledger, its identities worked out here from its own terms."""
+    ledger = json.loads((run_dir / "ledger.json").read_text())
+    groups = ledger["groups"]
+    kept = groups["in_flight"] + groups["queued"] + groups["taken"] + groups["trained"] + groups["filtered"]
+    assert groups["issued"] == kept + sum(groups["dropped"].values()), groups
+    tokens = ledger["tokens"]
+    counted = tokens["trained"] + sum(tokens["masked"].values()) + tokens["filtered"] + sum(tokens["dropped"].values())
+    assert tokens["received"] == counted + tokens["queued"] + tokens["taken"], tokens
+    return ledger

@@ -1,0 +1,160 @@
+"""``async-rl launch`` as a user runs it: to the end, killed, resumed, and with the documented GPU recipes in small."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, steps, wait_until, write_config
+from tests.end_to_end.tiny import tiny_config, write_tiny_task
+
+RECIPES = ("gsm8k_qwen2.5_0.5b", "one_node_8gpu")
+
+
+def processes_of(marker: str) -> list[int]:
+    """Process ids whose environment or command line holds ``marker``."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue  # it ended between the listing and the look
+        if marker.encode() in text and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_path: Path):
+    config = write_config(
+        tmp_path / "config.toml",
+        tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": 8}, generator={"count": 2}),
+    )
+    run_dir = tmp_path / "run"
+    marker = f"ASYNC_RL_TEST={tmp_path}"
+    with roles(tmp_path / "logs") as start:
+        launch = start("launch", "launch", str(config), env={"ASYNC_RL_TEST": str(tmp_path)})
+        wait_until("a checkpoint", (run_dir / "checkpoints" / "latest").exists, deadline_s=150)
+        assert len(processes_of(marker)) >= 5  # launch, queue, learner, two generators
+        launch.kill(signal.SIGKILL)
+        launch.wait()
+        wait_until("an empty process list", lambda: not processes_of(marker), deadline_s=30)
+        start("again", "launch", str(config)).succeed()
+    assert steps(run_dir) == list(range(1, 9))
+    check_ledger(run_dir)
+
+
+def shrunken(recipe: str, directory: Path, task: dict[str, str]) -> dict[str, Any]:
+    """The recipe with a tiny model and batch, two steps, no devices and at most two ranks and generators."""
+    raw = tomllib.loads((ROOT / "configs" / f"{recipe}.toml").read_text())
+    tiny = tiny_config(directory, task, learner={"steps": 2}, eval={"every": 0})
+    nproc, count = raw["learner"].get("nproc", 1), raw["generator"].get("count", 1)
+    for section, keys in tiny.items():
+        raw[section] = {**raw.get(section, {}), **keys}
+    for section in ("learner", "generator"):
+        del raw[section]["devices"]
+    raw["learner"]["nproc"], raw["generator"]["count"] = min(nproc, 2), min(count, 2)
+    return raw
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_recipe_passes_config_and_dry_run(tmp_path: Path, recipe: str):
+    path = ROOT / "configs" / f"{recipe}.toml"
+    raw = tomllib.loads(path.read_text())
+    where = ["--set", f"run.dir={tmp_path / 'run'}"]
+    config = subprocess.run(
+        [sys.executable, "-m", "async_rl", "config", str(path), *where], capture_output=True, text=True, check=False
+    )
+    assert config.returncode == 0, config.stderr
+    assert tomllib.loads(config.stdout)["learner"]["groups_per_step"] == raw["learner"]["groups_per_step"]
+    dry = subprocess.run(
+        [sys.executable, "-m", "async_rl", "launch", str(path), "--dry-run", *where],
+        capture_output=True, text=True, check=False,
+        env={k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"},
+    )  # fmt: skip
+    assert dry.returncode == 0, dry.stderr
+    generators = [line for line in dry.stdout.splitlines() if " generator --connect" in line]
+    assert len(generators) == raw["generator"]["count"]
+    for device, line in zip(raw["generator"]["devices"], generators, strict=True):
+        assert f"CUDA_VISIBLE_DEVICES={device} " in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_shrunken_gpu_recipe_trains_two_steps_on_the_cpu(tmp_path: Path, recipe: str):
+    task = write_tiny_task(tmp_path)
+    config = write_config(tmp_path / "config.toml", shrunken(recipe, tmp_path, task))
+    with roles(tmp_path / "logs") as start:
+        start("launch", "launch", str(config)).succeed()
+    assert steps(tmp_path / "run") == [1, 2]
+    assert [row["step"] for row in metrics(tmp_path / "run") if "version" not in row] == [0, 2]
+
+
+def test_real_gsm8k_rows_go_through_every_stage(tmp_path: Path):
+    """Committed GSM8K rows: chat template, sampling, grading, training, evaluation, export. Sources beside the data."""
+    write_gsm8k_model(tmp_path / "model")
+    data = ROOT / "tests" / "data"
+    task = {
+        "model": str(tmp_path / "model"),
+        "train": str(data / "gsm8k_train_64.jsonl"),
+        "held_out": str(data / "gsm8k_test_32.jsonl"),
+    }
+    raw = tiny_config(
+        tmp_path,
+        task,
+        learner={"steps": 2, "max_tokens": 4096},
+        sampling={"max_prompt_tokens": 1024, "max_new_tokens": 16},
+        eval={"every": 0, "max_rows": 4},
+    )
+    config = write_config(tmp_path / "config.toml", raw)
+    with roles(tmp_path / "logs") as start:
+        launch = start("launch", "launch", str(config))
+        launch.succeed()
+        assert "held_out" in launch.log
+    run_dir = tmp_path / "run"
+    assert steps(run_dir) == [1, 2]
+    assert (run_dir / "eval" / "held_out-step-000002.jsonl").exists()
+    assert (run_dir / "export" / "model.safetensors").exists()
+    assert (run_dir / "curve.png").exists()
+    assert check_ledger(run_dir)["groups"]["trained"] == 8
+
+
+def write_gsm8k_model(directory: Path) -> None:
+    """A tiny random Qwen2 with a byte-level tokenizer, which can say anything that GSM8K says."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<|end|>", "<|user|>", "<|assistant|>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template=(
+            "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        ),
+    )
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=vocabulary["<|end|>"], pad_token_id=vocabulary["<|end|>"],
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    fast.save_pretrained(directory)
