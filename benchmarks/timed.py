@@ -124,7 +124,10 @@ def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> Tim
     train_s = GROUPS_PER_STEP * GROUP_SIZE * MEAN_TOKENS * DECODE_STEP_S / NUM_SEATS
     with tempfile.TemporaryDirectory() as scratch:
         config = timed_config(
-            Path(scratch), num_generators=num_generators, max_staleness=max_staleness, steps=steps + WARMUP_STEPS
+            Path(scratch),
+            num_generators=num_generators,
+            max_staleness=max_staleness,
+            steps=WARMUP_STEPS + steps + max_staleness + 1,
         )
         generators: list[subprocess.Popen[bytes]] = []
 
@@ -148,7 +151,8 @@ def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> Tim
             for process in generators:
                 process.wait(30)
         ledger = json.loads((Path(config.run.dir) / "ledger.json").read_text())["groups"]
-    window = [row for row in rows if "version" in row][WARMUP_STEPS:]
+    # No lease goes past the last step, so the last ones run dry: they belong to the run's end, not to its pace.
+    window = [row for row in rows if "version" in row][WARMUP_STEPS : WARMUP_STEPS + steps]
     stale = sum(ledger["dropped"].get(cause, 0) for cause in ("stale", "cancelled", "too_slow"))
     return TimedResult(
         num_generators=num_generators,

@@ -58,9 +58,8 @@ def warm_start(seed: int, overrides: list[str]) -> None:
     sums.write_model(base / "base", seed=seed)
     print(f"task: {base.relative_to(ROOT)}: sft.jsonl, train.jsonl, held_out.jsonl; a random model in base/")
     relative = base.relative_to(ROOT)
-    run(
-        "sft", CONFIG, *overrides, "--set", f"run.dir={relative}/sft_run", "--set", f"model.path={relative}/base",
-    )  # fmt: skip
+    settings = ("--set", f"run.dir={relative}/sft_run", "--set", f"model.path={relative}/base")
+    run("sft", CONFIG, *overrides, *settings)
     marker.write_text(recipe_digest())
 
 

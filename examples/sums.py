@@ -89,9 +89,9 @@ def write_model(directory: Path, *, seed: int) -> None:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(characters),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

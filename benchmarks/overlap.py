@@ -1,0 +1,150 @@
+"""Does asynchrony pay? Both sides in one run, ratios printed.
+
+Part a replaces both engines' compute by timed waits, as on devices of their own: steps/s over ``1 / max(gen, train)``
+and over the same run at ``max_staleness = 0``, for 1, 4 and 16 generators. Part b is real compute on this CPU: the
+quickstart's steps/s beside a plain synchronous loop (1 and 2 threads) and beside TRL's GRPOTrainer, the same model,
+prompts, reward and samples a step.
+
+    python -m benchmarks.overlap [--part a|b] [--rounds 3] [--steps 40]
+
+Part b needs the quickstart's warm start (``make quickstart`` once) and ``pip install -e .[bench]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import transformers
+
+from async_rl.metrics import read_metrics
+from benchmarks.timed import TimedResult, measure_timed
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "configs/quickstart.toml"
+TASK = Path("runs/quickstart-task/seed-0")
+RUN_DIR = Path("runs/benchmark")
+MAX_STALENESS = 4
+WARMUP_STEPS = 5
+
+
+def timed_table(num_steps: int) -> None:
+    """Part a: one line a number of generators."""
+    print(f"\n(a) timed engines, balanced, log-normal lengths (sigma 1), max_staleness {MAX_STALENESS} beside 0")
+    print("generators   gen s  train s  gen/train  async s/step  efficiency  staleness  stale  sync s/step  speed-up")
+    for num_generators in (1, 4, 16):
+        fast = measure_timed(num_generators=num_generators, max_staleness=MAX_STALENESS, steps=num_steps)
+        slow = measure_timed(num_generators=num_generators, max_staleness=0, steps=num_steps)
+        print(_timed_line(fast, slow), flush=True)
+
+
+def _timed_line(fast: TimedResult, slow: TimedResult) -> str:
+    return (
+        f"{fast.num_generators:10d}  {fast.generate_s:6.3f}  {fast.train_s:7.3f}  {fast.balance:9.3f}  "
+        f"{fast.step_s:12.3f}  {fast.efficiency:10.3f}  {fast.staleness_mean:9.2f}  {fast.dropped_share:5.1%}  "
+        f"{slow.step_s:11.3f}  {slow.step_s / fast.step_s:8.2f}"
+    )
+
+
+def quickstart_settings(num_steps: int) -> list[str]:
+    """The same for every side: no filter, for a filtered step costs each side another number of samples."""
+    settings = {
+        "model.path": TASK / "warm_start",
+        "queue.filter_range": "[]",
+        "learner.steps": num_steps,
+        "checkpoint.every": 0,
+        "eval.every": 0,
+        "log.rollouts_every": 0,
+    }
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+def run_async(num_steps: int) -> dict[str, Any]:
+    """The product: launch, with everything that it starts on these cores."""
+    command = [sys.executable, "-m", "async_rl", "launch", CONFIG, "--fresh", *quickstart_settings(num_steps)]
+    subprocess.run(
+        [*command, "--set", f"run.dir={RUN_DIR}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=_environment()
+    )
+    rows = read_metrics(ROOT / RUN_DIR / "metrics.jsonl")
+    steps = [row for row in rows if "version" in row]
+    evals = [row["eval/held_out/accuracy"] for row in rows if "eval/held_out/accuracy" in row]
+    window = steps[WARMUP_STEPS - 1 :]
+    return {
+        "steps_per_s": (len(window) - 1) / (window[-1]["time_s"] - window[0]["time_s"]),
+        "accuracy_before": evals[0],
+        "accuracy_after": evals[-1],
+        "staleness": mean(row["staleness/mean"] for row in window),
+    }
+
+
+def run_peer(module: str, num_steps: int, num_threads: int) -> dict[str, Any]:
+    """A peer's loop in a process of its own; its last line is its result."""
+    command = [sys.executable, "-m", module, CONFIG, *quickstart_settings(num_steps), "--threads", str(num_threads)]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _environment() -> Mapping[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def cpu_table(num_steps: int, rounds: int) -> None:
+    """Part b: rounds of all sides in turn, medians, and the ratio to each peer round by round."""
+    sides = {
+        "async-rl": lambda: run_async(num_steps),
+        "sync, 1 thread": lambda: run_peer("benchmarks.sync_loop", num_steps, 1),
+        "sync, 2 threads": lambda: run_peer("benchmarks.sync_loop", num_steps, 2),
+        "TRL, 1 thread": lambda: run_peer("benchmarks.trl_loop", num_steps, 1),
+        "TRL, 2 threads": lambda: run_peer("benchmarks.trl_loop", num_steps, 2),
+    }
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            results[name].append(run())
+    print(f"\n(b) the quickstart on this CPU, {num_steps} steps, {rounds} rounds, medians")
+    print("side             steps/s  accuracy before  after")
+    for name, found in results.items():
+        speed, before, after = (
+            median(r[key] for r in found) for key in ("steps_per_s", "accuracy_before", "accuracy_after")
+        )
+        print(f"{name:15}  {speed:7.2f}  {before:15.3f}  {after:5.3f}")
+    for peer in ("sync", "TRL"):
+        ratios = [
+            mine["steps_per_s"] / max(results[f"{peer}, {label}"][index]["steps_per_s"] for label in _THREADS)
+            for index, mine in enumerate(results["async-rl"])
+        ]
+        print(f"async-rl over {peer} at its better thread count: " + ", ".join(f"{ratio:.2f}x" for ratio in ratios))
+    print(f"async-rl's mean staleness: {median(r['staleness'] for r in results['async-rl']):.2f}")
+
+
+_THREADS = ("1 thread", "2 threads")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("a", "b"), help="only this part")
+    parser.add_argument("--rounds", type=int, default=3, help="of part b")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps of part a")
+    parser.add_argument("--cpu-steps", type=int, default=80, help="steps of part b")
+    options = parser.parse_args()
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    if options.part != "b":
+        timed_table(options.steps)
+    if options.part != "a":
+        cpu_table(options.cpu_steps, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
