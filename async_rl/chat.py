@@ -7,6 +7,7 @@ Called by the learner's preflight (``check_model``, ``model_files``) and by back
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,19 @@ _VOCABULARY_FILES = (
 )
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _PROBE_MESSAGES: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1 + 1 = ?"},)
+
+
+def quiet_progress_bars() -> None:
+    """No bars for reading and writing weights. A download keeps its bar on a terminal: it may take an hour.
+
+    Warnings and errors are left alone.
+    """
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    hidden = are_progress_bars_disabled() or not sys.stderr.isatty()
+    transformers_logging.disable_progress_bar()  # the hub's, too
+    (disable_progress_bars if hidden else enable_progress_bars)()
 
 
 def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrainedTokenizerBase:

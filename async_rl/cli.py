@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's co
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override one config key, as in learner.steps=20; may be repeated."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one config key, as in learner.steps=20 (VALUE is TOML, or a bare string); may be repeated.",
     ),
 ]
 Insecure = Annotated[
@@ -101,19 +104,33 @@ def learner(config: ConfigPath, overrides: Overrides = None, fresh: Fresh = Fals
       async-rl learner configs/quickstart.toml
       torchrun --nproc-per-node 8 -m async_rl learner configs/one_node_8gpu.toml
     """
-    with _role():
+    with _role() as is_launched:
+        from async_rl.chat import quiet_progress_bars
         from async_rl.config_file import load_config
 
         resolved = load_config(config, overrides or [])
+        if not is_launched and _is_first_rank():
+            from async_rl.preflight import check_learner
+
+            check_learner(resolved, fresh=fresh, insecure=insecure)
+        quiet_progress_bars()
         from async_rl.learner.start import run_learner
 
-        run_learner(resolved, fresh=fresh, insecure=insecure)
+        # A queue server that a learner of launch started would outlive launch.
+        run_learner(resolved, fresh=fresh, insecure=insecure, may_start_queue=not is_launched)
 
 
 @app.command(short_help="Sample rollouts for a run.")
 def generator(
     connect: Connect,
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override one generator.* key, as in generator.batch_size=128; may be repeated.",
+        ),
+    ] = None,
     wait: Annotated[
         float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a queue that is not there.")
     ] = 300.0,
@@ -133,9 +150,14 @@ def generator(
     """
     check_address(connect)
     with _role():
+        from async_rl.config_file import check_generator_overrides
+
+        check_generator_overrides(overrides or [])
         from async_rl.generator.worker import run_generator
 
+        logging.getLogger(__name__).info("joining the run at %s; waiting for it up to %.0f s", connect, wait)
         run_generator(connect, overrides or [], wait_s=wait, insecure=insecure, generator_id=generator_id)
+        logging.getLogger(__name__).info("the run at %s is finished", connect)
 
 
 @app.command(short_help="Serve prompts to generators and groups to the learner.")
@@ -160,6 +182,9 @@ def queue(
         from async_rl.config_file import load_config
 
         resolved = load_config(config, overrides or [])
+        from async_rl.preflight import check_queue
+
+        check_queue(resolved)
         from async_rl.queue.server import run_queue
 
         run_queue(resolved, run_id=run_id or "", insecure=insecure)
@@ -200,29 +225,47 @@ def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command("eval", short_help="Answer a dataset with a model and print its accuracy.")
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory, hub id, or a run's checkpoint.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A model directory, a hub id, a checkpoint, or a run directory (its latest)."
+        ),
+    ],
     dataset: Annotated[Path, typer.Option("--dataset", metavar="FILE", help="Rows to answer (JSONL).")],
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers a row.")] = 1,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy decoding.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens an answer.")] = 3584,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Answers a row.")] = 1,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy decoding.")
+    ] = 0.0,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, tokens.")
+    ] = 3584,
+    max_prompt_tokens: Annotated[
+        int, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts are counted, not asked.")
+    ] = 4096,
     reward: Annotated[str, typer.Option("--reward", metavar="TYPE", help="boxed or think_answer_tags.")] = "boxed",
     system_prompt: Annotated[
         str | None, typer.Option("--system-prompt", metavar="TEXT", help="Default: by reward type; empty: none.")
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences sampled at a time.")] = 64,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="For sampling above temperature 0.")] = 0,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at a time.")
+    ] = 64,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="For sampling above temperature 0.")] = 0,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write every answer to DIR/answers.jsonl.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first rows.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows; default: all.")
+    ] = None,
 ) -> None:
     """Answer the rows of a dataset with a model and print its accuracy.
 
+    Give the --system-prompt and the limits that the run was trained with: the defaults are those of a new config.
+
     \b
     Example:
-      async-rl eval runs/quickstart/checkpoints/step-000100 --dataset data/test.jsonl --limit 100
+      async-rl eval runs/quickstart --dataset runs/quickstart-task/seed-0/held_out.jsonl --system-prompt ""
     """
-    from async_rl.evaluation import run_eval
+    from async_rl.evaluation import describe_figures, run_eval
 
     figures = run_eval(
         model,
@@ -230,6 +273,7 @@ def evaluate(
         num_samples=samples,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
         reward_type=reward,
         system_prompt=system_prompt,
         batch_size=batch_size,
@@ -238,26 +282,29 @@ def evaluate(
         limit=limit,
         progress=_show_progress if sys.stderr.isatty() else None,
     )
-    for key, value in figures.items():
-        typer.echo(f"{key:<40} {value:.4g}")
+    for line in describe_figures(figures):
+        typer.echo(line)
+    if out is not None:
+        typer.echo(f"answers: {out / 'answers.jsonl'}")
 
 
 @app.command(short_help="Write a checkpoint as a Hugging Face model directory.")
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory's latest.")
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory (its latest).")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; new, or empty.")],
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory (config, tokenizer, safetensors).
 
     \b
     Example:
-      async-rl export runs/quickstart/checkpoints/step-000100 exported
+      async-rl export runs/quickstart exported
     """
     from async_rl.learner.export import export_checkpoint
 
     export_checkpoint(checkpoint, out)
+    typer.echo(f"wrote {out}")
 
 
 @app.command(short_help="Supervised warm start on prompts with answers.")
@@ -272,6 +319,9 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
         from async_rl.config_file import load_config
 
         resolved = load_config(config, overrides or [])
+        from async_rl.chat import quiet_progress_bars
+
+        quiet_progress_bars()
         from async_rl.learner.sft import run_sft
 
         run_sft(resolved)
@@ -279,16 +329,27 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
 
 def _show_progress(num_done: int, num_rows: int) -> None:
     sys.stderr.write(f"\r{num_done}/{num_rows} rows answered" + ("\n" if num_done == num_rows else ""))
+    sys.stderr.flush()
+
+
+def _is_first_rank() -> bool:
+    """What all ranks share is checked by one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
-def _role() -> Iterator[None]:
-    """What every long-running command needs: an end when its parent ends, SIGTERM that unwinds, log lines."""
+def _role() -> Iterator[bool]:
+    """What every long-running command needs: an end when its parent ends, SIGTERM that unwinds, log lines.
+
+    Gives whether the process is one of ``launch``'s.
+    """
     exit_on_sigterm()
-    watch_lifeline()
+    is_launched = watch_lifeline()
+    # Torch's rendezvous warns of every address without a reverse name; its errors are shown, and so is what we log.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        yield
+        yield is_launched
     except BrokenPipeError:
         # Typer takes this for `| head` and exits in silence; in a role it is a failure like any other.
         traceback.print_exc()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from async_rl.config import Config
+from async_rl.config import Config, GeneratorConfig
 from async_rl.errors import ConfigError
 
 
@@ -29,9 +30,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"can't read the config file {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    overrides = list(overrides)
     for override in overrides:
         apply_override(raw, override)
-    return parse_config(raw, str(path))
+    return parse_config(raw, f"{path} with its --set" if overrides else str(path))
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> Config:
@@ -50,7 +52,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Config:
 def _explain(detail: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
+        return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{key}: needed, but not set"
     message = str(detail["msg"]).removeprefix("Value error, ")
@@ -59,6 +61,38 @@ def _explain(detail: Mapping[str, Any]) -> str:
     if "got " in message:
         return f"{key}: {message}"
     return f"{key}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
+
+
+def _suggestion(location: Sequence[Any]) -> str:
+    """``; did you mean section.key?`` for a slip of the pen, else nothing."""
+    model: Any = Config
+    for part in location[:-1]:
+        model = getattr(model.model_fields.get(part), "annotation", None)
+        if not isinstance(model, type) or not issubclass(model, BaseModel):
+            return ""
+    near = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
+    return f"; did you mean {'.'.join([*map(str, location[:-1]), *near])}?" if near else ""
+
+
+def check_generator_overrides(overrides: Iterable[str]) -> None:
+    """Whether ``overrides`` are good ``generator.*`` settings, as far as that can be said without the run's config.
+
+    Raises:
+        ConfigError: one is malformed, of another section, unknown, or of a wrong type or range.
+    """
+    raw: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(raw, override)
+        if not override.strip().startswith("generator."):
+            raise ConfigError(
+                f"--set {override}: a generator takes only generator.* keys; everything else comes from the learner's "
+                f"config"
+            )
+    try:
+        GeneratorConfig.model_validate(raw.get("generator", {}))
+    except ValidationError as error:
+        details = [{**detail, "loc": ("generator", *detail["loc"])} for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(["--set is not valid:", *(f"  {_explain(d)}" for d in details)])) from None
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

@@ -103,9 +103,10 @@ def _parse_json(line: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}") from None
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+        return json.loads(text.strip(), parse_constant=_no_constant, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: expected one JSON object a line: {error.msg} at column {error.colno}") from None
+        cause = f"{error.msg.removesuffix(' at')} at column {error.colno}"  # some of Python's messages end in " at"
+        raise DataError(f"{where}: expected one JSON object a line: {cause}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not usable JSON: {error}") from None
 

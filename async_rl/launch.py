@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +17,15 @@ from typing import Any
 
 from rich.console import Console
 
-from async_rl.address import check_address, refuse_open_bind
-from async_rl.chat import check_model
 from async_rl.commands import RunCommands
 from async_rl.config import Config
 from async_rl.curve import write_curve
-from async_rl.data import load_rows
-from async_rl.errors import AddressError, ConfigError, RunError, UserError
+from async_rl.errors import RunError, UserError
 from async_rl.live_view import LiveView, PlainView, duration, eval_accuracies
-from async_rl.metrics import check_wandb, read_metrics
+from async_rl.metrics import read_metrics
+from async_rl.preflight import check_launch
 from async_rl.run_dir import RunDir, check_run_dir, prepare_run_dir
-from async_rl.supervisor import Outcome, Supervisor
+from async_rl.supervisor import Outcome, Supervisor, latest_checkpoint
 
 
 def launch(
@@ -53,7 +50,8 @@ def launch(
         for line in [*describe_commands(config, commands), *_readiness(config, insecure=insecure)]:
             _say(console, line)
         return 0
-    preflight(config, insecure=insecure)
+    with console.status("checking data, model and address"):  # seconds; shown on a terminal only
+        preflight(config, insecure=insecure)
     with _owned_run_dir(config, fresh=fresh) as run_dir:
         return _run(config, run_dir, console, insecure=insecure)
 
@@ -64,15 +62,8 @@ def preflight(config: Config, *, insecure: bool) -> None:
     Raises:
         UserError: the first thing found wrong.
     """
-    if config.queue.address is not None:
-        _check_bindable(config.queue.address, insecure=insecure)
-    check_wandb(config)
     _commands(config, [], run_id="", insecure=insecure)
-    if not config.data.train:
-        raise ConfigError("data.train: needed, but not set")
-    for path in (config.data.train, *config.data.eval.values()):
-        load_rows(path, on_bad_row=config.data.on_bad_row, system_prompt=config.system_prompt)
-    check_model(config.model.path)
+    check_launch(config, insecure=insecure)
 
 
 def _readiness(config: Config, *, insecure: bool) -> list[str]:
@@ -102,23 +93,6 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
     return RunCommands(
         config, config_arguments, run_id=run_id, insecure=insecure, inherited=os.environ, num_cores=cores
     )
-
-
-def _check_bindable(address: str, *, insecure: bool) -> None:
-    refuse_open_bind(address, insecure=insecure)
-    host, port = check_address(address)
-    if port == 0 or host in {name for _, name in socket.if_nameindex()}:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("" if host == "*" else host, port))
-        except OSError as error:
-            raise AddressError(
-                f"queue.address: can't bind {address}: {error.strerror or error}; choose another port, or leave "
-                f"queue.address out for any free one"
-            ) from None
 
 
 @contextmanager
@@ -166,7 +140,7 @@ def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -
     for line in summary(run_dir, time.monotonic() - started):
         _say(console, line)
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in explain(outcome)))
+    sys.stderr.write("".join(f"{line}\n" for line in explain(outcome, checkpoint=latest_checkpoint(run_dir))))
     return outcome.exit_code
 
 
@@ -199,12 +173,13 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
     return f"groups: issued {groups['issued']} = {' + '.join(terms) or '0'}"
 
 
-def explain(outcome: Outcome) -> list[str]:
-    """Why a run stopped, the first cause last; empty when it finished."""
+def explain(outcome: Outcome, *, checkpoint: str | None = None) -> list[str]:
+    """Why a run stopped, the first cause last; empty when it finished. ``checkpoint`` is the latest one's name."""
     if outcome.exit_code == 0:
         return []
     if outcome.exit_code > 128:
-        return [f"async-rl: stopped by {outcome.stopped_by}; the same command resumes from the latest checkpoint"]
+        remedy = f"resumes from {checkpoint}" if checkpoint else "starts anew, for there is no checkpoint yet"
+        return [f"async-rl: stopped by {outcome.stopped_by}; the same command {remedy}"]
     lines = [f"async-rl: the run stopped: {outcome.stopped_by}"]
     for number, death in enumerate(outcome.deaths, start=1):
         title = f"first cause: {death}" if number == len(outcome.deaths) else str(death)

@@ -51,18 +51,19 @@ class Lifeline:
         os.close(self._write_fd)
 
 
-def watch_lifeline() -> None:
+def watch_lifeline() -> bool:
     """End this process (and its group, if it leads one) when the parent named in the environment is gone.
 
-    Without a lifeline in the environment it does nothing. The variable is taken out, for the descriptor is not
-    inherited by this process's own children.
+    Without a lifeline in the environment it does nothing, and says so with False. The variable is taken out, for the
+    descriptor is not inherited by this process's own children.
     """
     value = os.environ.pop(LIFELINE_FD, None)
     if value is None:
-        return
+        return False
     fd = int(value)
     os.set_inheritable(fd, False)
     threading.Thread(target=_wait_for_end, args=(fd,), name="lifeline", daemon=True).start()
+    return True
 
 
 def _wait_for_end(fd: int) -> None:

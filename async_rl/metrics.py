@@ -14,7 +14,7 @@ import math
 import netrc
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -97,16 +97,20 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in plain.items() if value is not None})
 
-    def rewind_to(self, step: int) -> int:
+    def rewind_to(self, step: int, *, evals_to_come: Collection[tuple[str, int]] = ()) -> int:
         """Move rows beyond ``step`` to ``metrics.rolled_back-N.jsonl``: they tell of a history that was given up.
 
-        A start without a checkpoint passes -1: no row survives.
+        A start without a checkpoint passes -1: no row survives. ``evals_to_come`` are (dataset, step) that are asked
+        for anew: an answer that was written after the checkpoint goes aside with what was trained then.
 
         Returns:
             How many rows were moved.
         """
         rows = read_metrics(self._path)
-        gone = [row for row in rows if row["step"] > step]
+        gone: list[Row] = []
+        kept: list[Row] = []
+        for row in rows:
+            (gone if row["step"] > step or _is_eval_of(row, evals_to_come) else kept).append(row)
         if not gone:
             return 0
         self._file.close()
@@ -114,9 +118,9 @@ class MetricsWriter:
         while (aside := self._path.with_name(f"metrics.rolled_back-{number}.jsonl")).exists():
             number += 1
         write_atomically(aside, _lines(gone))
-        write_atomically(self._path, _lines([row for row in rows if row["step"] <= step]))
+        write_atomically(self._path, _lines(kept))
         self._file = self._path.open("a", encoding="utf-8")
-        logger.info("moved %d metrics rows beyond step %d to %s", len(gone), step, aside.name)
+        logger.info("moved %d metrics rows from after the checkpoint of step %d to %s", len(gone), step, aside.name)
         return len(gone)
 
     def close(self) -> None:
@@ -152,6 +156,12 @@ def _finite(value: Any) -> Any:
     """Plain JSON data: NumPy scalars unwrapped, NaN and infinities as None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_eval_of(row: Row, evals: Collection[tuple[str, int]]) -> bool:
+    return any(
+        row["step"] == step and any(key.startswith(f"eval/{dataset}/") for key in row) for dataset, step in evals
+    )
 
 
 def _lines(rows: list[Row]) -> str:

@@ -1,7 +1,8 @@
 """Keeps the processes of one run alive, and ends them all: queue server, learner ranks, generators.
 
 ``launch`` makes one and calls ``run``. Dead generators and a dead queue server are restarted with a cap and a growing
-pause; a dead learner is restarted once per new checkpoint. Anything else stops the run; the first cause is kept.
+pause; a dead learner is restarted once per new checkpoint. Anything else stops the run; the first cause is kept. Before
+the run is finished (the learner says so with a file) no end is a good one, whatever the exit code.
 """
 
 from __future__ import annotations
@@ -132,8 +133,11 @@ class _Unit:
     def running(self) -> list[_Process]:
         return [p for p in self.processes if p.popen.poll() is None]
 
+    def ended(self) -> list[_Process]:
+        return [p for p in self.processes if p.popen.poll() is not None]
+
     def dead(self) -> list[_Process]:
-        return [p for p in self.processes if p.popen.poll() not in (None, 0)]
+        return [p for p in self.ended() if p.popen.returncode != 0]
 
     def done(self) -> bool:
         """Whether it was started and every process has exited with 0."""
@@ -233,8 +237,8 @@ class Supervisor:
         deadline = time.monotonic() + self._timing.queue_start_s
         while time.monotonic() < deadline:
             self._pause()
-            if dead := self._queue.dead():
-                raise self._failure(self._queue, dead[0].death())
+            if ended := self._queue.ended():
+                raise self._failure(self._queue, ended[0].death())
             if (record := self._queue_record()) is not None:
                 _, self._bound_port = check_address(record.address)
                 return record.address
@@ -261,7 +265,8 @@ class Supervisor:
         self._pause()
         # The queue first: when it took others down with it, it is the first cause.
         for unit in (self._queue, *self._generators):
-            if unit.restart_at is None and unit.dead():
+            # In this order: the file is there before the queue server tells anyone to end.
+            if unit.restart_at is None and unit.ended() and (unit.dead() or not self._run_dir.is_finished):
                 self._restart_later(unit)
         if self._learner.dead():
             self._restart_learner()

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "wire", "codec", "address", "config", "config_file", "run_dir", "metrics", "eval_records", "lifeline"),
     ("data", "chat", "rewards", "queue", "weights", "curve"),
     ("generator", "learner"),
-    ("evaluation", "launch", "commands", "supervisor", "live_view", "status"),
+    ("evaluation", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
     ("cli",),
     ("__main__",),
 )
@@ -28,7 +28,7 @@ STRANGERS = {("generator", "learner"), ("learner", "generator")}
 HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "records", "wire", "codec", "config", "config_file", "address", "run_dir", "metrics", "lifeline", "data",
-    "chat", "rewards", "queue", "launch", "cli", "generator.worker", "generator.backend", "generator.fake_backend",
+    "chat", "rewards", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend", "generator.fake_backend",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

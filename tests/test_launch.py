@@ -21,9 +21,10 @@ from async_rl.commands import Command, RunCommands
 from async_rl.config import Config
 from async_rl.config_file import parse_config
 from async_rl.errors import AddressError, ConfigError, RunError
-from async_rl.launch import _check_bindable, _owned_run_dir, describe_commands, explain, ledger_line, summary
+from async_rl.launch import _owned_run_dir, describe_commands, explain, ledger_line, summary
 from async_rl.lifeline import Lifeline
 from async_rl.live_view import LiveView, MetricsTail, PlainView, Progress, duration, eval_accuracies, step_line
+from async_rl.preflight import check_bindable
 from async_rl.run_dir import RunDir, prepare_run_dir
 from async_rl.supervisor import Member, Outcome, Supervisor, Timing
 
@@ -122,14 +123,14 @@ def test_a_busy_port_is_refused_and_a_free_one_is_not():
         busy.listen()
         address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
         with pytest.raises(AddressError, match=r"queue\.address: can't bind tcp://127"):
-            _check_bindable(address, insecure=False)
-    _check_bindable(address, insecure=False)
+            check_bindable(address, insecure=False)
+    check_bindable(address, insecure=False)
 
 
 def test_an_open_address_is_refused_unless_insecure():
     with pytest.raises(AddressError, match="--insecure"):
-        _check_bindable("tcp://0.0.0.0:0", insecure=False)
-    _check_bindable("tcp://0.0.0.0:0", insecure=True)
+        check_bindable("tcp://0.0.0.0:0", insecure=False)
+    check_bindable("tcp://0.0.0.0:0", insecure=True)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -211,6 +212,7 @@ record.with_suffix(".tmp").rename(record)
 signal.pause()
 """
 WAIT = "import signal; signal.pause()"
+FINISH = "open(RUN + '/finished.json', 'w').write('{}')\n"
 
 
 def when_it_exists(name: str, then: str) -> str:
@@ -279,7 +281,9 @@ def supervise(commands: FakeCommands, view: FakeView | None = None, timing: Timi
 
 
 def test_a_run_ends_with_0_when_the_learner_does_and_the_rest_is_ended(tmp_path: Path):
-    commands = FakeCommands(tmp_path / "run", learner_codes=["print('trained')"], generator_codes=[WAIT, "pass"])
+    learner = f"print('trained')\n{FINISH}" + when_it_exists("told", "sys.exit(0)")
+    told = when_it_exists("finished.json", "open(RUN + '/told', 'w')")
+    commands = FakeCommands(tmp_path / "run", learner_codes=[learner], generator_codes=[WAIT, told])
     assert supervise(commands) == Outcome(0)
     assert "trained" in (tmp_path / "run" / "logs" / "learner-0.log").read_text()
     assert commands.generator_starts == [0, 0]
@@ -296,6 +300,26 @@ def test_a_dead_generator_is_restarted_while_the_others_go_on(tmp_path: Path):
     assert supervise(commands, view) == Outcome(0)
     assert commands.generator_starts == [0, 0, 1]
     assert any("generator-0 exited with code 7; restarting" in note for note in view.notes)
+
+
+@pytest.mark.parametrize("leaver", ["queue", "generator-0"])
+def test_an_end_in_good_order_before_the_run_is_finished_is_a_death(tmp_path: Path, leaver: str):
+    once = when_it_exists("up", "if not os.path.exists(RUN + '/left'): open(RUN + '/left', 'w'); sys.exit(0)\n")
+    again = f"{once}open(RUN + '/back', 'w')\n"
+    commands = FakeCommands(
+        tmp_path / "run",
+        queue_code=QUEUE.replace("signal.pause()", again if leaver == "queue" else "") + WAIT,
+        learner_codes=[when_it_exists("back", "sys.exit(0)")],
+        generator_codes=[(again if leaver == "generator-0" else "") + WAIT],
+    )
+
+    def tell(members: Sequence[Member]) -> None:
+        if any(m.name == "learner-0" for m in members):
+            (tmp_path / "run" / "up").touch()
+
+    view = FakeView(tell)
+    assert supervise(commands, view) == Outcome(0)
+    assert any(f"{leaver} exited with code 0; restarting" in note for note in view.notes)
 
 
 def test_a_generator_that_keeps_dying_stops_the_run_with_its_own_words(tmp_path: Path):
@@ -501,6 +525,23 @@ def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):
     text = console.export_text()
     for shown in ("1/10", "0.500 @0", "queue: running", "generator-0: restarting, 2 restarts"):
         assert shown in text
+
+
+def test_the_live_view_breaks_no_member_over_two_lines_and_counts_many(tmp_path: Path):
+    console = Console(width=60, force_terminal=True, record=True, file=io.StringIO())
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    few = [Member("queue", "running", 0), *(Member(f"generator-{i}", "running", 0) for i in range(5))]
+    view.refresh(few)
+    text = console.export_text()
+    assert [m.name for m in few if f"{m.name}: running" not in text] == []
+    view.close()
+    console.export_text()
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    view.refresh([*(Member(f"generator-{i}", "running", i) for i in range(3)), *few, Member("learner-0", "done", 0)])
+    text = console.export_text()
+    assert "generator: 8 running, 3 restarts" in text  # 0 + 1 + 2 restarts
+    assert "generator-0" not in text
+    view.close()
 
 
 def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: Path):

@@ -79,6 +79,15 @@ def test_rewinding_with_nothing_beyond_leaves_the_file_in_place(tmp_path: Path):
     assert (tmp_path / "metrics.jsonl").stat().st_ino == before
 
 
+def test_an_evaluation_that_is_asked_for_anew_is_moved_aside_too(tmp_path: Path):
+    writer = a_writer(tmp_path)
+    for row in ({"step": 2, "version": 2}, {"step": 2, "eval/a/accuracy": 0.5}, {"step": 2, "eval/ab/accuracy": 0.5}):
+        writer.write(row)
+    assert writer.rewind_to(2, evals_to_come=[("a", 2), ("ab", 1)]) == 1
+    assert read_metrics(tmp_path / "metrics.rolled_back-1.jsonl") == [{"step": 2, "eval/a/accuracy": 0.5}]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
 def test_wandb_online_without_a_key_is_refused_instead_of_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

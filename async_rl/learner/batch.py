@@ -17,9 +17,10 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup, TrainedFacts
 from async_rl.records import Group, Rollout
 
-MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "skip_threshold")
+MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "skip_threshold", "step_skipped")
 """Why a rollout leaves the loss: sampled by weights this run did not publish; its engine failed; its group's accuracy
-is outside ``queue.filter_range`` with ``queue.refill = false``; cut at ``max_new_tokens``; ratio over the threshold."""
+is outside ``queue.filter_range`` with ``queue.refill = false``; cut at ``max_new_tokens``; ratio over the threshold;
+its optimizer step was skipped (the whole batch's, or one of ``learner.updates_per_batch``)."""
 
 Advantages = Callable[[np.ndarray], np.ndarray]
 
@@ -29,7 +30,7 @@ class PreparedBatch:
     """One step's sequences, split into ``updates_per_batch`` parts, and where each came from.
 
     ``rollout_of`` and ``sequence_tokens`` map a sequence id to its rollout's index in the step and to its sampled
-    tokens; ``masked`` maps a rollout's index to its cause.
+    tokens; ``masked`` maps a rollout's index to its cause. ``update_of`` gives every group its part.
     """
 
     updates: tuple[tuple[TrainSequence, ...], ...]
@@ -37,6 +38,7 @@ class PreparedBatch:
     sequence_tokens: Mapping[int, int]
     rollout_tokens: tuple[int, ...]
     masked: Mapping[int, str]
+    update_of: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,12 @@ def prepare_batch(
                 sequences += _sequences(builder, item.group, rollout, float(advantage), cause)
         updates.append(tuple(sequences))
     return PreparedBatch(
-        tuple(updates), builder.rollout_of, builder.sequence_tokens, tuple(builder.rollout_tokens), builder.masked
+        updates=tuple(updates),
+        rollout_of=builder.rollout_of,
+        sequence_tokens=builder.sequence_tokens,
+        rollout_tokens=tuple(builder.rollout_tokens),
+        masked=builder.masked,
+        update_of=tuple(index // per_update for index in range(len(taken))),
     )
 
 
@@ -138,10 +145,19 @@ def check_staleness(taken: Sequence[TakenGroup], *, version: int, max_staleness:
             )
 
 
-def staleness_summary(taken: Sequence[TakenGroup], prepared: PreparedBatch, *, version: int) -> StalenessSummary:
-    """Token-weighted staleness of what ``prepared`` trains on at ``version``."""
+def sampling_versions(group: Group) -> set[int]:
+    """Every version that sampled a token of the group."""
+    masked = (s.versions[s.loss_mask] for r in group.rollouts for s in r.sequences)
+    return {int(version) for versions in masked for version in np.unique(versions)}
+
+
+def staleness_summary(
+    taken: Sequence[TakenGroup], prepared: PreparedBatch, *, versions: Sequence[int]
+) -> StalenessSummary:
+    """Token-weighted staleness of what ``prepared`` trains on, each update at its own of ``versions``."""
     index, ages, waits = 0, [], []
-    for item in taken:
+    for item, update in zip(taken, prepared.update_of, strict=True):
+        version = versions[update]
         for rollout in item.group.rollouts:
             if index not in prepared.masked:
                 for sequence in rollout.sequences:
@@ -159,21 +175,30 @@ def staleness_summary(taken: Sequence[TakenGroup], prepared: PreparedBatch, *, v
     return StalenessSummary(float(age.mean()), int(age.max()), float(in_flight.mean()), float((age - in_flight).mean()))
 
 
-def trained_facts(prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: bool) -> TrainedFacts:
-    """What became of every rollout and token of the step. A rollout is skipped when all its sequences were."""
-    skipped = set(skipped_sequence_ids)
-    alive = {rollout for sequence, rollout in prepared.rollout_of.items() if sequence not in skipped}
-    wholly_skipped = set(prepared.rollout_of.values()) - alive
+def trained_facts(
+    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool]
+) -> TrainedFacts:
+    """What became of every rollout and token of the step. A rollout is skipped when all its sequences were.
+
+    ``stepped`` says of every update whether the optimizer stepped; without, nothing of that part was trained.
+    """
+    causes = dict.fromkeys(
+        (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
+        "step_skipped",
+    )
+    causes |= dict.fromkeys(skipped_sequence_ids, "skip_threshold")
     rollouts_masked = Counter(prepared.masked.values())
     tokens_masked: Counter[str] = Counter()
     for rollout, cause in prepared.masked.items():
         tokens_masked[cause] += prepared.rollout_tokens[rollout]
-    if wholly_skipped:
-        rollouts_masked["skip_threshold"] = len(wholly_skipped)
-    if skipped:
-        tokens_masked["skip_threshold"] = sum(prepared.sequence_tokens[s] for s in skipped)
+    for sequence, cause in causes.items():
+        tokens_masked[cause] += prepared.sequence_tokens[sequence]
+    fates: dict[int, set[str]] = {}
+    for sequence, rollout in prepared.rollout_of.items():
+        fates.setdefault(rollout, set()).add(causes.get(sequence, ""))
+    rollouts_masked.update(min(fate, key=MASK_CAUSES.index) for fate in fates.values() if "" not in fate)
     return TrainedFacts(
-        stepped=stepped,
+        stepped=any(stepped),
         rollouts_trained=len(prepared.rollout_tokens) - sum(rollouts_masked.values()),
         rollouts_masked=dict(rollouts_masked),
         tokens_trained=sum(prepared.rollout_tokens) - sum(tokens_masked.values()),

@@ -70,5 +70,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the other ranks."""
+        """Release the other ranks. May be called again."""
         ...

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from async_rl.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, resolve_checkpoint
 from async_rl.learner.training_state import load_tensors
@@ -58,6 +59,7 @@ def _write(checkpoint_dir: Path, target: Path) -> None:
     """By the model's own ``save_pretrained``, for it knows how names on disk differ from names in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    quiet_progress_bars()
     files = checkpoint_dir / MODEL_FILES
     try:
         config = AutoConfig.from_pretrained(files)

@@ -83,6 +83,7 @@ class FsdpEngine:
             self._num_updates = 0
             self._files = model_files(config.model.path) if ranks.is_leader else {}
             self._gathering = False
+            self._is_closed = False
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         """As ``Engine.update``.
@@ -149,7 +150,13 @@ class FsdpEngine:
             self._ranks.broadcast(encode("tick", {}))
 
     def close(self, cause: str = "") -> None:
-        """Release the other ranks; with a ``cause`` they fail with it. After a failed collective they fail anyway."""
+        """Release the other ranks; with a ``cause`` they fail with it. After a failed collective they fail anyway.
+
+        May be called again: the first call counts.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._ranks.is_leader and self._ranks.world_size > 1 and not self._ranks.is_broken:
             with self._ranks.together("closing"):
                 self._ranks.broadcast(encode("close", {"cause": cause}))

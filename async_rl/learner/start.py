@@ -7,6 +7,7 @@ given, which benchmarks use.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from async_rl.chat import load_tokenizer, model_files
 from async_rl.config import Config
 from async_rl.config_file import config_to_toml
 from async_rl.curve import write_curve
+from async_rl.errors import QueueError
 from async_rl.eval_records import Decode
 from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
 from async_rl.learner.engine import Engine
@@ -42,7 +44,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What differs between a real learner and a benchmark's."""
+    """What differs between a real learner and a benchmark's, and between a lone learner and one of ``launch``."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     decode: Decode = lambda token_ids: " ".join(map(str, np.asarray(token_ids).tolist()))
@@ -50,6 +52,7 @@ class Parts:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
     on_queue: Callable[[str], None] | None = None
     export: bool = False
+    may_start_queue: bool = True
 
 
 class StagedWeights:
@@ -91,8 +94,10 @@ class RunCheckpoints:
         write_checkpoint(self._engine, self._run_dir.path, state.step, extra, keep_last=self._keep_last)
 
 
-def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False) -> None:
+def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True) -> None:
     """Train: rank 0 runs the loop, the other ranks follow its commands until it closes.
+
+    Without ``may_start_queue`` the queue server is somebody else's to start.
 
     Raises:
         UserError: the run directory, the model or the log settings are unfit.
@@ -115,6 +120,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False) 
             insecure=insecure,
             device=ranks.device,
             export=True,
+            may_start_queue=may_start_queue,
         )
     engine = FsdpEngine(config, ranks)
     cause = ""
@@ -133,9 +139,10 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
     checkpoint = latest_checkpoint(run_dir.path)
     state, snapshot = _restore(engine, checkpoint)
     metrics = MetricsWriter(run_dir.path, config)
-    metrics.rewind_to(state.step if checkpoint else -1)
-    _move_rolled_back_files(run_dir, state.step if checkpoint else -1)
-    address = ensure_queue(config, run_dir.run_id, parts.insecure, run_dir.logs / "queue.log")
+    _rewind(run_dir, metrics, state, config)
+    address = ensure_queue(
+        config, run_dir.run_id, parts.insecure, run_dir.logs / "queue.log", may_start=parts.may_start_queue
+    )
     queue = LearnerQueue(address, timeout_s=REQUEST_TIMEOUT_S)
     publisher = _publisher(config, address, parts)
     try:
@@ -160,11 +167,15 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
             run_dir=run_dir.path,
             decode=parts.decode,
         ).run()
+        # The other ranks are done: they would wait for no command as long as an export of a large model takes.
+        engine.close()
+        # Generators and queue stay until all is written: a learner that dies now is restarted, and needs them.
+        _wrap_up(run_dir, state, export=parts.export)
+        _finish(queue, state)
     finally:
         publisher.close()
         queue.close()
         metrics.close()
-    _wrap_up(run_dir, state, export=parts.export)
     return read_metrics(run_dir.metrics)
 
 
@@ -199,10 +210,18 @@ def _weights_host(queue_address: str) -> str:
     return "127.0.0.1" if is_loopback(host) else local_host_towards(queue_address)
 
 
-def _move_rolled_back_files(run_dir: RunDir, step: int) -> None:
-    """Rollouts and answers of steps beyond the checkpoint tell of a history that was given up: move them aside."""
+def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config: Config) -> None:
+    """Move aside what was written after the checkpoint (all, without one): a history that was given up.
+
+    An evaluation of the checkpoint's own step is recorded after it, and asked for again.
+    """
+    step = state.step if state.is_resumed else -1
+    evals = {*state.pending_evals, *((dataset, state.step) for dataset in config.data.eval)}
+    metrics.rewind_to(step, evals_to_come=evals)
+    anew = {f"{dataset}-step-{step:06d}" for dataset, step in evals}
     for folder in (run_dir.rollouts, run_dir.eval):
-        gone = [p for p in folder.glob("*step-*.jsonl") if int(p.stem.rpartition("-")[2]) > step]
+        written = list(folder.glob("*step-*.jsonl"))
+        gone = [p for p in written if int(p.stem.rpartition("-")[2]) > step or p.stem in anew]
         if not gone:
             continue
         number = 1
@@ -216,7 +235,18 @@ def _move_rolled_back_files(run_dir: RunDir, step: int) -> None:
 def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool) -> None:
     checkpoint = latest_checkpoint(run_dir.path)
     if export and checkpoint is not None:
+        # Of a learner that died between its export and its end: export never replaces what may be the user's.
+        for remains in (run_dir.export, *run_dir.path.glob(f".{run_dir.export.name}.*.partial")):
+            shutil.rmtree(remains, ignore_errors=True)
         export_checkpoint(checkpoint, run_dir.export)
     write_curve(run_dir)
     run_dir.mark_finished({"step": state.step, "version": state.version, "elapsed_s": round(state.elapsed_s, 3)})
     logger.info("finished: step %d, version %d; %s", state.step, state.version, run_dir.path)
+
+
+def _finish(queue: LearnerQueue, state: TrainerState) -> None:
+    """Tell the queue, and so the generators, that the run is over."""
+    try:
+        queue.finish(state.lineage)
+    except QueueError as error:
+        logger.warning("the run is finished, but its queue could not be told: %s", error)

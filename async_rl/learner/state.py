@@ -23,8 +23,9 @@ def new_lineage() -> str:
 class TrainerState:
     """``step`` and ``version`` count what is done: the next step trains with weights of ``version``.
 
-    ``digests`` maps versions that may still be in flight to the digest they were published with; ``pending_evals``
-    are (dataset, step) that were asked for and not yet written. ``elapsed_s`` is the run's time up to here.
+    ``digests`` maps versions that may still be in flight to the digests they were published with: one, or two where
+    a restart laid the same weights out anew (``weights.bucket_bytes``). ``pending_evals`` are (dataset, step) that
+    were asked for and not yet written. ``elapsed_s`` is the run's time up to here.
     """
 
     step: int = 0
@@ -33,9 +34,19 @@ class TrainerState:
     parent_lineage: str = NO_LINEAGE
     fork_version: int = 0
     elapsed_s: float = 0.0
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
     pending_evals: list[tuple[str, int]] = field(default_factory=list)
     exhausted: bool = False
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this start goes on from a checkpoint."""
+        return self.parent_lineage != NO_LINEAGE
+
+    def add_digest(self, version: int, digest: str) -> None:
+        """Note what ``version`` is published with."""
+        known = self.digests.get(version, ())
+        self.digests[version] = known if digest in known else (*known, digest)
 
     def fork(self) -> TrainerState:
         """The state of a new learner start that goes on from here, under a lineage of its own."""
@@ -46,7 +57,7 @@ class TrainerState:
 
     def to_plain(self) -> dict[str, Any]:
         plain = asdict(self)
-        plain["digests"] = {str(version): digest for version, digest in self.digests.items()}
+        plain["digests"] = {str(version): list(digests) for version, digests in self.digests.items()}
         plain["pending_evals"] = [list(item) for item in self.pending_evals]
         return plain
 
@@ -54,6 +65,6 @@ class TrainerState:
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in plain.items() if key in known}
-        values["digests"] = {int(version): digest for version, digest in plain["digests"].items()}
+        values["digests"] = {int(version): tuple(digests) for version, digests in plain["digests"].items()}
         values["pending_evals"] = [(str(name), int(step)) for name, step in plain["pending_evals"]]
         return cls(**values)

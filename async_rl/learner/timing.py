@@ -7,7 +7,7 @@ their seats, train the learner's busy seconds of a step. 1.0 means that nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from async_rl.queue.messages import GeneratorStats
@@ -20,7 +20,7 @@ class StepClock:
         self._origin = time.monotonic() - elapsed_s
         self._lap_start = time.monotonic()
         self._parts: dict[str, float] = {}
-        self._generators: GeneratorStats | None = None
+        self._generators: tuple[Sequence[str], GeneratorStats] | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -40,8 +40,11 @@ class StepClock:
         finally:
             self._parts[name] = self._parts.get(name, 0.0) + time.monotonic() - start
 
-    def lap(self, generators: GeneratorStats, *, trained_tokens: int) -> dict[str, float]:
-        """Metrics of the step that ends now; ``generators`` are cumulative, so differences between laps count."""
+    def lap(self, generators: GeneratorStats, *, roster: Sequence[str], trained_tokens: int) -> dict[str, float]:
+        """Metrics of the step that ends now; ``generators`` are cumulative, so differences between laps count.
+
+        ``roster`` names those that are summed in ``generators``.
+        """
         now = time.monotonic()
         wall = max(now - self._lap_start, 1e-9)
         parts = {name: self._parts.get(name, 0.0) for name in ("wait", "train", "publish")}
@@ -54,15 +57,21 @@ class StepClock:
             "time/publish_s": parts["publish"],
             "idle/learner": min(parts["wait"] / wall, 1.0),
             "throughput/trained_tokens_per_s": trained_tokens / wall,
-            **self._generator_metrics(generators, wall, busy),
+            **self._generator_metrics(roster, generators, wall, busy),
         }
-        self._lap_start, self._parts, self._generators = now, {}, generators
+        self._lap_start, self._parts, self._generators = now, {}, (roster, generators)
         return metrics
 
-    def _generator_metrics(self, now: GeneratorStats, wall: float, learner_busy: float) -> dict[str, float]:
-        before = self._generators
-        # Without two readings of the same generators there is no difference to speak of: leave the keys out.
-        if before is None or now.seats == 0 or now.seats != before.seats or now.wall_s <= before.wall_s:
+    def _generator_metrics(
+        self, roster: Sequence[str], now: GeneratorStats, wall: float, learner_busy: float
+    ) -> dict[str, float]:
+        # Without two readings of the same generators there is no difference to speak of: leave the keys out. Equal
+        # names and seats are not enough: a generator that was restarted under its name counts from 0 again.
+        if self._generators is None or now.seats == 0 or tuple(roster) != tuple(self._generators[0]):
+            return {}
+        before = self._generators[1]
+        shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__slots__)
+        if shrunk or now.seats != before.seats or now.wall_s <= before.wall_s:
             return {}
         generator_wall = now.wall_s - before.wall_s
         generate = (now.busy_seat_s - before.busy_seat_s) / now.seats

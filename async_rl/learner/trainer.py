@@ -7,7 +7,7 @@ a benchmark can put a timed engine in place of the real one. ``learner/start.py`
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +16,20 @@ from async_rl.config import Config
 from async_rl.errors import TrainingError
 from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
 from async_rl.learner.advantages import group_normalised
-from async_rl.learner.batch import PreparedBatch, check_staleness, prepare_batch, staleness_summary, trained_facts
+from async_rl.learner.batch import (
+    PreparedBatch,
+    check_staleness,
+    prepare_batch,
+    sampling_versions,
+    staleness_summary,
+    trained_facts,
+)
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.report import step_metrics
 from async_rl.learner.state import TrainerState
 from async_rl.learner.timing import StepClock
 from async_rl.queue.client import LearnerQueue
-from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup
+from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup, TrainedFacts
 from async_rl.records import Group
 
 logger = logging.getLogger(__name__)
@@ -57,7 +64,7 @@ class Checkpointer(Protocol):
 
 
 class Trainer:
-    """One run of the learner, from its (restored) state to the last step."""
+    """One run of the learner, from its (restored) state to the last step, the last checkpoint, the last evaluation."""
 
     def __init__(
         self,
@@ -77,23 +84,22 @@ class Trainer:
         self._run_dir, self._decode = run_dir, decode
         self._clock = StepClock(state.elapsed_s)
         self._published = -1
-        self._last_checkpoint = state.step if state.step else -1
+        self._last_checkpoint = state.step if state.is_resumed else -1
         self._eval_received: list[tuple[str, int]] = []
 
     def run(self) -> None:
-        """Train until the last step, or the end of the data.
+        """Train until the last step, or the end of the data. The queue is told of the end by the caller, last.
 
         Raises:
             TrainingError: the queue says that the run can't go on.
             LineageError: a newer learner took over.
         """
-        first_start = self.state.step == 0 and not self.state.pending_evals
-        if first_start:
-            self._request_evals(exclusive=True)
-        else:
+        if self.state.is_resumed:
             self._request_pending_evals()
-        self._publish()
-        if first_start:
+            self._publish()
+        else:
+            self._request_evals(exclusive=True)
+            self._publish()
             self._await_evals("the evaluation before training")
         self._clock.start_lap()
         while self.state.step < self.config.learner.steps and not self.state.exhausted:
@@ -135,12 +141,13 @@ class Trainer:
                 known_weights=self._knows_weights,
             )
             updates = self._update(prepared)
-        staleness = staleness_summary(batch.groups, prepared, version=version)
+        staleness = staleness_summary(batch.groups, prepared, versions=_versions_trained(version, updates))
         acked, facts = self._acknowledge(prepared, updates)
         if self._publish_due():
             self._publish()
-        row = step_metrics(batch.groups, prepared, updates, staleness, facts, acked.stats)
-        row |= self._clock.lap(acked.stats.generators, trained_tokens=facts.tokens_trained)
+        run_updates = [update for update in updates if update is not None]
+        row = step_metrics(batch.groups, prepared, run_updates, staleness, facts, acked.stats)
+        row |= self._clock.lap(acked.stats.generators, roster=acked.stats.roster, trained_tokens=facts.tokens_trained)
         row |= {f"weights/{key}": value for key, value in self.weights.stats().items()}
         self.metrics.write({"step": self.state.step, "version": self.state.version, **row})
         self._log_rollouts(batch.groups)
@@ -150,11 +157,13 @@ class Trainer:
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
 
-    def _update(self, prepared: PreparedBatch) -> list[UpdateStats]:
-        stats: list[UpdateStats] = []
+    def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
+        """One optimizer step on each part of the batch; None for a part in which everything is masked."""
+        stats: list[UpdateStats | None] = []
         for sequences in prepared.updates:
             if not sequences:
                 logger.warning("step %d: an update has nothing left to train on", self.state.step)
+                stats.append(None)
                 continue
             update = self.engine.update(sequences, version=self.state.version)
             stats.append(update)
@@ -164,9 +173,11 @@ class Trainer:
                 logger.warning("step %d: the optimizer step is skipped: %s", self.state.step, update.reason)
         return stats
 
-    def _acknowledge(self, prepared: PreparedBatch, updates: list[UpdateStats]) -> tuple[Acked, Any]:
-        skipped = [i for update in updates for i in update.skipped_sequence_ids]
-        facts = trained_facts(prepared, skipped, stepped=any(u.stepped for u in updates))
+    def _acknowledge(
+        self, prepared: PreparedBatch, updates: Sequence[UpdateStats | None]
+    ) -> tuple[Acked, TrainedFacts]:
+        skipped = [i for update in updates if update is not None for i in update.skipped_sequence_ids]
+        facts = trained_facts(prepared, skipped, stepped=[u is not None and u.stepped for u in updates])
         done = self.state.step + 1
         every = self.config.checkpoint.every
         snapshot = done == self.config.learner.steps or bool(every and done % every == 0)
@@ -184,16 +195,16 @@ class Trainer:
         with self._clock.part("publish"):
             state = self.state
             digest = self.weights.publish(state.lineage, state.version, self.engine)
-            state.digests[state.version] = digest
+            state.add_digest(state.version, digest)
             oldest = state.version - self.config.queue.max_staleness - self.config.learner.updates_per_batch
             state.digests = {v: d for v, d in state.digests.items() if v >= oldest}
             self.queue.announce(Announcement(state.lineage, state.version, digest, self.weights.channel))
             self._published = state.version
 
     def _knows_weights(self, group: Group) -> bool:
-        return all(self.state.digests.get(v) == d for v, d in group.weights_digest.items()) and bool(
-            group.weights_digest
-        )
+        """Whether every version that sampled here came with a digest that this run published for it."""
+        digests = self.state.digests
+        return all(group.weights_digest.get(v) in digests.get(v, ()) for v in sampling_versions(group))
 
     def _checkpoint(self, snapshot: bytes) -> None:
         self.state.elapsed_s = self._clock.elapsed_s
@@ -209,9 +220,9 @@ class Trainer:
             self._request_eval(dataset, self.state.step, exclusive=exclusive)
 
     def _request_pending_evals(self) -> None:
-        """After a restart: answers that were not written are asked for again."""
+        """After a restart: answers that were not written are asked for again, of the weights that there are now."""
         for dataset, step in self.state.pending_evals:
-            self._request_eval(dataset, step, exclusive=self.state.step == 0)
+            self._request_eval(dataset, step, exclusive=False)
 
     def _request_eval(self, dataset: str, step: int, *, exclusive: bool) -> None:
         self.queue.evaluate(
@@ -219,13 +230,15 @@ class Trainer:
         )
 
     def _collect_evals(self) -> None:
+        """Record what is finished, and let the queue know that it may forget it."""
         if not self.state.pending_evals:
             return
-        for result in self.queue.eval_results(self.state.lineage, self._eval_received):
-            key = (result.dataset, result.step)
-            self._eval_received.append(key)
-            if key in self.state.pending_evals:
+        # Until nothing comes: only then does the queue know of the last one that it was received.
+        while results := self.queue.eval_results(self.state.lineage, self._eval_received):
+            for result in results:
+                key = (result.dataset, result.step)
                 self._record_eval(result)
+                self._eval_received.append(key)
                 self.state.pending_evals.remove(key)
 
     def _record_eval(self, result: EvalResult) -> None:
@@ -253,16 +266,19 @@ class Trainer:
         write_json_lines(path, (answer_record(t.prompt, r, self._decode) for t in sampled for r in t.group.rollouts))
 
     def _finish(self) -> None:
-        """The last evaluation is wholly the final version; a run that ended early is checkpointed where it ended."""
+        """The last evaluation is wholly the final version; a run that ended early is checkpointed where it ended.
+
+        The checkpoint comes first, as after the last of all steps: what follows it can be done again.
+        """
         if self._published < self.state.version:
             self._publish()
+        if self._last_checkpoint != self.state.step:
+            self._checkpoint(self.queue.snapshot(self.state.lineage))
         final = [(d, self.state.step) for d in self.config.data.eval]
         if not set(final) <= {*self._eval_received, *self.state.pending_evals}:
             self._request_evals(exclusive=True)
         self._await_evals("the evaluation after training")
-        if self._last_checkpoint != self.state.step:
-            self._checkpoint(self.queue.snapshot(self.state.lineage))
-        self.queue.finish(self.state.lineage)
+        self.state.elapsed_s = self._clock.elapsed_s
 
     @contextmanager
     def _watchdog(self) -> Iterator[Any]:
@@ -278,3 +294,12 @@ class Trainer:
                 said = now
 
         yield waiting
+
+
+def _versions_trained(version: int, updates: Sequence[UpdateStats | None]) -> list[int]:
+    """The learner's version before each update, from ``version`` before the first."""
+    versions: list[int] = []
+    for update in updates:
+        versions.append(version)
+        version += update is not None and update.stepped
+    return versions

@@ -104,6 +104,7 @@ class Handlers:
         has_snapshot = field(fields, "has_snapshot", bool)
         if len(message.arrays) != len(names) + has_snapshot or any(a.dtype != np.uint8 for a in message.arrays):
             raise WireError(f"expected {len(names)} files and {int(has_snapshot)} snapshot, got {len(message.arrays)}")
+        before = self.buffer.learner
         # Copies: the views would keep the whole message alive, snapshot included.
         files = tuple(array.copy() for array in message.arrays[: len(names)])
         self.buffer.attach(
@@ -115,6 +116,10 @@ class Handlers:
             snapshot=message.arrays[-1].tobytes() if has_snapshot else None,
             now=now,
         )
+        if self.buffer.learner is not before:
+            # Repeated now, answers of another learner's time would name versions that this one may not have.
+            self._granted.clear()
+            self._activate_told.clear()
         self.run_id, self.learner_gone = run_id, False
         self._welcome = WelcomePack(field(fields, "config_toml", str), names, files)
         return Reply("attached", {"run_id": run_id})

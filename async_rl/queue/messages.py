@@ -116,7 +116,7 @@ class TakenGroup:
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """The queue at one instant. ``generators`` is the sum over those alive of their cumulative stats."""
+    """The queue at one instant. ``generators`` is the sum over those alive (``roster``) of their cumulative stats."""
 
     depth: int
     bytes: int
@@ -126,6 +126,7 @@ class QueueStats:
     ledger: Mapping[str, Any]
     prompts_too_long: int = 0
     epoch: int = 0
+    roster: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ def stats_fields(stats: QueueStats) -> dict[str, Any]:
 def stats_from_fields(fields: Mapping[str, Any]) -> QueueStats:
     known = {name: fields[name] for name in QueueStats.__slots__ if name in fields}
     known["generators"] = generator_stats_from_fields(field(fields, "generators", dict))
+    known["roster"] = strings(known.get("roster", []))
     return _built(QueueStats, known)
 
 

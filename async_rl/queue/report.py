@@ -64,15 +64,17 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
 
 def stats(state: QueueState) -> QueueStats:
     """The queue at the last time it was told."""
+    alive = state.generators.alive(state.now)
     return QueueStats(
         depth=len(state.queued),
         bytes=state.group_bytes + state.evals.num_bytes,
         in_flight=state.ledger.groups.in_flight,
-        num_generators=len(state.generators.alive(state.now)),
+        num_generators=len(alive),
         generators=state.generators.total(state.now),
         ledger=ledger_dict(state),
         prompts_too_long=state.prompts_too_long,
         epoch=state.stream.epoch,
+        roster=tuple(sorted(entry.generator_id for entry in alive)),
     )
 
 

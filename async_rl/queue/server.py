@@ -23,8 +23,10 @@ from async_rl.queue.service import QueueServer
 
 logger = logging.getLogger(__name__)
 
-_PING_S = 3.0
+_PING_S = 10.0
+"""A recorded server whose process lives may be busy; a second one beside it would split the run."""
 _START_S = 60.0
+_LOOK_AGAIN_S = 0.2
 
 
 def run_queue(
@@ -63,14 +65,17 @@ def serve_until_signal(server: QueueServer) -> str:
 
 
 def ensure_queue(
-    config: Config, run_id: str, insecure: bool, log_path: Path, *, command: Sequence[str] | None = None
-) -> str:
+    config: Config, run_id: str, insecure: bool, log_path: Path, *, command: Sequence[str] | None = None,
+    may_start: bool = True, wait_s: float = _START_S,
+) -> str:  # fmt: skip
     """The address of this run's queue: the running one, or one that is started in a session of its own.
 
-    ``command`` is what starts a server (the config file and options are added to it); none: this package's.
+    ``command`` is what starts a server (the config file and options are added to it); none: this package's. Without
+    ``may_start`` somebody else starts it, again if need be, and it is waited for up to ``wait_s``.
 
     Raises:
         QueueError: the server that was started ended, or did not answer in time; the message has the end of its log.
+            Or there is none, and it may not be started.
         AddressError: ``queue.address`` is on another host and nothing answers there.
     """
     wanted = config.queue.address
@@ -79,8 +84,16 @@ def ensure_queue(
             raise AddressError(f"no queue answers at queue.address = {wanted}; start one there: async-rl queue CONFIG")
         return wanted
     found = _running(config, run_id)
+    deadline = time.monotonic() + wait_s
+    while found is None and not may_start and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN_S)
+        found = _running(config, run_id)
     if found is not None:
         return found
+    if not may_start:
+        raise QueueError(
+            f"no queue server of run {run_id} answered within {wait_s:.0f} s; launch keeps one alive, see {log_path}"
+        )
     return _start(config, run_id, insecure, log_path, command or (sys.executable, "-m", "async_rl", "queue"))
 
 

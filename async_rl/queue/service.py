@@ -40,6 +40,7 @@ LEARNER_SILENCE_S = 20.0
 FINISH_GRACE_S = 10.0
 """After the end, generators have so long to hear of it."""
 LEDGER_EVERY_S = 1.0
+_COPY_BELOW_BYTES = 1 << 16
 _DRAIN = 256
 """Messages handled before parked requests are tried again."""
 
@@ -283,7 +284,8 @@ class QueueServer:
 
     def _send_frame(self, identity: bytes, frame: bytes) -> None:
         try:
-            self._socket.send_multipart([identity, frame], zmq.NOBLOCK, copy=False)
+            # Sharing memory with the socket's thread costs more than copying a small frame.
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK, copy=len(frame) < _COPY_BELOW_BYTES)
         except zmq.Again:
             # The peer does not read; it asks again under the same id once it does.
             logger.warning("a reply of %d bytes to %r was not taken", len(frame), identity)

@@ -63,7 +63,7 @@ def test_a_batch_is_cut_in_order_into_equal_updates():
 def test_staleness_splits_into_flight_and_queue():
     # Trained at 5: ages 4, 3, 2 (mean 3, max 4). It arrived at version 3, so 2 each in the queue and 2, 1, 0 in flight.
     groups = [taken(rollout(1, [1, 2, 3]), rollout(0, [0, 0], "length"))]
-    summary = staleness_summary(groups, prepare(*groups), version=5)
+    summary = staleness_summary(groups, prepare(*groups), versions=[5])
     assert (summary.mean, summary.max) == (3.0, 4)
     assert (summary.in_flight_mean, summary.in_queue_mean) == (1.0, 2.0)
 
@@ -71,8 +71,15 @@ def test_staleness_splits_into_flight_and_queue():
 def test_a_token_sampled_after_the_last_announcement_spent_no_time_in_flight():
     # Arrived when version 3 was the newest announced; sampled with 4, trained at 5: all of its age is queue time.
     groups = [taken(rollout(1, [4]))]
-    summary = staleness_summary(groups, prepare(*groups), version=5)
+    summary = staleness_summary(groups, prepare(*groups), versions=[5])
     assert (summary.mean, summary.in_flight_mean, summary.in_queue_mean) == (1.0, 0.0, 1.0)
+
+
+def test_the_second_update_of_a_batch_is_a_version_later():
+    # Sampled at 3 and 3, trained at 5 and at 6: ages 2 and 3.
+    groups = [taken(rollout(1, [3])), taken(rollout(1, [3]))]
+    summary = staleness_summary(groups, prepare(*groups, num_updates=2), versions=[5, 6])
+    assert (summary.mean, summary.max) == (2.5, 3)
 
 
 def test_the_learner_refuses_a_group_one_version_above_the_bound_and_takes_one_at_it():
@@ -84,10 +91,23 @@ def test_the_learner_refuses_a_group_one_version_above_the_bound_and_takes_one_a
 
 def test_facts_count_every_rollout_and_token_once():
     prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0]), rollout(0, [0] * 5, "length")))
-    assert trained_facts(prepared, [1], stepped=True) == TrainedFacts(
+    assert trained_facts(prepared, [1], stepped=[True]) == TrainedFacts(
         stepped=True,
         rollouts_trained=1,
         rollouts_masked={"truncated": 1, "skip_threshold": 1},
         tokens_trained=2,
         tokens_masked={"truncated": 5, "skip_threshold": 1},
     )
+
+
+def test_what_a_skipped_update_held_was_not_trained():
+    groups = [taken(rollout(1, [0, 0]), rollout(0, [0], "length")), taken(rollout(1, [0] * 4), rollout(0, [0]))]
+    prepared = prepare(*groups, num_updates=2)  # sequence 0, then 1 and 2
+    assert trained_facts(prepared, [2], stepped=[True, False]) == TrainedFacts(
+        stepped=True,
+        rollouts_trained=1,
+        rollouts_masked={"truncated": 1, "step_skipped": 1, "skip_threshold": 1},
+        tokens_trained=2,
+        tokens_masked={"truncated": 1, "step_skipped": 4, "skip_threshold": 1},
+    )
+    assert trained_facts(prepared, [], stepped=[False, False]).tokens_trained == 0

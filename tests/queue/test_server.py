@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from async_rl.errors import AddressError, LineageError, QueueError
+from async_rl.queue.handlers import Handlers, Reply, Waiting
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -27,7 +28,7 @@ from async_rl.queue.messages import (
 )
 from async_rl.queue.server import answering_run, ensure_queue
 from async_rl.wire import decode, encode
-from tests.queue.builders import all_trained, group, make_config
+from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_buffer, make_config, put, take
 from tests.queue.conftest import ROOT, attach, wait_until
 
 
@@ -396,3 +397,39 @@ def test_ensure_queue_uses_the_one_at_a_fixed_address(servers, tmp_path):
     fixed = make_config(str(tmp_path / "run"), queue={"address": server.address})
     assert ensure_queue(fixed, "run", False, tmp_path / "queue.log", command=("false",)) == server.address
     assert not (tmp_path / "run").exists()
+
+
+def test_a_learner_of_launch_waits_for_the_queue_server_and_never_starts_one(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    log = tmp_path / "queue.log"
+    with pytest.raises(QueueError, match="no queue server of run run answered within 0 s"):
+        ensure_queue(config, "run", False, log, may_start=False, wait_s=0.3)
+    assert not log.exists()
+    server = servers.start(config, "--run-id", "run")
+    assert ensure_queue(config, "run", False, log, may_start=False) == server.address
+
+
+def test_no_answer_of_an_earlier_learner_s_time_is_repeated_to_a_generator():
+    # The reply that names version 1 was lost; meanwhile a learner came that is at version 0.
+    buffer = make_buffer(max_staleness=0)
+    handlers = Handlers(buffer, make_config("unused"), {}, "run")
+    for lease in leases(buffer, 2):
+        put(buffer, group(lease))
+    take(buffer)
+    ack(buffer)
+    fields = {"generator_id": "g0", "lineage": LINEAGE, "version": 0, "max_leases": 2, "wait_s": 0.0}
+    request = decode(encode("lease", {"request_id": "r1", **fields}))
+
+    def asked() -> Reply:
+        """The answer to ``request``, which comes again and again under one id."""
+        answer = handlers.handle(request, 0.0)
+        reply = answer.attempt(0.0, True) if isinstance(answer, Waiting) else answer
+        assert reply is not None
+        return reply
+
+    assert asked().fields["activate"] == 1
+    assert asked().fields["activate"] == 1
+    attach = {"run_id": "run", "lineage": "line-b", "parent_lineage": "", "fork_version": 0, "step": 0, "num_steps": 9}
+    handlers.handle(decode(encode("attach", {**attach, "config_toml": "", "files": [], "has_snapshot": False})), 0.0)
+    announce(buffer, 0, "line-b")
+    assert asked().fields["activate"] == 0

@@ -1,0 +1,195 @@
+"""What can be known to fail before anything is written or started: run directory, address, devices, data, model.
+
+Called by ``launch``, and by the command line for a ``learner`` or ``queue`` that was started by hand. Cheap checks
+come first; every refusal names the key, what was expected, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+from async_rl.address import check_address, refuse_open_bind
+from async_rl.chat import check_model, model_directory
+from async_rl.config import Config
+from async_rl.data import load_rows
+from async_rl.errors import AddressError, ConfigError, DataError, RunError
+from async_rl.metrics import check_wandb
+from async_rl.run_dir import check_run_dir
+
+
+def check_launch(config: Config, *, insecure: bool) -> None:
+    """What ``launch`` needs of this machine, its run directory's config apart.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    check_writable(Path(config.run.dir), "run.dir")
+    if config.queue.address is not None:
+        check_bindable(config.queue.address, insecure=insecure)
+    check_wandb(config)
+    check_devices(config, "learner", "generator")
+    check_data(config)
+    check_model(config.model.path)
+    check_fake_vocabulary(config)
+
+
+def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
+    """What a learner that nobody checked yet needs. A finished run passes: it will say so itself.
+
+    The data is looked at only where this learner may start the queue server; else it is on the server's machine.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    run_dir = check_run_dir(config, fresh=fresh)
+    if run_dir.is_finished and not fresh:
+        return
+    check_writable(run_dir.path, "run.dir")
+    check_wandb(config)
+    check_devices(config, "learner")
+    address = config.queue.address
+    if address is None or _is_of_this_machine(address):
+        if address is not None:
+            refuse_open_bind(address, insecure=insecure)
+        check_data(config)
+    check_model(config.model.path)
+
+
+def check_queue(config: Config) -> None:
+    """What a queue server needs beside its data and its address, which it checks itself before it writes.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    check_train_is_set(config)
+    check_writable(check_run_dir(config, fresh=False).path, "run.dir")
+
+
+def check_train_is_set(config: Config) -> None:
+    """Raise ``ConfigError`` without ``data.train``."""
+    if not config.data.train:
+        raise ConfigError("data.train: needed, but not set")
+
+
+def check_data(config: Config) -> None:
+    """Every dataset loads.
+
+    Raises:
+        ConfigError: ``data.train`` is not set.
+        DataError: a file is missing, or a row is bad; the message names key, file and line.
+    """
+    check_train_is_set(config)
+    named = {"data.train": config.data.train, **{f"data.eval.{k}": path for k, path in config.data.eval.items()}}
+    for key, path in named.items():
+        try:
+            load_rows(path, on_bad_row=config.data.on_bad_row, system_prompt=config.system_prompt)
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from None
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Whether ``path`` (there or not) can be written in; tried out beside it, for permissions don't tell all.
+
+    Raises:
+        RunError: it can't.
+    """
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise RunError(f"{key}: expected a directory at {path}, but {place} is a file; choose another")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".async-rl-probe-", dir=place):
+            pass
+    except OSError as error:
+        raise RunError(f"{key}: can't write to {path}: {error.strerror or error} in {place}; choose another") from None
+
+
+def check_bindable(address: str, *, insecure: bool) -> None:
+    """Whether a server of this machine could bind ``address`` now.
+
+    Raises:
+        AddressError: it is busy, another machine's, or open to a network without ``insecure``.
+    """
+    refuse_open_bind(address, insecure=insecure)
+    host, port = check_address(address)
+    if host in {name for _, name in socket.if_nameindex()}:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("" if host == "*" else host, port))
+        except OSError as error:
+            raise AddressError(
+                f"queue.address: can't bind {address}: {error.strerror or error}; choose another port or an address "
+                f"of this machine, or leave queue.address out for any free port on loopback"
+            ) from None
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Whether a server here could bind the host of ``address``.
+
+    Raises:
+        AddressError: no machine of that name is known.
+    """
+    host, _ = check_address(address)
+    if host == "*" or host in {name for _, name in socket.if_nameindex()}:
+        return True
+    try:
+        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise AddressError(f"queue.address: expected a host that is known here, got {host!r}: {error}") from None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(place)
+        except OSError:
+            return False
+    return True
+
+
+def check_devices(config: Config, *roles: str) -> None:
+    """The CUDA devices that the config names for ``roles`` (``learner``, ``generator``) are there.
+
+    Raises:
+        ConfigError: they are not, and the run would silently go on without them.
+    """
+    named = {f"{role}.devices": getattr(config, role).devices for role in roles}
+    named = {key: devices for key, devices in named.items() if devices is not None}
+    wants_nccl = config.weights.transport == "nccl"
+    if not named and not wants_nccl:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wants_nccl and not count:
+        raise ConfigError('weights.transport: "nccl" needs CUDA devices, but torch finds none; set "auto" or "gloo"')
+    for key, devices in named.items():
+        if not count:
+            raise ConfigError(
+                f"{key}: expected CUDA devices {list(devices)}, but torch finds none here; leave {key} out to run on "
+                f"the CPU, or install a CUDA build of torch"
+            )
+        if "CUDA_VISIBLE_DEVICES" not in os.environ and max(devices) >= count:
+            raise ConfigError(f"{key}: expected indices below {count}, the CUDA devices here, got {list(devices)}")
+
+
+def check_fake_vocabulary(config: Config) -> None:
+    """The fake backend samples only tokens that the model knows.
+
+    Raises:
+        ConfigError: its vocabulary is larger.
+    """
+    if config.generator.backend != "fake":
+        return
+    raw = json.loads((model_directory(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    known = raw.get("vocab_size")
+    if isinstance(known, int) and config.generator.fake.vocab_size > known:
+        raise ConfigError(
+            f"generator.fake.vocab_size: expected at most the model's vocab_size = {known}, got "
+            f"{config.generator.fake.vocab_size}"
+        )

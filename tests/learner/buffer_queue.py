@@ -1,0 +1,108 @@
+"""The learner's queue without sockets: the real buffer, and one generator that answers every lease at once.
+
+Every ``take`` and ``await_eval`` lets the generator activate what is announced, ask, and return. Time stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from async_rl.codec import decode_group
+from async_rl.queue.buffer import Buffer
+from async_rl.queue.messages import (
+    Acked,
+    Announcement,
+    Batch,
+    EvalResult,
+    LeasesGranted,
+    NotReady,
+    TakenGroup,
+    TrainedFacts,
+)
+from async_rl.records import Group, Lease
+from tests.queue.builders import put, rows, settings
+
+MAX_LEASES = 64
+NUM_EVAL_ROWS = 2
+
+
+class BufferQueue:
+    """As ``LearnerQueue``. ``answer`` makes a lease's group, sampled with the version given."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        *,
+        answer: Callable[[Lease, int], Group],
+        before: Callable[[str, int], None],
+    ) -> None:
+        """``before`` is told the name of a request and the learner's step; it may raise, as if the learner died."""
+        self.buffer, self._answer, self._before = buffer, answer, before
+        self._eval_rows = rows(NUM_EVAL_ROWS)
+        self.announced: list[Announcement] = []
+        self.refusals: list[LeasesGranted] = []
+        self.asked: list[tuple[str, int, bool]] = []
+
+    def announce(self, announcement: Announcement) -> None:
+        self.buffer.announce(announcement)
+        self.announced.append(announcement)
+
+    def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
+        self.buffer.require(lineage)
+        self.asked.append((dataset, step, exclusive))
+        self.buffer.evaluate(dataset, step, self._eval_rows, 1, settings().sampling, min_version, exclusive)
+
+    def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
+        found = self.buffer.eval_results(lineage, list(received))
+        return [
+            EvalResult(e.dataset, e.step, tuple((p, decode_group(body)) for p, body in e.answers if body is not None))
+            for e in found
+        ]
+
+    def await_eval(self, lineage: str, wait_s: float) -> str:
+        self._told("await_eval")
+        self.generate()
+        return self.buffer.eval_wait(lineage)
+
+    def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
+        self._told("take")
+        self.generate()
+        answer = self.buffer.take(lineage, step, version, self.buffer.settings.groups_per_step, 0.0)
+        if isinstance(answer, NotReady):
+            return answer
+        groups = [TakenGroup(decode_group(g.body), g.prompt, g.queued_s, g.arrival_version, g.masked) for g in answer]
+        return Batch(tuple(groups), self.buffer.stats())
+
+    def ack(self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False) -> Acked:
+        self._told("ack")
+        acked = self.buffer.ack(lineage, step, version, facts, snapshot=snapshot, now=0.0)
+        self.buffer.check()
+        return acked
+
+    def snapshot(self, lineage: str) -> bytes:
+        return self.buffer.snapshot(lineage, 0.0)
+
+    def finish(self, lineage: str) -> None:
+        self._told("finish")
+        self.buffer.finish(lineage, 0.0)
+        self.buffer.check()
+
+    def generate(self) -> None:
+        """Sample until there is no lease to be had."""
+        while self.announced:
+            newest = self.announced[-1]
+            granted = self.buffer.lease("g0", (newest.lineage, newest.version), MAX_LEASES, 0.0)
+            if not granted.leases:
+                self.refusals.append(granted)
+                return
+            for lease in granted.leases:
+                put(self.buffer, self._answer(lease, newest.version))
+
+    def _told(self, request: str) -> None:
+        assert self.buffer.learner is not None
+        self._before(request, self.buffer.learner.step)
+
+    @property
+    def ledger(self) -> Mapping[str, Any]:
+        return self.buffer.stats().ledger

@@ -1,0 +1,329 @@
+"""The learner's loop over the real buffer, checkpoints and metrics: deaths and restarts, skips, ends, publications."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from async_rl.config import Config
+from async_rl.learner.checkpoint import latest_checkpoint, write_extra
+from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.packing import TrainSequence
+from async_rl.learner.start import RunCheckpoints, _restore, _rewind
+from async_rl.learner.state import TrainerState
+from async_rl.learner.trainer import Trainer
+from async_rl.metrics import MetricsWriter, read_metrics
+from async_rl.queue.admission import BufferSettings
+from async_rl.queue.buffer import Buffer
+from async_rl.queue.client import LearnerQueue
+from async_rl.queue.stream import PromptStream
+from async_rl.records import Group, Lease
+from async_rl.run_dir import RunDir
+from tests.learner.buffer_queue import NUM_EVAL_ROWS, BufferQueue
+from tests.queue.builders import group, make_config, rows
+
+
+class Killed(BaseException):
+    """The learner's process is gone."""
+
+
+@dataclass
+class ScriptedEngine:
+    """Steps, or skips, as it is told; then it steps. Its checkpoint is the extra data alone."""
+
+    stepped: list[bool] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
+        self.versions.append(version)
+        stepped = self.stepped.pop(0) if self.stepped else True
+        tokens = sum(int(s.loss_mask.sum()) for s in sequences)
+        return UpdateStats(
+            stepped=stepped, reason="" if stepped else "the gradient norm is nan", loss=0.0, grad_norm=1.0, lr=1.0,
+            tokens_trained=tokens, ratio_mean=1.0, ratio_max=1.0, clip_fraction=0.0, ess=1.0, entropy=0.0,
+            mean_abs_log_ratio=0.0,
+        )  # fmt: skip
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
+    def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
+        write_extra(directory, extra)
+
+    def load(self, directory: Path) -> None: ...
+    def tick(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class DigestWeights:
+    """Every version's digest is its number after ``name``, as the answers say."""
+
+    channel: str = "tcp://127.0.0.1:1"
+    name: str = "digest"
+    published: list[int] = field(default_factory=list)
+
+    def publish(self, lineage: str, version: int, engine: Engine) -> str:
+        self.published.append(version)
+        return f"{self.name}-{version}"
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+def answered(lease: Lease, version: int) -> Group:
+    return group(lease, version, accuracies=[1.0, 0.0][: lease.group_size])
+
+
+def never(request: str, step: int) -> None: ...
+
+
+def killed_in(wanted: str, at_step: int) -> Callable[[str, int], None]:
+    """Dies when it is about to send ``wanted`` at ``at_step``."""
+
+    def before(request: str, step: int) -> None:
+        if (request, step) == (wanted, at_step):
+            raise Killed
+
+    return before
+
+
+@dataclass
+class Run:
+    """One run directory and one queue, through any number of learner starts."""
+
+    config: Config
+    buffer: Buffer
+    engine: ScriptedEngine = field(default_factory=ScriptedEngine)
+    weights: DigestWeights = field(default_factory=DigestWeights)
+    queue: BufferQueue | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.config.run.dir)
+
+    def start(
+        self, before: Callable[[str, int], None] = never, answer: Callable[[Lease, int], Group] = answered
+    ) -> TrainerState:
+        """One learner start, as ``start.train_with`` does it."""
+        engine = cast(Engine, self.engine)
+        state, snapshot = _restore(engine, latest_checkpoint(self.path))
+        metrics = MetricsWriter(self.path, self.config)
+        run_dir = RunDir(self.path)
+        _rewind(run_dir, metrics, state, self.config)
+        steps = self.config.learner.steps
+        self.buffer.attach(state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0)
+        self.queue = BufferQueue(self.buffer, answer=answer, before=before)
+        trainer = Trainer(
+            self.config,
+            state=state,
+            engine=engine,
+            queue=cast(LearnerQueue, self.queue),
+            weights=self.weights,
+            metrics=metrics,
+            checkpoints=RunCheckpoints(engine, run_dir, 2),
+            run_dir=self.path,
+            decode=str,
+        )
+        try:
+            trainer.run()
+            self.queue.finish(state.lineage)
+        finally:
+            metrics.close()
+        return state
+
+    def dies(self, wanted: str, at_step: int) -> None:
+        with pytest.raises(Killed):
+            self.start(killed_in(wanted, at_step))
+
+    @property
+    def steps(self) -> list[int]:
+        return [row["step"] for row in read_metrics(self.path / "metrics.jsonl") if "version" in row]
+
+    @property
+    def evals(self) -> list[int]:
+        return [row["step"] for row in read_metrics(self.path / "metrics.jsonl") if "eval/test/accuracy" in row]
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        self.buffer.check()
+        return {cause: n for cause, n in self.buffer.stats().ledger["groups"]["dropped"].items() if n}
+
+
+def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, Any]) -> Run:
+    data = {"train": "none.jsonl", "shuffle": False, "eval": {"test": "none.jsonl"}, **sections.pop("data", {})}
+    defaults: dict[str, Mapping[str, Any]] = {"checkpoint": {"every": 2}, "eval": {"every": 2}, "learner": {"steps": 5}}
+    merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
+    config = make_config(str(directory / "run"), data=data, **merged)
+    (directory / "run").mkdir()
+    stream = PromptStream(num_rows, seed=0, shuffle=False, epochs=config.data.epochs)
+    return Run(config, Buffer(BufferSettings.from_config(config), rows(num_rows), stream))
+
+
+def test_a_run_evaluates_first_between_and_last_and_every_answer_is_delivered(tmp_path: Path):
+    run = make_run(tmp_path)
+    state = run.start()
+    assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
+    assert (state.step, state.version) == (5, 5)
+    eval_groups = run.buffer.stats().ledger["eval"]["groups"]
+    assert eval_groups["delivered"] == eval_groups["issued"] == 4 * NUM_EVAL_ROWS
+
+
+@pytest.mark.parametrize(("request_name", "at_step"), [("await_eval", 0), ("take", 0), ("take", 1), ("ack", 1)])
+def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path, request_name: str, at_step: int):
+    run = make_run(tmp_path)
+    run.dies(request_name, at_step)
+    assert latest_checkpoint(run.path) is None
+    before = len(read_metrics(run.path / "metrics.jsonl"))
+    run.start()
+    assert run.queue is not None
+    assert run.queue.asked[0] == ("test", 0, True)
+    assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
+    aside = run.path / "metrics.rolled_back-1.jsonl"
+    assert len(read_metrics(aside)) == before
+    assert run.buffer.stats().ledger["groups"]["trained"] == 10
+    assert (run.dropped.get("rolled_back", 0) > 0) == (request_name != "await_eval")
+
+
+@pytest.mark.parametrize("request_name", ["await_eval", "finish"])
+def test_a_learner_killed_after_its_last_step_only_evaluates_again(tmp_path: Path, request_name: str):
+    run = make_run(tmp_path)
+    run.dies(request_name, 5)
+    trained = len(run.engine.versions)
+    state = run.start()
+    assert len(run.engine.versions) == trained == 5
+    assert (run.steps, run.evals, state.step) == ([1, 2, 3, 4, 5], [0, 2, 4, 5], 5)
+    assert len(list((run.path / "eval").glob("*.jsonl"))) == 4
+
+
+def test_an_evaluation_that_a_checkpoint_waits_for_is_asked_again_and_recorded_once(tmp_path: Path):
+    # The evaluation of step 2 is asked for just before the checkpoint of step 2, and written after it.
+    run = make_run(tmp_path)
+    run.dies("ack", 3)
+    assert run.evals == [0, 2]
+    run.start()
+    assert run.queue is not None
+    assert run.queue.asked[0] == ("test", 2, False)
+    assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
+    assert (run.path / "eval" / "rolled_back-1" / "test-step-000002.jsonl").exists()
+
+
+def test_data_that_ends_inside_a_step_ends_the_run_there(tmp_path: Path):
+    # Seven rows, two groups a step: three steps, and one group that no step can use.
+    run = make_run(tmp_path, num_rows=7, data={"epochs": 1})
+    state = run.start()
+    assert (run.steps, run.evals, state.exhausted) == ([1, 2, 3], [0, 2, 3], True)
+    assert run.dropped == {"unused_at_end": 1}
+    checkpoint = latest_checkpoint(run.path)
+    assert checkpoint is not None
+    assert checkpoint.name == "step-000003"
+
+
+@pytest.mark.parametrize(("num_rows", "request_name"), [(7, "await_eval"), (7, "finish"), (1, "finish")])
+def test_a_learner_killed_after_the_data_ended_only_evaluates_again(tmp_path: Path, num_rows: int, request_name: str):
+    # With one row there is no step at all, and the first evaluation is the last.
+    run = make_run(tmp_path, num_rows=num_rows, data={"epochs": 1})
+    num_steps = num_rows // 2
+    run.dies(request_name, num_steps)
+    state = run.start()
+    assert (state.step, state.exhausted) == (num_steps, True)
+    assert run.steps == list(range(1, num_steps + 1))
+    assert run.evals == ([0, 2, 3] if num_steps else [0])
+    assert run.dropped["unused_at_end"] == 1
+
+
+def test_skipped_optimizer_steps_in_a_row_go_on_with_new_groups_and_no_new_version(tmp_path: Path):
+    run = make_run(tmp_path, queue={"max_staleness": 0})
+    run.engine.stepped = [False, False, False, True, False]
+    state = run.start()
+    assert (run.steps, state.version, run.weights.published) == ([1, 2, 3, 4, 5], 1, [0, 1])
+    assert run.dropped == {"step_skipped": 8}
+    assert run.buffer.stats().ledger["groups"]["trained"] == 2
+    written = [row["tokens/trained"] for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    assert written == [0, 0, 0, 12, 0]
+
+
+def test_a_step_with_nothing_left_to_train_on_is_skipped(tmp_path: Path):
+    def cut_short(lease: Lease, version: int) -> Group:
+        return group(lease, version, accuracies=[1.0, 0.0][: lease.group_size], finish_reason="length")
+
+    run = make_run(tmp_path)
+    state = run.start(answer=cut_short)
+    assert (run.steps, state.version, run.engine.versions) == ([1, 2, 3, 4, 5], 0, [])
+    assert run.dropped == {"step_skipped": 10}
+
+
+def test_a_batch_of_two_updates_may_be_skipped_in_part(tmp_path: Path):
+    run = make_run(tmp_path, learner={"steps": 3, "updates_per_batch": 2}, queue={"max_staleness": 2})
+    run.engine.stepped = [True, False, False, True, True, True]
+    state = run.start()
+    # Versions before each update: a step that was skipped leaves the version as it is.
+    assert run.engine.versions == [0, 1, 1, 1, 2, 3]
+    assert (state.version, run.weights.published) == (4, [0, 1, 2, 4])
+    rollouts, tokens = run.buffer.stats().ledger["rollouts"], run.buffer.stats().ledger["tokens"]
+    # Two groups a step, one an update: two updates were skipped, with two rollouts of three tokens each.
+    assert (rollouts["trained"], rollouts["masked"]) == (8, {"step_skipped": 4})
+    assert (tokens["trained"], tokens["masked"]) == (24, {"step_skipped": 12})
+
+
+@pytest.mark.parametrize(("num_steps", "published"), [(5, [0, 2, 4, 5]), (4, [0, 2, 4])])
+def test_every_second_version_is_published_and_the_last_one_always(
+    tmp_path: Path, num_steps: int, published: list[int]
+):
+    run = make_run(
+        tmp_path, learner={"steps": num_steps}, queue={"max_staleness": 1}, weights={"sync_every": 2}, eval={"every": 1}
+    )
+    run.start()
+    assert run.weights.published == published
+    assert sorted(run.evals) == list(range(num_steps + 1))
+    last = json.loads((run.path / "eval" / f"test-step-{num_steps:06d}.jsonl").read_text().splitlines()[0])
+    assert last["versions"] == [num_steps, num_steps]
+
+
+@pytest.mark.parametrize("request_name", ["take", "ack"])
+def test_an_on_policy_run_with_filter_and_a_death_has_no_deadlock(tmp_path: Path, request_name: str):
+    def half_are_too_easy(lease: Lease, version: int) -> Group:
+        accuracies = [1.0, float(lease.prompt.position % 2)]
+        return group(lease, version, accuracies=accuracies[: lease.group_size])
+
+    run = make_run(tmp_path, queue={"max_staleness": 0})
+    with pytest.raises(Killed):
+        run.start(killed_in(request_name, 3), half_are_too_easy)
+    run.start(answer=half_are_too_easy)
+    assert run.steps == [1, 2, 3, 4, 5]
+    staleness = [row["staleness/max"] for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    assert staleness == [0] * 5
+
+
+def test_groups_in_the_queue_are_trained_after_a_restart_that_lays_the_weights_out_anew(tmp_path: Path):
+    # The step of the checkpoint was skipped, so that its version was published before, and groups of it are queued.
+    run = make_run(tmp_path, queue={"max_staleness": 2})
+    run.engine.stepped = [True, False]
+    run.dies("take", 2)
+    run.weights.name = "laid-out-anew"
+
+    def sampled_anew(lease: Lease, version: int) -> Group:
+        return replace(answered(lease, version), weights_digest={version: f"laid-out-anew-{version}"})
+
+    run.start(answer=sampled_anew)
+    assert run.steps == [1, 2, 3, 4, 5]
+    assert run.dropped == {"step_skipped": 2}  # nothing beside the scripted one
+
+
+@pytest.mark.parametrize("digests", [{0: "of other weights"}, {}, {7: "digest-0"}])
+def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, digests: dict[int, str]):
+    def forged(lease: Lease, version: int) -> Group:
+        honest = answered(lease, version)
+        return honest if lease.kind == "eval" or lease.prompt.position else replace(honest, weights_digest=digests)
+
+    run = make_run(tmp_path)
+    run.start(answer=forged)
+    first = next(row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row)
+    assert first["masked/unknown_weights"] == 2
+    assert run.buffer.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
