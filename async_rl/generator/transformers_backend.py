@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
+_REFILL_SHARE = 8
+"""Free seats are filled once they are an eighth of all, or nothing runs."""
 _MAX_PREFILL_TOKENS = 8192
 """Padded tokens in one prefill pass: bounds its activations."""
 
@@ -81,6 +83,8 @@ class TransformersBackend:
         self._is_eos_V[[i for i in eos_ids if i < self._vocab_size]] = True
         self._cache = SlotCache(text_config.num_hidden_layers, config.batch_size)
         self._seats = SeatTable(config.batch_size)
+        # Seating costs a prefill and a new sampling plan, which a single free seat does not pay back.
+        self._refill_seats = max(1, config.batch_size // _REFILL_SHARE)
         self._waiting: deque[_Waiting] = deque()
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
@@ -191,6 +195,8 @@ class TransformersBackend:
         """Give the free seats to waiting samples, in order of submission."""
         chosen: list[tuple[_Waiting, int]] = []
         free = self._seats.num_free
+        if self._seats.num_rows and free < self._refill_seats and not self._deterministic:
+            return
         for waiting in self._waiting:
             if free == 0 or (self._deterministic and not self._may_join(waiting, chosen)):
                 break
