@@ -56,7 +56,7 @@ def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
 
 
 def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
-    _draw_mean(axes, rows, "accuracy/mean", _COLORS["accuracy"], "training rollouts")
+    _draw_mean(axes, rows, "accuracy/mean", _COLORS["accuracy"], "rollouts trained on")
     keys = sorted({key for row in rows for key in row if key.startswith("eval/") and key.endswith("/accuracy")})
     for number, key in enumerate(keys):
         steps, values = _series(rows, key)

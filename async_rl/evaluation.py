@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from async_rl.chat import model_directory
+from async_rl.chat import model_directory, quiet_progress_bars
 from async_rl.config import Config
 from async_rl.config_file import parse_config
 from async_rl.data import load_rows
-from async_rl.errors import DataError
+from async_rl.errors import DataError, ModelError
 from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
 from async_rl.generator.backend import Backend
 from async_rl.generator.grading import graded_rollout
+from async_rl.preflight import check_writable
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling
 from async_rl.rewards.records import Reward
 from async_rl.rewards.registry import build_reward
@@ -60,10 +61,8 @@ def run_eval(
         "reward": {"type": reward_type},
         "generator": {"batch_size": batch_size},
     }
-    config = parse_config(settings, "async-rl eval")
-    answers = None if out is None else out / "answers.jsonl"
-    if answers is not None and answers.exists():
-        raise DataError(f"{answers} exists; choose another --out")
+    config = parse_config(settings, "the command line")
+    answers = None if out is None else _answers_path(out)
     prompts = _prompts(config, dataset, limit)
     with ExitStack() as stack:
         directory = _model_directory(model, stack)
@@ -76,6 +75,25 @@ def run_eval(
         write_json_lines(answers, (answer_record(p, r, decode) for p, g in groups for r in g.rollouts))
     figures = {key.removeprefix("eval/dataset/"): value for key, value in eval_metrics("dataset", groups).items()}
     return {**figures, "too_long": num_too_long}
+
+
+_MEANINGS = {
+    "accuracy": "share of answers that are right",
+    "pass_at_k": "share of rows with a right answer among their samples",
+    "length_mean": "tokens an answer",
+    "truncated": "share of answers cut at --max-new-tokens",
+    "rows": "rows answered",
+    "too_long": "rows left out: prompts above --max-prompt-tokens",
+}
+
+
+def describe_figures(figures: Mapping[str, float]) -> list[str]:
+    """One line a figure: key, value, meaning."""
+    return [
+        f"{key:<12} {value:<10.4g} {_MEANINGS.get(key, '')}".rstrip()
+        for key, value in figures.items()
+        if key not in ("version_min", "version_max")  # of a run's weights; a model on disk has none
+    ]
 
 
 def sample_leases(
@@ -131,14 +149,30 @@ def _lease(config: Config, prompt: Prompt, *, num_samples: int, temperature: flo
     return Lease(f"eval-{prompt.position}", "eval", prompt, num_samples, sampling, "", 0, 0, 0, seed)
 
 
+def _answers_path(out: Path) -> Path:
+    """Where the answers go; found to be writable before an hour of sampling, not after.
+
+    Raises:
+        UserError: there are answers already, or nothing can be written there.
+    """
+    answers = out / "answers.jsonl"
+    if answers.exists():
+        raise DataError(f"{answers} exists; choose another --out")
+    check_writable(out, "--out")
+    return answers
+
+
 def _model_directory(model: str, stack: ExitStack) -> Path:
     """Where the model's files lie; a checkpoint is exported to a directory that goes when ``stack`` closes."""
     from async_rl.learner.checkpoint import resolve_checkpoint
-    from async_rl.learner.export import export_checkpoint
 
     path = Path(model)
+    if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
+        raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none")
     if path.is_dir() and not (path / "config.json").exists():
         checkpoint = resolve_checkpoint(path)
+        from async_rl.learner.export import export_checkpoint
+
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-eval-")))
         export_checkpoint(checkpoint, scratch / "model")
         return scratch / "model"
@@ -151,6 +185,7 @@ def _backend(config: Config, directory: Path) -> tuple[Backend, Decode]:
     from async_rl.chat import load_tokenizer
     from async_rl.generator.transformers_backend import TransformersBackend
 
+    quiet_progress_bars()
     tokenizer = load_tokenizer(directory)
     backend = TransformersBackend.from_files(
         directory,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -26,6 +27,9 @@ POLL_S = 1.0
 STATUS_TIMEOUT_S = 2.0
 REFRESH_S = 0.5
 ETA_STEPS = 20
+SHOWN_WAIT_S = 2.0
+MAX_NAMED_MEMBERS = 8
+_WAITED_FOR = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
@@ -200,7 +204,7 @@ class LiveView:
         self._console, self._tail = console, MetricsTail(metrics)
         self._progress = Progress(num_steps, self._tail.history)
         self._poller: StatusPoller | None = None
-        self._drawn_at = 0.0
+        self._drawn_at, self._started_at = 0.0, time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
 
@@ -240,7 +244,21 @@ class LiveView:
         table.add_column()
         step = row.get("step", 0)
         eta = f", ETA {duration(progress.eta_s)}" if progress.eta_s is not None else ""
-        table.add_row("step", f"{step}/{progress.num_steps}{eta}")
+        so_far = duration(time.monotonic() - self._started_at)
+        table.add_row("step", f"{step}/{progress.num_steps}, {so_far} so far{eta}")
+        if row:
+            self._add_figures(table, row)
+        else:
+            table.add_row("", "no step yet: the model is loaded, then evaluated, then sampled from")
+            table.add_row("queue", self._queue_text(row))
+        if waits := _waits_text(self._poller.latest.get("waits", ())) if self._poller is not None else "":
+            table.add_row("waiting", waits)
+        for dataset, points in progress.evals.items():
+            shown = points if len(points) <= 5 else [points[0], *points[-4:]]
+            table.add_row(f"eval {dataset}", "  ".join(f"{accuracy:.3f} @{at}" for at, accuracy in shown))
+        return Group(table, _members_text(members)) if members else table
+
+    def _add_figures(self, table: Table, row: Row) -> None:
         table.add_row("reward, accuracy", f"{_number(row.get('reward/mean'))}, {_number(row.get('accuracy/mean'))}")
         table.add_row("staleness", f"{_number(row.get('staleness/mean'))} (max {_number(row.get('staleness/max'))})")
         table.add_row("queue", self._queue_text(row))
@@ -249,27 +267,49 @@ class LiveView:
         table.add_row(
             "idle", f"learner {_share(row.get('idle/learner'))}, generators {_share(row.get('idle/generators'))}"
         )
-        for dataset, points in progress.evals.items():
-            shown = points if len(points) <= 5 else [points[0], *points[-4:]]
-            table.add_row(f"eval {dataset}", "  ".join(f"{accuracy:.3f} @{at}" for at, accuracy in shown))
-        return Group(table, _members_text(members)) if members else table
 
     def _queue_text(self, row: Row) -> str:
         status = self._poller.latest if self._poller is not None else {}
         depth = status.get("depth", row.get("queue/depth"))
         in_flight = status["ledger"]["groups"]["in_flight"] if status else row.get("queue/in_flight")
-        text = f"{_number(depth)} groups, {_number(in_flight)} in flight"
+        text = f"{_number(depth)} groups ready, {_number(in_flight)} in flight"
         error = self._poller.error if self._poller is not None else ""
         return f"{text} (no answer: {error.splitlines()[0]})" if error else text
 
 
-def _members_text(members: Sequence[Member]) -> Text:
-    text = Text()
-    for member in members:
-        restarts = f", {member.num_restarts} restarts" if member.num_restarts else ""
-        style = "green" if member.state == "running" else "yellow"
-        text.append(f"{member.name}: {member.state}{restarts}   ", style=style)
-    return text
+def _members_text(members: Sequence[Member]) -> RenderableType:
+    """Every process with its state, none broken over two lines; many of a kind are counted."""
+    if len(members) <= MAX_NAMED_MEMBERS:
+        texts = [Text(_member_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in members]
+    else:
+        kinds: dict[tuple[str, str], list[Member]] = {}
+        for member in members:
+            kinds.setdefault((member.name.partition("-")[0], member.state), []).append(member)
+        texts = [
+            Text(_member_line(kind, f"{len(same)} {state}", sum(m.num_restarts for m in same)), style=_style(state))
+            for (kind, state), same in kinds.items()
+        ]
+    return Columns(texts, padding=(0, 3, 0, 0))
+
+
+def _member_line(name: str, state: str, num_restarts: int) -> str:
+    restarts = f", {num_restarts} restart{'s' if num_restarts > 1 else ''}" if num_restarts else ""
+    return f"{name}: {state}{restarts}"
+
+
+def _style(state: str) -> str:
+    return "green" if state in ("running", "done") else "yellow"
+
+
+def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
+    """Who waits for what since when, of waits that can be noticed; the queue server names them."""
+    shown = [
+        f"{wait['who']} for {_WAITED_FOR.get(wait['for'], wait['for'])} ({duration(wait['since_s'])})"
+        for wait in waits
+        if wait["since_s"] >= SHOWN_WAIT_S
+    ]
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return ", ".join(shown[:3]) + more
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -119,6 +120,216 @@ def test_launch_refuses_missing_data_bad_rows_and_a_missing_model(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+GOOD_ROW = '{"messages": [{"role": "user", "content": "1 + 1?"}], "gt_answer": "2"}\n'
+BAD_FILES = {
+    "malformed": (GOOD_ROW + '{"messages": [\n', "{path}:2: expected one JSON object a line"),
+    "no_answer": (
+        GOOD_ROW + "\n" + '{"messages": [{"role": "user", "content": "?"}]}\n',
+        '{path}:3: expected a row with "messages" and "gt_answer", got no gt_answer',
+    ),
+    "empty": ("\n", "expected at least one row in {path}, got none"),
+    "not_utf8": ('{"a": "\udcff"}\n', "{path}:1: expected UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_a_bad_dataset_is_refused_with_file_and_line(
+    command: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text, message = BAD_FILES[kind]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    config = write_config(tmp_path, data=f"train = {str(path)!r}")
+    assert message.format(path=path) in refusal(capsys, command, str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_a_missing_dataset_is_named_with_its_key(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = str(write_config(tmp_path))
+    assert "data.train: needed, but not set" in refusal(capsys, command, config)
+    config = str(write_config(tmp_path, data=f"{write_data(tmp_path)}\n[data.eval]\nheld_out = 'none.jsonl'"))
+    said = refusal(capsys, command, config)
+    assert "no dataset at none.jsonl" in said
+    assert command == "queue" or "data.eval.held_out:" in said
+    assert not (tmp_path / "run").exists()
+
+
+def make_model(directory: Path, *, tokenizer: bool = True, template: bool = True) -> Path:
+    from tests.generator.tiny_model import write_model
+
+    write_model(directory)
+    for path in directory.iterdir():
+        if (not tokenizer and "tokenizer" in path.name) or (not (tokenizer and template) and "template" in path.name):
+            path.unlink()
+    return directory
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_an_unfit_model_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bare = make_model(tmp_path / "bare", tokenizer=False)
+    mute = make_model(tmp_path / "mute", template=False)
+    config = str(write_config(tmp_path, data=write_data(tmp_path)))
+    for path, message in (
+        (tmp_path / "nowhere", "model.path: no directory"),
+        (bare, f"expected a tokenizer in {bare}"),
+        (mute, f"the tokenizer in {mute} has no chat template"),
+    ):
+        assert message in refusal(capsys, command, config, "--set", f"model.path={path}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_model_without_a_network_is_refused_in_seconds(tmp_path: Path):
+    config = write_config(tmp_path, data=write_data(tmp_path), model="path = 'nobody/no-such-model'")
+    done = subprocess.run(
+        [sys.executable, "-m", "async_rl", "launch", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        # A port of this machine where nobody listens: no name is looked up, no packet leaves.
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'nobody/no-such-model' is neither a directory nor a model that can be fetched" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_a_run_directory_that_can_not_be_used_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = str(write_config(tmp_path, data=write_data(tmp_path)))
+    (tmp_path / "file").touch()
+    for path, message in (
+        (tmp_path / "file", "run.dir: expected a directory at"),
+        (tmp_path / "file" / "deep", "is a file; choose another"),
+        (Path("/proc/nowhere"), "run.dir: can't write to /proc/nowhere"),
+    ):
+        assert message in refusal(capsys, command, config, "--set", f"run.dir={path}")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").touch()
+    said = refusal(capsys, command, config, "--set", f"run.dir={tmp_path / 'thesis'}")
+    assert "is not empty and not a run directory" in said
+
+
+def test_a_busy_port_is_refused_by_the_queue_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        config = write_config(tmp_path, data=write_data(tmp_path), queue=f'address = "{address}"')
+        assert f"can't bind queue.address {address}" in refusal(capsys, "queue", str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_an_open_address_is_refused_by_every_role(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path, data=write_data(tmp_path), queue='address = "tcp://0.0.0.0:0"')
+    assert "pass --insecure on a network that you trust" in refusal(capsys, command, str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_an_unknown_host_is_refused_at_once(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path, data=write_data(tmp_path), queue='address = "tcp://nosuch.invalid:5555"')
+    said = refusal(capsys, command, str(config), "--insecure")
+    assert "queue.address" in said
+    assert "nosuch.invalid" in said
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.devices=[0]", "learner.devices: expected CUDA devices [0], but torch finds none here"),
+        ("weights.transport=nccl", 'weights.transport: "nccl" needs CUDA devices'),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(
+    command: str,
+    override: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = write_config(tmp_path, data=write_data(tmp_path))
+    assert message in refusal(capsys, command, str(config), "--set", override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fake_vocabulary_beyond_the_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    make_model(tmp_path / "model")
+    config = write_config(tmp_path, data=write_data(tmp_path), generator='backend = "fake"\nfake.vocab_size = 999')
+    said = refusal(capsys, "launch", str(config))
+    assert "generator.fake.vocab_size: expected at most the model's vocab_size = 46, got 999" in said
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_wandb_without_a_key_is_refused_not_asked_for(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    config = write_config(tmp_path, data=write_data(tmp_path), log='wandb = "online"')
+    assert "there is no API key for api.wandb.ai" in refusal(capsys, command, str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.steps=3", "a generator takes only generator.* keys"),
+        ("generator.batch_siz=3", "generator.batch_siz: unknown key; did you mean generator.batch_size?"),
+        ("generator.batch_size=none", "generator.batch_size: input should be a valid integer"),
+        ("generator.batch_size=0", "generator.batch_size: input should be greater than or equal to 1, got 0"),
+        ("generator", "expected --set section.key=value, got 'generator'"),
+    ],
+)
+def test_a_generators_settings_are_checked_before_it_waits_for_a_queue(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    said = refusal(capsys, "generator", "--connect", "tcp://127.0.0.1:9", "--set", override)
+    assert message in said
+
+
+def test_a_generator_gives_up_on_a_queue_that_is_not_there(capsys: pytest.CaptureFixture[str]):
+    said = refusal(capsys, "generator", "--connect", "tcp://127.0.0.1:9", "--wait", "0.2")
+    assert "no queue answered at tcp://127.0.0.1:9" in said
+
+
+def test_status_of_nobody_says_where_the_address_is_to_be_found(capsys: pytest.CaptureFixture[str]):
+    said = refusal(capsys, "status", "--connect", "tcp://127.0.0.1:9", "--timeout", "0.2")
+    assert "no queue server answers at tcp://127.0.0.1:9 within 0.2 s" in said
+    assert "queue.json" in said
+
+
+def test_export_refuses_what_is_no_checkpoint_and_what_is_not_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    assert "expected a checkpoint" in refusal(capsys, "export", str(tmp_path / "none"), str(out))
+    assert not out.exists()
+    out.mkdir()
+    (out / "file").touch()
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    said = refusal(capsys, "export", str(tmp_path / "checkpoints" / "step-000001"), str(out))
+    assert "expected" in said
+    assert [p.name for p in out.iterdir()] == ["file"]
+
+
+def test_sft_names_the_keys_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = str(write_config(tmp_path))
+    assert "sft.data: needed, but not set" in refusal(capsys, "sft", config)
+    assert "sft.out: needed, but not set" in refusal(capsys, "sft", config, "--set", "sft.data=x.jsonl")
+    assert not (tmp_path / "run").exists()
+
+
 def test_launch_refuses_a_changed_config_with_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from async_rl.run_dir import prepare_run_dir
 
@@ -141,9 +352,7 @@ def test_a_finished_run_is_left_alone_with_exit_code_0(tmp_path: Path, capsys: p
 def test_a_dry_run_prints_every_command_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from async_rl import launch
-
-    monkeypatch.setattr(launch, "check_model", lambda path: None)
+    monkeypatch.setattr("async_rl.preflight.check_model", lambda path: None)
     config = write_config(tmp_path, data=write_data(tmp_path))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as leaving:
@@ -225,23 +434,42 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     from async_rl.status import status_tables
 
     groups = {"issued": 7, "queued": 0, "dropped": {"stale": 2, "expired": 0}}
+    # 6 of 10 s times 2 seats busy; 50 tokens in 10 s.
+    stats = {"seats": 2, "wall_s": 10.0, "busy_seat_s": 12.0, "num_tokens": 50}
     status = {
         "step": 3,
+        "num_steps": 8,
+        "finished": False,
+        "stop": "",
+        "bytes": 0,
+        "bytes_reserved": 1536,
+        "max_bytes": 1 << 31,
+        "announced": {"version": 2, "channel": "tcp://127.0.0.1:7", "digest": "ab"},
         "stream": {"position": 9, "epoch": 0},
         "leases": [{}, {}],
         "ledger": {"groups": groups, "eval": {"groups": {"issued": 0}}},
-        "generators": [{"id": "a", "busy": 0.123456}],
+        "generators": [
+            {"id": "a", "host": "h", "alive": True, "active": ["l", 2], "seen_s_ago": 0.26, "stats": stats},
+            {"id": "b", "host": "h", "alive": False, "active": None, "seen_s_ago": 1.0, "stats": {}},
+        ],
+        "waits": [{"who": "learner", "for": "take", "since_s": 0.5}],
     }
     console = Console(width=80, record=True, file=io.StringIO())
     for table in status_tables(status):
         console.print(table)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     for shown in (
-        "step 3",
+        "step 3 of 8",
+        "finished no",
+        "memory 0 B held, 1.5 KiB reserved, of 2 GiB",
+        "weights version 2 from tcp://127.0.0.1:7",
         "stream position 9",
         "leases 2",
         "groups issued 7, dropped (stale 2)",
         "eval -",
-        "a 0.1235",
+        "a h 2 60% of 2 50 5 0.3 s ago",
+        "b h - - - - gone, 1.0 s ago",
+        "learner take 0.5",
     ):
-        assert shown in lines
+        assert shown in lines, (shown, lines)
+    assert not any(line.startswith("stop") for line in lines)

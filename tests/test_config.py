@@ -36,9 +36,9 @@ def test_missing_and_unknown_keys_and_sections_are_named_all_at_once():
     assert lines[0] == "f.toml is not a valid config:"
     assert {line.strip() for line in lines[1:]} == {
         "run.dir: needed, but not set",
-        "run.dirr: unknown key",
+        "run.dirr: unknown key; did you mean run.dir?",
         "model: needed, but not set",
-        "modle: unknown key",
+        "modle: unknown key; did you mean model?",
     }
 
 

@@ -28,7 +28,8 @@ STRANGERS = {("generator", "learner"), ("learner", "generator")}
 HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "records", "wire", "codec", "config", "config_file", "address", "run_dir", "metrics", "lifeline", "data",
-    "chat", "rewards", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend", "generator.fake_backend",
+    "chat", "rewards", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend",
+    "generator.fake_backend",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -158,3 +159,23 @@ def write_gsm8k_model(directory: Path) -> None:
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(directory)
     fast.save_pretrained(directory)
+
+
+@pytest.mark.slow
+def test_a_lone_learner_of_a_checkout_starts_its_queue_from_any_directory(tmp_path: Path):
+    config = write_config(tmp_path / "config.toml", tiny_config(tmp_path, write_tiny_task(tmp_path)))
+    record = tmp_path / "run" / "queue.json"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    with (tmp_path / "log").open("wb") as log:
+        learner = subprocess.Popen(
+            [sys.executable, str(ROOT / "cli.py"), "learner", str(config)],
+            cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_until("the queue server", lambda: record.exists() or learner.poll() is not None)
+        assert learner.poll() is None, (tmp_path / "log").read_text()
+    finally:
+        os.killpg(learner.pid, signal.SIGKILL)
+        learner.wait(10)
+        if record.exists():
+            os.kill(json.loads(record.read_text())["pid"], signal.SIGTERM)
