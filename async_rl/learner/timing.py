@@ -73,12 +73,14 @@ class StepClock:
         shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__slots__)
         if shrunk or now.seats != before.seats or now.wall_s <= before.wall_s:
             return {}
-        generator_wall = now.wall_s - before.wall_s
-        generate = (now.busy_seat_s - before.busy_seat_s) / now.seats
+        # Readings come with heartbeats, which may be rarer than steps: what they tell of is a rate, never this step's
+        # own count. ``each_s`` is the time between the two readings of one generator, on average.
+        each_s = (now.wall_s - before.wall_s) / len(roster)
+        generate = (now.busy_seat_s - before.busy_seat_s) / (now.seats * each_s) * wall
         activations = now.num_activations - before.num_activations
         return {
-            "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / generator_wall, 0.0), 1.0),
-            "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / wall,
+            "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / (now.wall_s - before.wall_s), 0.0), 1.0),
+            "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / each_s,
             "time/pause_s": (now.pause_s - before.pause_s) / activations if activations else 0.0,
             "time/generate_s": generate,
             "overlap/efficiency": max(generate, learner_busy) / wall,

@@ -16,11 +16,24 @@ def test_generator_figures_are_differences_between_laps():
         roster=ROSTER,
         trained_tokens=10,
     )
-    # Busy 9 of 10 s; 8 seat-seconds over 4 seats are 2 s a step; 0.3 s over 3 activations.
+    # Busy 9 of 10 s; 8 seat-seconds of 4 seats in 10 s: a fifth of the step; 50 tokens in 10 s; 0.3 s over 3 pauses.
     assert abs(row["idle/generators"] - 0.1) < 1e-9
-    assert abs(row["time/generate_s"] - 2.0) < 1e-9
+    assert abs(row["time/generate_s"] / row["time/step_s"] - 0.2) < 1e-9
+    assert abs(row["throughput/generated_tokens_per_s"] - 5.0) < 1e-9
     assert abs(row["time/pause_s"] - 0.1) < 1e-9
     assert row["time_s"] >= 100.0
+
+
+def test_rates_do_not_depend_on_how_often_heartbeats_come():
+    # Two generators with 4 seats each. Over 10 s each they were busy 8 of 10 s with all seats: 64 of 80 seat-seconds.
+    clock = StepClock(elapsed_s=0.0)
+    clock.lap(GeneratorStats(seats=8, wall_s=20), roster=("a", "b"), trained_tokens=0)
+    later = GeneratorStats(seats=8, wall_s=40, busy_s=16, busy_seat_s=64, num_tokens=300)
+    row = clock.lap(later, roster=("a", "b"), trained_tokens=0)
+    assert abs(row["time/generate_s"] / row["time/step_s"] - 0.8) < 1e-9
+    assert abs(row["throughput/generated_tokens_per_s"] - 30.0) < 1e-9
+    between_heartbeats = clock.lap(later, roster=("a", "b"), trained_tokens=0)
+    assert "time/generate_s" not in between_heartbeats
 
 
 def test_without_two_readings_of_the_same_seats_the_generator_figures_are_left_out():
