@@ -128,6 +128,12 @@ class Trainer:
                 self.engine.tick()
                 self._collect_evals()
 
+    def _begin_next_take(self) -> None:
+        """The queue prepares the next batch while this step is published and recorded."""
+        state = self.state
+        if state.step < self.config.learner.steps:
+            self.queue.begin_take(lineage=state.lineage, step=state.step, version=state.version, wait_s=TAKE_WAIT_S)
+
     def _train(self, batch: Batch) -> None:
         config, version = self.config, self.state.version
         last_version = version + config.learner.updates_per_batch - 1
@@ -143,6 +149,7 @@ class Trainer:
             updates = self._update(prepared)
         staleness = staleness_summary(batch.groups, prepared, versions=_versions_trained(version, updates))
         acked, facts = self._acknowledge(prepared, updates)
+        self._begin_next_take()
         if self._publish_due():
             self._publish()
         run_updates = [update for update in updates if update is not None]

@@ -62,6 +62,8 @@ class LearnerQueue:
         self._connection = Connection(address, "learner")
         self._keep_alive: _KeepAlive | None = None
         self._lineage: str | None = None
+        self._begun_take: tuple[tuple[str, int, int], str] | None = None
+        self._answers: dict[str, Message] = {}
 
     def attach(
         self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
@@ -112,9 +114,18 @@ class LearnerQueue:
         """Wait for a finished evaluation that was not handed over yet: empty if there is one, else the reason."""
         return field(self._call("await_eval", {"lineage": lineage}, wait_s=wait_s).fields, "reason", str)
 
+    def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
+        """Send the request that the next ``take`` of the same step and version waits for; returns at once."""
+        fields = {"lineage": lineage, "step": step, "version": version}
+        self._begun_take = ((lineage, step, version), self._connection.post("take", fields, wait_s=wait_s))
+
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
         """The groups of the step after ``step`` done ones, trained first at ``version``; waits up to ``wait_s``."""
-        reply = self._call("take", {"lineage": lineage, "step": step, "version": version}, wait_s=wait_s)
+        begun, self._begun_take = self._begun_take, None
+        if begun is not None and begun[0] == (lineage, step, version):
+            reply = self._await(begun[1], "take", wait_s)
+        else:
+            reply = self._call("take", {"lineage": lineage, "step": step, "version": version}, wait_s=wait_s)
         if reply.type == "not_ready":
             return not_ready_from_fields(reply.fields)
         entries = field(reply.fields, "groups", list)
@@ -159,18 +170,24 @@ class LearnerQueue:
     def _call(
         self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, wait_s: float = 0.0
     ) -> Message:
+        return self._await(self._connection.post(type_, fields, arrays, wait_s=wait_s), type_, wait_s)
+
+    def _await(self, request_id: str, type_: str, wait_s: float) -> Message:
+        """The answer to this request; answers to others that come meanwhile are kept for them."""
         deadline = time.monotonic() + self._timeout_s + wait_s
-        request_id = self._connection.post(type_, fields, arrays, wait_s=wait_s)
-        while (left_s := deadline - time.monotonic()) > 0:
-            for request, message in self._connection.poll(min(left_s, 1.0)):
-                if request is not None and request.request_id == request_id:
-                    raise_error(message)
-                    return message
-        self._connection.forget(request_id)
-        raise QueueError(
-            f"the queue at {self.address} did not answer {type_!r} within {self._timeout_s + wait_s:.0f} s; see "
-            f"logs/queue.log in the run directory"
-        )
+        while (message := self._answers.pop(request_id, None)) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._connection.forget(request_id)
+                raise QueueError(
+                    f"the queue at {self.address} did not answer {type_!r} within {self._timeout_s + wait_s:.0f} s; "
+                    f"see logs/queue.log in the run directory"
+                )
+            for request, answer in self._connection.poll(min(left_s, 1.0)):
+                if request is not None:
+                    self._answers[request.request_id] = answer
+        raise_error(message)
+        return message
 
 
 def _taken(entry: Any, body: np.ndarray) -> TakenGroup:

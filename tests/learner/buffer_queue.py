@@ -65,6 +65,9 @@ class BufferQueue:
         self.generate()
         return self.buffer.eval_wait(lineage)
 
+    def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
+        """Nothing to begin: ``take`` answers at once."""
+
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
         self._told("take")
         self.generate()

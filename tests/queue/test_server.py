@@ -136,6 +136,25 @@ def test_waiting_requests_are_answered_by_the_event_they_wait_for(servers, tmp_p
     assert len(get_leases(generator, version=1)) == 2
 
 
+def test_a_begun_take_is_answered_while_other_requests_are_made(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    generator.hello(10.0, "fake")
+    learner.begin_take("line-a", 0, 0, 20.0)
+    assert return_all(generator, get_leases(generator), 0) == ["queued", "queued"]
+    # The batch is on its way or here; requests made meanwhile get their own answers.
+    assert learner.ping() == "run"
+    assert learner.status()["run_id"] == "run"
+    batch = learner.take("line-a", 0, 0, 5.0)
+    assert isinstance(batch, Batch)
+    assert [taken.prompt.position for taken in batch.groups] == [0, 1]
+    # Asked for once more, it is the same batch.
+    again = learner.take("line-a", 0, 0, 5.0)
+    assert isinstance(again, Batch)
+    assert [taken.prompt.position for taken in again.groups] == [0, 1]
+
+
 def test_evaluation_results_reach_the_learner(servers, tmp_path):
     config = make_config(str(tmp_path / "run"), eval={"num_samples": 3})
     server = servers.start(config)
