@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,13 @@ from async_rl.errors import QueueError, WireError
 from async_rl.queue.connection import Connection, raise_error
 from async_rl.queue.generator_client import GeneratorQueue
 from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup, TrainedFacts
-from async_rl.queue.protocol import as_array, facts_fields, not_ready_from_fields, stats_from_fields
+from async_rl.queue.protocol import (
+    announcement_fields,
+    as_array,
+    facts_fields,
+    not_ready_from_fields,
+    stats_from_fields,
+)
 from async_rl.records import Group, Prompt
 from async_rl.wire import Message
 
@@ -93,7 +98,7 @@ class LearnerQueue:
 
     def announce(self, announcement: Announcement) -> None:
         """A version was published."""
-        self._call("announce", {"announcement": asdict(announcement), "lineage": announcement.lineage})
+        self._call("announce", {"announcement": announcement_fields(announcement), "lineage": announcement.lineage})
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
         """Ask for an evaluation of a dataset of ``data.eval``; ``exclusive``: before any further training lease."""

@@ -7,7 +7,7 @@ is over. Whatever is wrong with a message raises ``WireError`` or ``QueueError``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from async_rl.queue.buffer import Buffer
 from async_rl.queue.evals import Row
 from async_rl.queue.messages import Acked, FailureCause, NotReady
 from async_rl.queue.protocol import (
+    announcement_fields,
     announcement_from_fields,
     as_array,
     counts,
@@ -309,7 +310,7 @@ class Handlers:
         learner = self.buffer.learner
         notice: dict[str, Any] = {}
         if learner is not None and learner.announcement is not None:
-            notice["announcement"] = asdict(learner.announcement)
+            notice["announcement"] = announcement_fields(learner.announcement)
         if self.buffer.finished:
             notice["finished"] = True
         if generator_id is not None and (cancelled := self.buffer.pop_cancelled(generator_id)):

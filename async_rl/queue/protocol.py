@@ -34,8 +34,17 @@ def as_array(data: bytes | bytearray | memoryview) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
+def announcement_fields(announcement: Announcement) -> dict[str, Any]:
+    return _flat(announcement)
+
+
 def stats_fields(stats: QueueStats) -> dict[str, Any]:
-    return asdict(stats)
+    return {**_flat(stats), "generators": _flat(stats.generators)}
+
+
+def _flat(record: Announcement | GeneratorStats | QueueStats) -> dict[str, Any]:
+    """The record's fields as they are. ``asdict`` would copy them deeply, on every message."""
+    return {name: getattr(record, name) for name in type(record).__slots__}
 
 
 def stats_from_fields(fields: Mapping[str, Any]) -> QueueStats:
@@ -78,7 +87,12 @@ def granted_from_fields(fields: Mapping[str, Any]) -> LeasesGranted:
 
 
 def not_ready_fields(answer: NotReady) -> dict[str, Any]:
-    return {**asdict(answer), "stats": stats_fields(answer.stats)}
+    return {
+        "reason": answer.reason,
+        "stats": stats_fields(answer.stats),
+        "stop": answer.stop,
+        "exhausted": answer.exhausted,
+    }
 
 
 def not_ready_from_fields(fields: Mapping[str, Any]) -> NotReady:
