@@ -175,6 +175,18 @@ class SyncLoop:
         return sum(output.accuracy for output in outputs) / len(outputs)
 
 
+def report(loop: SyncLoop, *, steps_per_s: float, accuracy_before: float, num_threads: int) -> None:
+    """Print the one JSON line that ``overlap.py`` reads, with the trained model's accuracy, and close the loop."""
+    result = {
+        "steps_per_s": steps_per_s,
+        "accuracy_before": accuracy_before,
+        "accuracy_after": loop.evaluate(),
+        "threads": num_threads,
+    }
+    print(json.dumps(result))
+    loop.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
@@ -189,14 +201,7 @@ def main() -> None:
     for _ in range(num_steps):
         loop.step()
     seconds = time.perf_counter() - start
-    result: dict[str, Any] = {
-        "steps_per_s": num_steps / seconds,
-        "accuracy_before": before,
-        "accuracy_after": loop.evaluate(),
-        "threads": options.threads,
-    }
-    print(json.dumps(result))
-    loop.close()
+    report(loop, steps_per_s=num_steps / seconds, accuracy_before=before, num_threads=options.threads)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ step), no gradient checkpointing, no padding to multiples, fused AdamW, nothing 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from async_rl.config import Config
 from async_rl.config_file import load_config
-from benchmarks.sync_loop import SyncLoop
+from benchmarks.sync_loop import SyncLoop, report
 
 
 class StepClock(TrainerCallback):
@@ -108,14 +107,7 @@ def main() -> None:
             train_dataset=datasets.Dataset.from_list(prompts),
             callbacks=[clock],
         ).train()
-    result: dict[str, Any] = {
-        "steps_per_s": clock.steps_per_s,
-        "accuracy_before": before,
-        "accuracy_after": loop.evaluate(),
-        "threads": options.threads,
-    }
-    print(json.dumps(result))
-    loop.close()
+    report(loop, steps_per_s=clock.steps_per_s, accuracy_before=before, num_threads=options.threads)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from async_rl.address import check_address
 from async_rl.config import Config
-from async_rl.config_file import apply_override, parse_config
-from async_rl.errors import ConfigError, QueueError
+from async_rl.config_file import apply_override, check_generator_overrides, parse_config
+from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
 from async_rl.generator.fake_backend import FakeBackend
 from async_rl.generator.grading import ThreadGrader
@@ -51,7 +51,7 @@ def run_generator(
     from async_rl.weights.receiver import Receiver
 
     check_address(address)
-    _check_overrides(overrides)
+    check_generator_overrides(overrides)
     host = socket.gethostname()
     generator_id = generator_id or f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
     with ExitStack() as stack:
@@ -76,15 +76,6 @@ def run_generator(
         ).run()
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        if not override.strip().startswith("generator."):
-            raise ConfigError(
-                f"--set {override}: a generator takes only generator.* keys; everything else comes from the learner's "
-                f"config"
-            )
-
-
 def _requested_backend(overrides: Sequence[str]) -> str:
     raw: dict = {}
     for override in overrides:
@@ -98,7 +89,7 @@ def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: an override is not a ``generator.*`` key, or the result is not a valid config.
     """
-    _check_overrides(overrides)
+    check_generator_overrides(overrides)
     raw = tomllib.loads(config_toml)
     run = parse_config(raw, "the queue's config")
     section = raw.setdefault("generator", {})
