@@ -1,16 +1,19 @@
 """Attention inside packed rows: every token sees its own sequence's past, and no ``[T, T]`` mask is ever built.
 
-``use_packed_attention`` switches a transformers model over; from then on each call of it takes
-``packed_layout=packed_layout(batch.cu_seqlens, device)`` as a keyword. transformers hands unknown keywords down to the
-attention function unchanged: nothing global, so threads can't mix up layouts, a recomputed layer (gradient
+``use_packed_attention`` switches a transformers model over; from then on each call of it takes the keyword
+``packed_layout=packed_layout(batch.cu_seqlens, batch.token_index, device)``. transformers hands unknown keywords down
+to the attention function unchanged: nothing global, so threads can't mix up layouts, a recomputed layer (gradient
 checkpointing) gets the layout it ran with, and FSDP2's hooks pass it through (a dataclass is a leaf to them).
 
 On CUDA in float16 or bfloat16 this is ``torch.nn.attention.varlen`` (flash attention, no padding). Everywhere else
 the row is gathered into a few padded batches of similar lengths for ``scaled_dot_product_attention``: under a causal
 mask, padding on the right is seen by padding only.
 
-Shape letters: T = packed tokens, S = sequences, B = sequences of one bucket, L = its longest, H = heads, K = key and
-value heads, D = head dimension.
+A prompt that several sequences share lies in the row once and is computed once by everything but attention, which
+gathers it for each of them.
+
+Shape letters: T = tokens of the row, E = tokens of its sequences laid end to end, S = sequences, B = sequences of one
+bucket, L = its longest, H = heads, K = key and value heads, D = head dimension.
 """
 
 from __future__ import annotations
@@ -56,25 +59,42 @@ class PackedLayout:
         cu_seqlens: int32 [S + 1], on the model's device.
         max_length: tokens of the longest sequence.
         buckets: for the padded path; together they hold every sequence once.
-        restore: int64 [T], each packed token's place in the buckets' outputs laid end to end.
+        restore: int64 [T], each row token's place in the buckets' outputs laid end to end.
+        expand: int64 [E], each sequence token's place in T; None where they are the same.
+        first: int64 [T], each row token's first place in E; None where they are the same.
     """
 
     cu_seqlens: Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
     restore: Tensor
+    expand: Tensor | None
+    first: Tensor | None
 
 
-def packed_layout(cu_seqlens: np.ndarray, device: torch.device | str = "cpu") -> PackedLayout:
-    """The layout of one micro-batch, built on the host. ``cu_seqlens``: integers [S + 1], from 0 to T.
+def packed_layout(
+    cu_seqlens: np.ndarray, token_index: np.ndarray | None = None, device: torch.device | str = "cpu"
+) -> PackedLayout:
+    """The layout of one micro-batch, built on the host.
+
+    ``cu_seqlens``: integers [S + 1], from 0 to E. ``token_index``: integers [E], each sequence token's place in the
+    row; without it the row is the sequences end to end.
 
     Raises:
-        ValueError: ``cu_seqlens`` does not start at 0 or does not rise.
+        ValueError: ``cu_seqlens`` does not start at 0 or does not rise; ``token_index`` has another length, or leaves
+            out a token of the row.
     """
     bounds = np.asarray(cu_seqlens, dtype=np.int64)
     lengths = np.diff(bounds)
     if bounds.ndim != 1 or len(lengths) == 0 or bounds[0] != 0 or (lengths <= 0).any():
         raise ValueError(f"expected cu_seqlens that rise from 0, got {bounds.tolist()}")
+    index = np.arange(bounds[-1]) if token_index is None else np.asarray(token_index, dtype=np.int64)
+    num_tokens = int(index.max()) + 1
+    # Assigned from the back, so that the first place of a shared token stays.
+    first = np.full(num_tokens, -1, dtype=np.int64)
+    first[index[::-1]] = np.arange(len(index))[::-1]
+    if index.shape != (bounds[-1],) or index.min() < 0 or (first < 0).any():
+        raise ValueError(f"expected token_index [{bounds[-1]}] with every token of the row, got {index.tolist()}")
     buckets: list[Bucket] = []
     restore = np.empty(bounds[-1], dtype=np.int64)
     offset = 0
@@ -84,13 +104,15 @@ def packed_layout(cu_seqlens: np.ndarray, device: torch.device | str = "cpu") ->
         places = bounds[members][:, None] + np.minimum(column, lengths[members][:, None] - 1)
         valid = column < lengths[members][:, None]
         restore[places[valid]] = offset + np.flatnonzero(valid)
-        buckets.append(Bucket(torch.from_numpy(places.reshape(-1)).to(device), len(members), longest))
+        buckets.append(Bucket(torch.from_numpy(index[places.reshape(-1)]).to(device), len(members), longest))
         offset += places.size
     return PackedLayout(
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(device),
         max_length=int(lengths.max()),
         buckets=tuple(buckets),
-        restore=torch.from_numpy(restore).to(device),
+        restore=torch.from_numpy(restore[first]).to(device),
+        expand=None if num_tokens == len(index) else torch.from_numpy(index).to(device),
+        first=None if num_tokens == len(index) else torch.from_numpy(first).to(device),
     )
 
 
@@ -235,7 +257,9 @@ def _varlen_attention() -> Any:
 def _flash(
     query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: PackedLayout, scale: float, window: int | None
 ) -> Tensor:
-    return _varlen_attention()(
+    if layout.expand is not None:
+        query_THD, key_TKD, value_TKD = (t.index_select(0, layout.expand) for t in (query_THD, key_TKD, value_TKD))
+    out = _varlen_attention()(
         query_THD.contiguous(),
         key_TKD.contiguous(),
         value_TKD.contiguous(),
@@ -247,3 +271,4 @@ def _flash(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
+    return out if layout.first is None else out.index_select(0, layout.first)

@@ -56,7 +56,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
     return DeviceBatch(
         token_ids=moved("token_ids"),
         position_ids=moved("position_ids"),
-        layout=packed_layout(batch.cu_seqlens, device),
+        layout=packed_layout(batch.cu_seqlens, batch.token_index, device),
         predict_index=moved("predict_index"),
         targets=moved("targets"),
         behavior_logprobs=moved("behavior_logprobs"),

@@ -1,18 +1,24 @@
 """Sequences to packed micro-batches: rows without padding, balanced over ranks, never above the token budget.
 
-Numpy only. Shape letters: ``T`` packed tokens of a micro-batch, ``S`` its sequences, ``N`` its predicted tokens (those
-under the loss mask). Called by the engine on rank 0; what leaves is scattered to the other ranks.
+A row holds what the model computes: the prompt that a group's rollouts share once, and no token behind the last one
+that predicts something. Numpy only. Shape letters: ``T`` tokens of a row, ``E`` tokens of its sequences laid end to
+end, ``S`` its sequences, ``N`` its predicted tokens (those under the loss mask). Called by the engine on rank 0; what
+leaves is scattered to the other ranks.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
 from async_rl.errors import WireError
+
+# Parts of an even load into which sequences that share a prompt are cut, at the least.
+_PARTS_PER_BIN = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +49,9 @@ class MicroBatch:
     """Sequences packed into one row for one rank.
 
     Attributes:
-        token_ids: int64 [T]; position_ids: int64 [T], from 0 in each sequence; cu_seqlens: int32 [S + 1].
+        token_ids: int64 [T]; position_ids: int64 [T], from 0 in each sequence.
+        token_index: int64 [E], where in T the tokens of the sequences lie; those of a shared prompt occur repeatedly.
+        cu_seqlens: int32 [S + 1], where in E each sequence starts.
         predict_index: int64 [N], where in T the hidden state lies that predicts each trained token (its position - 1).
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N].
         sequence_index: int64 [N], which of the S sequences each trained token is in.
@@ -52,6 +60,7 @@ class MicroBatch:
 
     token_ids: np.ndarray
     position_ids: np.ndarray
+    token_index: np.ndarray
     cu_seqlens: np.ndarray
     predict_index: np.ndarray
     targets: np.ndarray
@@ -66,12 +75,13 @@ class MicroBatch:
 def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int) -> list[list[MicroBatch]]:
     """Cut ``sequences`` into micro-batches: outer list ranks, inner list micro-batches, equally many on every rank.
 
-    Longest first, each to the emptiest micro-batch (LPT), with as few micro-batches a rank as that fits. Any two
-    micro-batches then differ by at most the longest sequence. Micro-batches of similar size get the same index on all
-    ranks, since ranks wait for each other at every layer. Inside one, sequences go from long to short, so that padding
-    attention (``attention.py``) finds similar lengths side by side. Deterministic: ties keep the given order.
+    Sequences with the same prompt stay together, in parts of at most a quarter of an even load, so that sharing a
+    prompt costs little balance. Largest part first, each to the emptiest micro-batch (LPT), with as few micro-batches
+    a rank as that fits; any two then differ by at most the largest part. Micro-batches of similar size get the same
+    index on all ranks, since ranks wait for each other at every layer. Inside one, sequences go from long to short, so
+    that padding attention (``attention.py``) finds similar lengths side by side. Deterministic: ties keep the order.
 
-    A rank that would have nothing in a round gets a dummy: one sequence of 2 tokens, no predictions, id -1.
+    A rank that would have nothing in a round gets a dummy: one token, no predictions, id -1.
 
     Raises:
         ValueError: a sequence is longer than ``max_tokens``, is empty, or trains on its first token (which nothing
@@ -79,30 +89,30 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
     """
     for sequence in sequences:
         _check(sequence, max_tokens)
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].token_ids))
-    lengths = [len(sequences[i].token_ids) for i in order]
-    num_rounds = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
-    while (bins := _longest_first(lengths, num_rounds * num_ranks, max_tokens)) is None:
+    spans = [_span(sequence) for sequence in sequences]
+    num_rounds = max(1, -(-_row_tokens(sequences, spans, range(len(sequences))) // (max_tokens * num_ranks)))
+    while (bins := _balanced_bins(sequences, spans, num_rounds * num_ranks, max_tokens)) is None:
         num_rounds += 1
-    bins.sort(key=lambda members: -sum(lengths[i] for i in members))
+    bins.sort(key=lambda members: -_row_tokens(sequences, spans, members))
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for round_index in range(num_rounds):
         chosen = bins[round_index * num_ranks : (round_index + 1) * num_ranks]
         # Back and forth, so that one rank does not get the larger half of every round.
         for rank, members in zip(ranks, chosen if round_index % 2 == 0 else reversed(chosen), strict=True):
-            rank.append(_micro_batch([sequences[order[i]] for i in members]) if members else dummy_micro_batch())
+            longest_first = sorted(members, key=lambda i: (-spans[i].length, i))
+            rank.append(_micro_batch([sequences[i] for i in longest_first]) if members else dummy_micro_batch())
     return ranks
 
 
 def dummy_micro_batch() -> MicroBatch:
-    """Two tokens, no predictions: what a rank runs to join the others' collectives."""
+    """One token, no predictions: what a rank runs to join the others' collectives."""
     nothing = TrainSequence(
         sequence_id=-1,
-        token_ids=np.zeros(2, dtype=np.int32),
-        loss_mask=np.zeros(2, dtype=np.bool_),
-        behavior_logprobs=np.zeros(2, dtype=np.float32),
-        versions=np.zeros(2, dtype=np.int32),
-        advantages=np.zeros(2, dtype=np.float32),
+        token_ids=np.zeros(1, dtype=np.int32),
+        loss_mask=np.zeros(1, dtype=np.bool_),
+        behavior_logprobs=np.zeros(1, dtype=np.float32),
+        versions=np.zeros(1, dtype=np.int32),
+        advantages=np.zeros(1, dtype=np.float32),
         temperature=1.0,
     )
     return _micro_batch([nothing])
@@ -144,37 +154,107 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
         raise ValueError(f"{where}: its first token is under the loss mask, but nothing predicts a first token")
 
 
-def _longest_first(lengths: Sequence[int], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """Indices into descending ``lengths``, each put into the emptiest bin; None if one does not fit there."""
+class _Span(NamedTuple):
+    """What is computed of a sequence: its first ``length`` tokens, of which ``prompt`` others may share."""
+
+    prompt: int
+    length: int
+
+
+def _span(sequence: TrainSequence) -> _Span:
+    trained = np.flatnonzero(sequence.loss_mask)
+    # The last trained token is predicted by the one before it, and nothing needs what comes then.
+    return _Span(int(trained[0]), int(trained[-1])) if len(trained) else _Span(0, 1)
+
+
+def _prompt(sequence: TrainSequence, span: _Span) -> bytes:
+    return sequence.token_ids[: span.prompt].tobytes()
+
+
+def _row_tokens(sequences: Sequence[TrainSequence], spans: Sequence[_Span], members: Iterable[int]) -> int:
+    """T of a micro-batch of these ``members``."""
+    chosen = list(members)
+    prompts = {_prompt(sequences[i], spans[i]): spans[i].prompt for i in chosen}
+    return sum(prompts.values()) + sum(spans[i].length - spans[i].prompt for i in chosen)
+
+
+def _balanced_bins(
+    sequences: Sequence[TrainSequence], spans: Sequence[_Span], num_bins: int, capacity: int
+) -> list[list[int]] | None:
+    """Indices into ``sequences`` for every bin; None if a part does not fit into the emptiest one."""
+    even_load = _row_tokens(sequences, spans, range(len(sequences))) / num_bins
+    parts = _parts(sequences, spans, limit=even_load / _PARTS_PER_BIN)
+    parts.sort(key=lambda part: -part.num_tokens)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, index) for index in range(num_bins)]
-    for item, length in enumerate(lengths):
+    for part in parts:
         load, index = heap[0]
-        if load + length > capacity:
+        if load + part.num_tokens > capacity:
             return None
-        bins[index].append(item)
-        heapq.heapreplace(heap, (load + length, index))
+        bins[index] += part.members
+        heapq.heapreplace(heap, (load + part.num_tokens, index))
     return bins
 
 
+@dataclass(slots=True)
+class _Part:
+    """Sequences that begin with one prompt, and the tokens of a row that holds them."""
+
+    members: list[int]
+    num_tokens: int
+
+
+def _parts(sequences: Sequence[TrainSequence], spans: Sequence[_Span], limit: float) -> list[_Part]:
+    """``sequences`` by prompt, in order; a part that would get above ``limit`` tokens is closed, a new one begun."""
+    parts: list[_Part] = []
+    open_parts: dict[bytes, _Part] = {}
+    for index, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):
+        prompt = _prompt(sequence, span)
+        part = open_parts.get(prompt)
+        own = span.length - span.prompt
+        if part is not None and part.num_tokens + own <= limit:
+            part.members.append(index)
+            part.num_tokens += own
+        else:
+            open_parts[prompt] = _Part([index], span.length)
+            parts.append(open_parts[prompt])
+    return parts
+
+
 def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    lengths = np.array([len(s.token_ids) for s in sequences])
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    token_ids = np.concatenate([s.token_ids for s in sequences]).astype(np.int64)
-    trained = np.flatnonzero(np.concatenate([s.loss_mask for s in sequences]))
-    sequence_index = np.repeat(np.arange(len(sequences)), lengths)[trained]
+    prompt_starts: dict[bytes, int] = {}
+    tokens, positions, places, predict, trained_at = [], [], [], [], []
+    size = 0
+    for sequence in sequences:
+        span = _span(sequence)
+        start = prompt_starts.setdefault(_prompt(sequence, span), size)
+        shared = span.prompt if start < size else 0
+        place = np.arange(size - shared, size - shared + span.length)
+        place[:shared] = np.arange(start, start + shared)
+        tokens.append(sequence.token_ids[shared : span.length])
+        positions.append(np.arange(shared, span.length))
+        places.append(place)
+        trained_at.append(np.flatnonzero(sequence.loss_mask))
+        predict.append(place[trained_at[-1] - 1])
+        size += span.length - shared
+
+    def trained(parts: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+        return np.concatenate([part[at] for part, at in zip(parts, trained_at, strict=True)]).astype(dtype)
+
+    num_trained = [len(at) for at in trained_at]
     temperatures = np.array([s.temperature for s in sequences], dtype=np.float32)
     return MicroBatch(
-        token_ids=token_ids,
-        position_ids=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
-        cu_seqlens=cu_seqlens,
-        predict_index=(trained - 1).astype(np.int64),
-        targets=token_ids[trained],
-        behavior_logprobs=np.concatenate([s.behavior_logprobs for s in sequences])[trained].astype(np.float32),
-        advantages=np.concatenate([s.advantages for s in sequences])[trained].astype(np.float32),
-        temperatures=temperatures[sequence_index],
-        versions=np.concatenate([s.versions for s in sequences])[trained].astype(np.int32),
-        sequence_index=sequence_index.astype(np.int64),
+        token_ids=np.concatenate(tokens).astype(np.int64),
+        position_ids=np.concatenate(positions).astype(np.int64),
+        token_index=np.concatenate(places).astype(np.int64),
+        cu_seqlens=np.concatenate([[0], np.cumsum([len(place) for place in places])]).astype(np.int32),
+        predict_index=np.concatenate(predict).astype(np.int64),
+        targets=trained((s.token_ids for s in sequences), np.int64),
+        behavior_logprobs=trained((s.behavior_logprobs for s in sequences), np.float32),
+        advantages=trained((s.advantages for s in sequences), np.float32),
+        temperatures=np.repeat(temperatures, num_trained),
+        versions=trained((s.versions for s in sequences), np.int32),
+        sequence_index=np.repeat(np.arange(len(sequences), dtype=np.int64), num_trained),
         sequence_ids=np.array([s.sequence_id for s in sequences], dtype=np.int64),
     )
 
@@ -182,6 +262,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
 _DTYPES = {
     "token_ids": np.int64,
     "position_ids": np.int64,
+    "token_index": np.int64,
     "cu_seqlens": np.int32,
     "predict_index": np.int64,
     "targets": np.int64,

@@ -203,7 +203,7 @@ def run_micro_batch(model: PreTrainedModel, batch: MicroBatch) -> int:
     hidden = model.model(
         input_ids=torch.from_numpy(batch.token_ids)[None],
         position_ids=torch.from_numpy(batch.position_ids)[None],
-        packed_layout=packed_layout(batch.cu_seqlens),
+        packed_layout=packed_layout(batch.cu_seqlens, batch.token_index),
         use_cache=False,
     ).last_hidden_state[0]
     logprobs, _ = token_logprobs(
@@ -243,6 +243,31 @@ def test_step_gradient_does_not_depend_on_packing_or_ranks(max_tokens: int, num_
     assert num_tokens == sum(int(s.loss_mask.sum()) for s in sequences[:-1])
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient / num_packed, want[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("max_tokens", "num_ranks"), [(20, 1), (33, 2), (100, 1)])
+def test_step_gradient_does_not_depend_on_sharing_prompts(max_tokens: int, num_ranks: int):
+    model = tiny()
+    use_packed_attention(model)
+    group = trained([20, 17, 20, 18, 12])
+    prompt = group[0].token_ids[:7]
+    for sequence in group:
+        sequence.token_ids[:7] = prompt
+        sequence.loss_mask[:] = np.arange(len(sequence.token_ids)) >= 7
+    num_tokens = sum(run_micro_batch(model, pack([s], max_tokens=20, num_ranks=1)[0][0]) for s in group)
+    want = {name: g / num_tokens for name, g in gradients(model).items()}
+
+    batches = [batch for rank in pack(group, max_tokens=max_tokens, num_ranks=num_ranks) for batch in rank]
+    assert sum(run_micro_batch(model, batch) for batch in batches) == num_tokens
+    # 87 tokens without their last ones are 82; one prompt for all five saves 4 x 7.
+    assert max_tokens < 100 or sum(len(batch.token_ids) for batch in batches) == 54
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient / num_tokens, want[name], rtol=1e-4, atol=1e-6)
+
+
+def test_row_with_a_token_that_no_sequence_holds_is_refused():
+    with pytest.raises(ValueError, match=r"expected token_index \[3\] with every token of the row, got \[0, 1, 3\]"):
+        packed_layout(np.array([0, 3]), np.array([0, 1, 3]))
 
 
 @settings(deadline=None)
@@ -312,12 +337,17 @@ def test_attention_name_stays_out_of_the_saved_config():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_flash_path_agrees_with_the_padded_path():
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_flash_path_agrees_with_the_padded_path(is_shared: bool):
     torch.manual_seed(0)
-    lengths = [300, 7, 129, 64]
-    layout = packed_layout(bounds(lengths), "cuda")
-    query = torch.randn(1, 8, 500, 64, device="cuda", requires_grad=True)
-    key, value = (torch.randn(1, 2, 500, 64, device="cuda", requires_grad=True) for _ in range(2))
+    # Shared: the second and the third sequence begin with the first 5 tokens of the row.
+    index = np.concatenate([np.arange(300), np.arange(5), np.arange(300, 302), np.arange(5), np.arange(302, 426)])
+    lengths = [300, 7, 129]
+    token_index = index if is_shared else None
+    num_tokens = 426 if is_shared else 436
+    layout = packed_layout(bounds(lengths), token_index, "cuda")
+    query = torch.randn(1, 8, num_tokens, 64, device="cuda", requires_grad=True)
+    key, value = (torch.randn(1, 2, num_tokens, 64, device="cuda", requires_grad=True) for _ in range(2))
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (t.to(dtype) for t in (query, key, value))
