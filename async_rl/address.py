@@ -38,17 +38,44 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def refuse_open_bind(address: str, *, insecure: bool) -> None:
-    """Refuse to bind beyond loopback unless the user said ``--insecure``.
+def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) -> None:
+    """Refuse to bind beyond loopback without keys, unless the user said ``--insecure``.
 
     Raises:
         AddressError: the address is open to a network.
     """
     host, _ = check_address(address)
-    if not insecure and not is_loopback(host):
+    if not insecure and not has_keys and not is_loopback(host):
         raise AddressError(
-            f"{address} is reachable from the network and messages are not authenticated; bind 127.0.0.1, or pass "
+            f"{address} is reachable from the network and messages are not authenticated; make keys (async-rl keys new "
+            f'keys) and set queue.keys = "keys", or bind 127.0.0.1, or pass --insecure on a network that you trust'
+        )
+
+
+def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None:
+    """Refuse to join a queue beyond loopback without keys, unless the user said ``--insecure``.
+
+    Raises:
+        AddressError: anybody could pose as that queue.
+    """
+    host, _ = check_address(address)
+    if not insecure and not has_keys and not is_loopback(host):
+        raise AddressError(
+            f"{address} is beyond this machine and could be anybody; pass --keys FILE (one of async-rl keys new), or "
             f"--insecure on a network that you trust"
+        )
+
+
+def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
+    """Refuse to send or receive weights beyond loopback on a network that nobody called trusted.
+
+    Raises:
+        AddressError: collectives would listen to a network.
+    """
+    if not is_trusted and not is_loopback(host):
+        raise AddressError(
+            f"weights would pass {host} by NCCL or gloo, which authenticate and encrypt nothing, keys or not; set "
+            f"weights.trusted_network = true (or pass --insecure) on a network that you trust"
         )
 
 

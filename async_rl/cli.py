@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from async_rl import __version__
-from async_rl.address import check_address
+from async_rl.address import check_address, refuse_open_connect
 from async_rl.errors import UserError
 from async_rl.lifeline import exit_on_sigterm, watch_lifeline
 
@@ -49,6 +49,10 @@ Insecure = Annotated[
 ]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Start over: an existing run directory is moved aside, never deleted.")
+]
+Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="FILE", help="This client's key file, made by `async-rl keys new`."),
 ]
 Connect = Annotated[
     str, typer.Option("--connect", metavar="ADDRESS", help="The queue server, as in tcp://127.0.0.1:5555.")
@@ -135,6 +139,7 @@ def generator(
         float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a queue that is not there.")
     ] = 300.0,
     insecure: Insecure = False,
+    keys: Keys = None,
     generator_id: Annotated[
         str | None, typer.Option("--id", metavar="NAME", help="Its name in logs and metrics; default: made up.")
     ] = None,
@@ -146,9 +151,9 @@ def generator(
 
     \b
     Example:
-      async-rl generator --connect tcp://10.0.0.1:5555 --insecure --set generator.batch_size=128
+      async-rl generator --connect tcp://10.0.0.1:5555 --keys client.key --set generator.batch_size=128
     """
-    check_address(connect)
+    refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
     with _role():
         from async_rl.config_file import check_generator_overrides
 
@@ -156,7 +161,9 @@ def generator(
         from async_rl.generator.worker import run_generator
 
         logging.getLogger(__name__).info("joining the run at %s; waiting for it up to %.0f s", connect, wait)
-        run_generator(connect, overrides or [], wait_s=wait, insecure=insecure, generator_id=generator_id)
+        run_generator(
+            connect, overrides or [], wait_s=wait, insecure=insecure, generator_id=generator_id, keys_file=keys
+        )
         logging.getLogger(__name__).info("the run at %s is finished", connect)
 
 
@@ -167,6 +174,9 @@ def queue(
     run_id: Annotated[
         str | None, typer.Option("--run-id", metavar="ID", help="Name this run in the handshake; default: made up.")
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start with an empty queue; the old journal is moved aside.")
+    ] = False,
     insecure: Insecure = False,
 ) -> None:
     """Serve prompts to generators and groups to the learner of CONFIG.
@@ -176,7 +186,7 @@ def queue(
 
     \b
     Example:
-      async-rl queue run.toml --set queue.address=tcp://0.0.0.0:5555 --insecure
+      async-rl queue run.toml --set queue.address=tcp://0.0.0.0:5555 --set queue.keys=keys
     """
     with _role():
         from async_rl.config_file import load_config
@@ -187,7 +197,7 @@ def queue(
         check_queue(resolved)
         from async_rl.queue.server import run_queue
 
-        run_queue(resolved, run_id=run_id or "", insecure=insecure)
+        run_queue(resolved, run_id=run_id or "", fresh=fresh, insecure=insecure)
 
 
 @app.command(short_help="Show how a run is doing.")
@@ -197,6 +207,7 @@ def status(
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
     ] = 5.0,
+    keys: Keys = None,
 ) -> None:
     """Ask a running queue server how the run is doing: members, depth, versions, the ledger.
 
@@ -205,9 +216,11 @@ def status(
       async-rl status --connect tcp://127.0.0.1:5555 --json
     """
     check_address(connect)
+    from async_rl.keys import ClientKeys
     from async_rl.status import print_status
 
-    print_status(connect, as_json=as_json, timeout_s=timeout)
+    chosen = None if keys is None else ClientKeys.load(keys)
+    print_status(connect, as_json=as_json, timeout_s=timeout, keys=chosen)
 
 
 @app.command("config", short_help="Check a config and print it resolved.")
@@ -325,6 +338,37 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
         from async_rl.learner.sft import run_sft
 
         run_sft(resolved)
+
+
+keys_app = typer.Typer(
+    help="Keys that encrypt the run's sockets and say who may join.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(keys_app, name="keys")
+
+
+@keys_app.command("new", short_help="Make keys, or add clients to them.")
+def keys_new(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys are, or are to be.")],
+    clients: Annotated[
+        list[str] | None,
+        typer.Option("--client", metavar="NAME", help="A client to make a key for; may be repeated; default: client."),
+    ] = None,
+) -> None:
+    """Make DIR with the queue server's key, a key for every client and allowed.txt, the list of who is let in.
+
+    Set queue.keys to DIR for the queue server and the learner, who uses DIR/client.key, and copy a client's file to
+    each machine of generators by a safe way. Repeated, it adds clients, to a run that goes on as well, and replaces
+    nothing. To shut a client out, delete its line of allowed.txt and restart the queue server.
+
+    \b
+    Example:
+      async-rl keys new keys --client client --client node7
+      async-rl generator --connect tcp://10.0.0.1:5555 --keys node7.key
+    """
+    from async_rl.keys import make_keys
+
+    for line in make_keys(directory, clients or []):
+        typer.echo(line)
 
 
 def _show_progress(num_done: int, num_rows: int) -> None:

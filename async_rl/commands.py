@@ -16,6 +16,7 @@ from pathlib import Path
 from async_rl.address import check_address
 from async_rl.config import Config
 from async_rl.errors import ConfigError
+from async_rl.keys import CLIENT_FILE
 
 _DAY_S = 86400
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
@@ -55,6 +56,8 @@ class RunCommands:
         """
         self._config, self._config_arguments, self._run_id = config, tuple(config_arguments), run_id
         self._flags = ("--insecure",) if insecure else ()
+        keys = config.queue.keys
+        self._generator_flags = self._flags if keys is None else (*self._flags, "--keys", str(Path(keys) / CLIENT_FILE))
         self._inherited = inherited
         self._num_threads = max(1, num_cores // max(1, config.learner.nproc + config.generator.count))
         self._learner_devices = _visible("learner.devices", config.learner.devices, inherited)
@@ -108,7 +111,7 @@ class RunCommands:
         extra: dict[str, str] = {}
         if self._generator_devices is not None:
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
-        argv = _python(["generator", "--connect", address, "--id", identity, *self._flags])
+        argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags])
         return Command(name, argv, self._environment(self._config.generator.num_threads, extra))
 
     def _environment(self, num_threads: int | None, extra: Mapping[str, str]) -> dict[str, str]:

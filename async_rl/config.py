@@ -14,6 +14,7 @@ from async_rl.address import check_address
 from async_rl.errors import AddressError
 
 RewardType = Literal["boxed", "think_answer_tags"]
+OnStale = Literal["drop", "wait", "mask"]
 
 _SYSTEM_PROMPTS: dict[str, str] = {
     "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
@@ -52,6 +53,9 @@ class DataConfig(Section):
     epochs: int | None = Field(default=None, ge=1, description="end the run after so many passes; none: learner.steps")
     system_prompt: str | None = Field(default=None, description="none: by reward type; empty: no system message")
     on_bad_row: Literal["refuse", "skip"] = "refuse"
+    on_change: Literal["refuse", "accept"] = Field(
+        default="refuse", description="when the training file is another one than at the checkpoint"
+    )
     shuffle: bool = Field(default=True, description="a new seeded order every epoch")
 
 
@@ -63,7 +67,9 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(default=3584, ge=1)
     max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts are refused and counted")
     stop: tuple[str, ...] = Field(default=(), strict=False, description="stop strings, kept in the text")
-    deterministic: bool = False
+    deterministic: bool = Field(
+        default=False, description="the same samples, bit for bit, whoever samples them; a group at a time, so slow"
+    )
 
 
 class RewardConfig(Section):
@@ -78,7 +84,12 @@ class QueueConfig(Section):
     address: str | None = Field(default=None, description="to bind; none: loopback, any free port")
     advertise: str | None = Field(default=None, description="what others connect to; none: the bound address")
     max_staleness: int = Field(default=4, ge=0, le=1024, description="versions")
-    on_stale: Literal["drop"] = Field(default="drop", description="what happens to groups above the bound")
+    on_stale: OnStale = Field(
+        default="drop",
+        description="drop groups above the bound; wait, before a step, for those that it would make stale; or mask "
+        "only their tokens above it",
+    )
+    wait_s: float = Field(default=60.0, gt=0, description='longest wait of a step under on_stale = "wait"')
     filter_range: tuple[float, float] | None = Field(
         default=(0.01, 0.99),
         strict=False,
@@ -91,6 +102,13 @@ class QueueConfig(Section):
     max_bytes: int = Field(default=2 << 30, ge=1 << 20)
     lease_timeout_s: float = Field(default=120.0, gt=0, description="without progress")
     max_attempts: int = Field(default=3, ge=1, description="per prompt, then it is set aside as poison")
+    journal: bool = Field(default=True, description="keep groups and leases on disk, through the server's death")
+    journal_dir: str | None = Field(default=None, description="on a local disk; none: run.dir/queue")
+    keys: str | None = Field(
+        default=None, description="directory of `async-rl keys new`; none: nothing is encrypted, loopback only"
+    )
+    max_messages_per_s: float = Field(default=5000.0, gt=0, description="of one client; more are dropped unanswered")
+    max_malformed_per_minute: int = Field(default=64, ge=1, description="of one client; more: unheard for a minute")
     linger_s: float = Field(default=60.0, ge=0, description="the server ends so long after its learner went away")
 
     @field_validator("filter_range", mode="before")
@@ -158,6 +176,7 @@ class FakeConfig(Section):
     sigma: float = Field(default=0.0, ge=0, description="of log-normal answer lengths")
     step_time_s: float = Field(default=0.0, ge=0, description="duration of one decode step, whatever the batch")
     vocab_size: int = Field(default=32, ge=2)
+    fails_on: str = Field(default="", description="prompts that contain this text always fail; empty: none")
 
 
 class GeneratorConfig(Section):
@@ -242,6 +261,7 @@ class Config(Section):
     def _keys_agree(self) -> Self:
         self._check_staleness_keys()
         self._check_sampling_keys()
+        self._check_deterministic()
         self._check_device_keys()
         return self
 
@@ -281,6 +301,20 @@ class Config(Section):
                     f"sampling.{key}: training needs the behavior logprobs of the whole distribution; expected {off}, "
                     f"got {value}"
                 )
+
+    def _check_deterministic(self) -> None:
+        if not self.sampling.deterministic or self.generator.backend == "fake":
+            return
+        if self.generator.backend != "transformers":
+            raise ValueError(
+                f"sampling.deterministic: expected generator.backend transformers or fake, got "
+                f"{self.generator.backend!r}; other engines choose their batches themselves"
+            )
+        if self.generator.batch_size < self.sampling.group_size:
+            raise ValueError(
+                f"generator.batch_size: under sampling.deterministic expected room for a whole group, "
+                f"sampling.group_size = {self.sampling.group_size}, got {self.generator.batch_size}"
+            )
 
     def _check_device_keys(self) -> None:
         for key, devices, needed in (

@@ -30,6 +30,10 @@ class AddressError(UserError):
     """An address is malformed, busy, unreachable, or refused for being open to the network."""
 
 
+class KeyFileError(UserError):
+    """A key file is missing, malformed, or readable by others."""
+
+
 class RunError(UserError):
     """The run directory belongs to another config, or holds nothing to go on with."""
 

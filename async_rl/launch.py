@@ -21,6 +21,7 @@ from async_rl.commands import RunCommands
 from async_rl.config import Config
 from async_rl.curve import write_curve
 from async_rl.errors import RunError, UserError
+from async_rl.keys import client_keys_of
 from async_rl.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.metrics import read_metrics
 from async_rl.preflight import check_launch
@@ -125,9 +126,11 @@ def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
-    make_view = LiveView if console.is_terminal else PlainView
     _say(console, f"{name}: {config.learner.steps} steps in {run_dir.path} (logs in {run_dir.logs})")
-    view = make_view(console, run_dir.metrics, config.learner.steps)
+    if console.is_terminal:
+        view = LiveView(console, run_dir.metrics, config.learner.steps, client_keys_of(config.queue.keys))
+    else:
+        view = PlainView(console, run_dir.metrics, config.learner.steps)
     try:
         # The roles read the resolved copy: an edit of the source while the run goes on can't reach a restart.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.errors import AsyncRLError
+from async_rl.keys import ClientKeys
 from async_rl.metrics import Row
 from async_rl.supervisor import Member
 
@@ -93,11 +94,11 @@ class StatusPoller:
         self._thread.join(STATUS_TIMEOUT_S + POLL_S)
 
 
-def ask_queue(address: str) -> Mapping[str, Any]:
+def ask_queue(address: str, keys: ClientKeys | None = None) -> Mapping[str, Any]:
     """One status request on a connection of its own."""
     from async_rl.queue.client import LearnerQueue
 
-    queue = LearnerQueue(address, timeout_s=STATUS_TIMEOUT_S)
+    queue = LearnerQueue(address, STATUS_TIMEOUT_S, keys)
     try:
         return queue.status()
     finally:
@@ -198,10 +199,10 @@ class PlainView:
 
 
 class LiveView:
-    """A table that is drawn anew twice a second, events scrolling above it."""
+    """A table that is drawn anew twice a second, events scrolling above it. ``keys`` are for asking the queue."""
 
-    def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
-        self._console, self._tail = console, MetricsTail(metrics)
+    def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
+        self._console, self._tail, self._keys = console, MetricsTail(metrics), keys
         self._progress = Progress(num_steps, self._tail.history)
         self._poller: StatusPoller | None = None
         self._drawn_at, self._started_at = 0.0, time.monotonic()
@@ -221,7 +222,7 @@ class LiveView:
 
     def watch_queue(self, address: str) -> None:
         self.note(f"queue server at {address}")
-        self._poller = StatusPoller(lambda: ask_queue(address))
+        self._poller = StatusPoller(lambda: ask_queue(address, self._keys))
 
     def close(self) -> None:
         """Leave the last table on the screen."""

@@ -8,8 +8,6 @@ null, for JSON has no other word for them.
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import netrc
 import os
@@ -22,10 +20,7 @@ from urllib.parse import urlsplit
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.run_dir import RunDir, write_atomically
-
-logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
+from async_rl.step_log import Row, StepLog, read_rows
 
 METRIC_KEYS: dict[str, str] = {
     "step": "optimizer steps done, skipped ones included",
@@ -53,6 +48,12 @@ METRIC_KEYS: dict[str, str] = {
     "skip/steps": "optimizer steps skipped (a gradient that is not finite, or nothing to train on)",
     "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over trained tokens, nats",
     "mismatch_kl/lag_N": "the same, over tokens of staleness N",
+    "bias/groups": "groups that ended in the last 50 steps, of which the next four tell",
+    "bias/lost": "share of them that was dropped or cancelled",
+    "bias/length": "tokens an answer that was kept (trained or filtered, less tokens masked as stale) over those of "
+    "all that ended; of what was cancelled, the tokens reported until then",
+    "bias/reward": "mean reward of what was kept less that of all that was received and ended",
+    "bias/accuracy": "the same of the accuracy",
     "queue/depth": "groups waiting in the queue",
     "queue/bytes": "their bytes, leases' reservations included",
     "queue/in_flight": "groups being sampled",
@@ -62,7 +63,7 @@ METRIC_KEYS: dict[str, str] = {
     "time/publish_s": "the learner staged weights",
     "time/pause_s": "mean pause of a generator per activation",
     "idle/learner": "share of the step that the learner waited",
-    "idle/generators": "share of the step that generator seats were empty",
+    "idle/generators": "share of the step that generators decoded nothing",
     "overlap/efficiency": "steps/s over 1 / max(generation, training)",
     "throughput/trained_tokens_per_s": "tokens/trained a second",
     "throughput/generated_tokens_per_s": "tokens sampled a second, over all generators",
@@ -81,75 +82,34 @@ class MetricsWriter:
         Raises:
             ConfigError: ``log.wandb`` is on and can't work.
         """
-        self._path = RunDir(run_dir).metrics
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._wandb = _start_wandb(run_dir, config)
-        _cut_torn_line(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._log = StepLog(RunDir(run_dir).metrics)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row; it must hold ``step``."""
-        if not isinstance(row.get("step"), int):
-            raise ValueError(f"expected a row with an integer step, got {row.get('step')!r}")
         plain = {key: _finite(value) for key, value in row.items()}
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
+        self._log.write(plain)
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in plain.items() if value is not None})
 
     def rewind_to(self, step: int, *, evals_to_come: Collection[tuple[str, int]] = ()) -> int:
-        """Move rows beyond ``step`` to ``metrics.rolled_back-N.jsonl``: they tell of a history that was given up.
+        """As ``StepLog.rewind_to``.
 
-        A start without a checkpoint passes -1: no row survives. ``evals_to_come`` are (dataset, step) that are asked
-        for anew: an answer that was written after the checkpoint goes aside with what was trained then.
-
-        Returns:
-            How many rows were moved.
+        ``evals_to_come`` are (dataset, step) that are asked for anew: an answer that was written after the checkpoint
+        goes aside with what was trained then.
         """
-        rows = read_metrics(self._path)
-        gone: list[Row] = []
-        kept: list[Row] = []
-        for row in rows:
-            (gone if row["step"] > step or _is_eval_of(row, evals_to_come) else kept).append(row)
-        if not gone:
-            return 0
-        self._file.close()
-        number = 1
-        while (aside := self._path.with_name(f"metrics.rolled_back-{number}.jsonl")).exists():
-            number += 1
-        write_atomically(aside, _lines(gone))
-        write_atomically(self._path, _lines(kept))
-        self._file = self._path.open("a", encoding="utf-8")
-        logger.info("moved %d metrics rows from after the checkpoint of step %d to %s", len(gone), step, aside.name)
-        return len(gone)
+        return self._log.rewind_to(step, is_gone=lambda row: _is_eval_of(row, evals_to_come))
 
     def close(self) -> None:
         """Close the file and finish the Weights & Biases run."""
-        self._file.close()
+        self._log.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """All rows of a ``metrics.jsonl``; none when there is no file. A torn last line is left out.
-
-    Raises:
-        ValueError: a line before the last is not a JSON object.
-    """
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    *lines, torn = text.split("\n")
-    del torn  # empty when the file ends in a newline, else a row that was never finished
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}") from error
-        rows.append(row)
-    return rows
+    """All rows of a ``metrics.jsonl``, as ``step_log.read_rows``."""
+    return read_rows(path)
 
 
 def _finite(value: Any) -> Any:
@@ -162,19 +122,6 @@ def _is_eval_of(row: Row, evals: Collection[tuple[str, int]]) -> bool:
     return any(
         row["step"] == step and any(key.startswith(f"eval/{dataset}/") for key in row) for dataset, step in evals
     )
-
-
-def _lines(rows: list[Row]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
 
 
 def check_wandb(config: Config) -> None:

@@ -17,6 +17,7 @@ from async_rl.chat import check_model, model_directory
 from async_rl.config import Config
 from async_rl.data import load_rows
 from async_rl.errors import AddressError, ConfigError, DataError, RunError
+from async_rl.keys import ServerKeys, client_keys_of
 from async_rl.metrics import check_wandb
 from async_rl.run_dir import check_run_dir
 
@@ -29,7 +30,8 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     """
     check_writable(Path(config.run.dir), "run.dir")
     if config.queue.address is not None:
-        check_bindable(config.queue.address, insecure=insecure)
+        check_bindable(config.queue.address, insecure=insecure, has_keys=config.queue.keys is not None)
+    check_keys(config, is_server=True)
     check_wandb(config)
     check_devices(config, "learner", "generator")
     check_data(config)
@@ -51,10 +53,11 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
     check_writable(run_dir.path, "run.dir")
     check_wandb(config)
     check_devices(config, "learner")
+    check_keys(config, is_server=False)
     address = config.queue.address
     if address is None or _is_of_this_machine(address):
         if address is not None:
-            refuse_open_bind(address, insecure=insecure)
+            refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
         check_data(config)
     check_model(config.model.path)
 
@@ -67,6 +70,17 @@ def check_queue(config: Config) -> None:
     """
     check_train_is_set(config)
     check_writable(check_run_dir(config, fresh=False).path, "run.dir")
+
+
+def check_keys(config: Config, *, is_server: bool) -> None:
+    """The keys of ``queue.keys`` can be read: the learner's, and where it is started here the queue server's.
+
+    Raises:
+        KeyFileError: they can't.
+    """
+    client_keys_of(config.queue.keys)
+    if is_server and config.queue.keys is not None:
+        ServerKeys.load(config.queue.keys)
 
 
 def check_train_is_set(config: Config) -> None:
@@ -109,13 +123,13 @@ def check_writable(path: Path, key: str) -> None:
         raise RunError(f"{key}: can't write to {path}: {error.strerror or error} in {place}; choose another") from None
 
 
-def check_bindable(address: str, *, insecure: bool) -> None:
+def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> None:
     """Whether a server of this machine could bind ``address`` now.
 
     Raises:
-        AddressError: it is busy, another machine's, or open to a network without ``insecure``.
+        AddressError: it is busy, another machine's, or open to a network without keys and without ``insecure``.
     """
-    refuse_open_bind(address, insecure=insecure)
+    refuse_open_bind(address, insecure=insecure, has_keys=has_keys)
     host, port = check_address(address)
     if host in {name for _, name in socket.if_nameindex()}:
         return

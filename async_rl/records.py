@@ -88,9 +88,9 @@ class TokenSequence:
     versions: Int32Array
 
     def __post_init__(self) -> None:
-        lengths = {len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)}
-        if len(lengths) != 1:
-            raise ValueError(f"expected four arrays of one length [T], got lengths {sorted(lengths)}")
+        if not len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions):
+            lengths = [len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)]
+            raise ValueError(f"expected four arrays of one length [T], got lengths {lengths}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

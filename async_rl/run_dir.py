@@ -20,7 +20,8 @@ from async_rl.errors import ConfigError, RunError
 
 MAY_DIFFER: tuple[str, ...] = (
     "run.dir", "run.name",
-    "queue.address", "queue.advertise", "queue.max_bytes", "queue.lease_timeout_s", "queue.linger_s",
+    "queue.address", "queue.advertise", "queue.keys", "queue.max_messages_per_s", "queue.max_malformed_per_minute",
+    "queue.max_bytes", "queue.lease_timeout_s", "queue.linger_s",
     "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
     "learner.distributed_timeout_s",
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
@@ -35,8 +36,8 @@ MAY_DIFFER: tuple[str, ...] = (
 down, not what is learned."""
 
 _ENTRIES = frozenset({
-    "config.toml", "queue.json", "metrics.jsonl", "ledger.json", "rollouts", "eval", "checkpoints", "export",
-    "curve.png", "logs", "finished.json", "launch.lock", "wandb", "wandb_id", "run_id", "sft",
+    "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
+    "checkpoints", "export", "curve.png", "logs", "finished.json", "launch.lock", "wandb", "wandb_id", "run_id", "sft",
 })  # fmt: skip
 """What a run directory may hold before its config is there: the queue server may have come first."""
 
@@ -65,6 +66,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        return self.path / "trained.jsonl"
 
     @property
     def ledger(self) -> Path:
@@ -163,7 +168,7 @@ def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
     run_dir = check_run_dir(config, fresh=fresh)
     try:
         if fresh and run_dir.config.exists():
-            _move_aside(run_dir.path)
+            move_aside(run_dir.path)
         run_dir.path.mkdir(parents=True, exist_ok=True)
         text = config_to_toml(config)
         if not run_dir.config.exists() or run_dir.config.read_text(encoding="utf-8") != text:
@@ -177,7 +182,7 @@ def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
 
 
 def _is_ours(name: str) -> bool:
-    return name in _ENTRIES or name.startswith(("metrics.rolled_back", ".", "journal"))
+    return name in _ENTRIES or name.startswith(("metrics.rolled_back", "trained.rolled_back", "."))
 
 
 def _refuse_changed_config(run_dir: RunDir, config: Config) -> None:
@@ -202,7 +207,8 @@ def _may_differ(key: str) -> bool:
     return key in MAY_DIFFER or key.partition(".")[0] in MAY_DIFFER
 
 
-def _move_aside(path: Path) -> None:
+def move_aside(path: Path) -> None:
+    """Rename a directory to the first free ``NAME.old-N`` beside it."""
     path = path.resolve()
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():

@@ -11,22 +11,24 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.errors import AddressError, QueueError
+from async_rl.keys import ClientKeys
 from async_rl.queue.client import LearnerQueue
 
 
-def print_status(address: str, *, as_json: bool, timeout_s: float) -> None:
+def print_status(address: str, *, as_json: bool, timeout_s: float, keys: ClientKeys | None = None) -> None:
     """Ask once and print.
 
     Raises:
         AddressError: nobody answers there within ``timeout_s``.
     """
-    queue = LearnerQueue(address, timeout_s=timeout_s)
+    queue = LearnerQueue(address, timeout_s, keys)
     try:
         status = queue.status()
     except QueueError as error:
+        wanted = "is this key in its allowed.txt?" if keys else "if it has keys, pass --keys FILE"
         raise AddressError(
             f"no queue server answers at {address} within {timeout_s:g} s; is the run over? queue.json in its run "
-            f"directory has its address"
+            f"directory has its address; {wanted}"
         ) from error
     finally:
         queue.close()

@@ -300,7 +300,8 @@ class Supervisor:
         death = dead[0].death()
         self._end(self._learner.processes, grace_s=0.0)
         self._deaths.append((self._learner, death))
-        newest = latest_checkpoint(self._run_dir)
+        # One that died after its last file, but before it could tell the others, is asked to tell them.
+        newest = "its end" if self._run_dir.is_finished else latest_checkpoint(self._run_dir)
         if death.exit_code == USER_ERROR or newest is None or newest == self._checkpoint:
             raise self._failure(self._learner, death)
         self._checkpoint = newest

@@ -5,13 +5,15 @@ Layout (little-endian)::
     magic "ARL1" | uint32 header length | msgpack header | padding | array 0 | padding | array 1 ...
 
 The header is ``[schema, type, fields, [[dtype, shape, offset], ...]]``; offsets count from the end of the padded
-header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits`` before
-anything is allocated, and arrays are read-only views into the frame.
+header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits``, and against the
+bytes that are really there, before anything is allocated. Arrays are read-only views into the frame.
+Errors quote through ``reprlib``: what they quote may be huge, or nested deeper than ``repr`` can go.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +29,14 @@ ALIGNMENT = 16
 _MAGIC = b"ARL1"
 _PREFIX = struct.Struct("<4sI")
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", "<f8")}
+_CONTAINERS = frozenset((dict, list))
+_KEYS = frozenset((str, int, bool))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a frame may claim. ``max_items`` bounds every list, map and string-key count of the header."""
+    """What a frame may claim. ``max_items`` bounds every list and every map of the header; ``max_depth`` how deep they
+    lie inside one another, the header's own list counted."""
 
     max_bytes: int = 1 << 30
     max_header_bytes: int = 64 << 20
@@ -52,46 +57,74 @@ class Message:
     arrays: tuple[np.ndarray, ...] = ()
 
 
+Piece = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """One flat array of ``dtype`` (numpy's ``str``), in contiguous pieces that first come together in the frame:
+    joining them before would copy everything once more.
+    """
+
+    dtype: str
+    pieces: Sequence[Piece]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.nbytes if isinstance(piece, memoryview) else len(piece) for piece in self.pieces)
+
+
 def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def encode(type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> bytes:
+def encode(type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = ()) -> bytes:
     """One frame. Arrays are written C-contiguous and little-endian.
 
     Raises:
         WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64.
     """
+    return b"".join(encode_pieces(type_, fields, arrays))
+
+
+def encode_pieces(type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = ()) -> list[Piece]:
+    """``encode`` before its pieces are joined; the arrays are not copied unless they are not contiguous."""
     table: list[list[Any]] = []
-    bodies: list[np.ndarray] = []
+    bodies: list[Piece] = []
     offset = 0
     for array in arrays:
-        body = np.ascontiguousarray(array)
-        if body.dtype.str not in _DTYPES:
-            raise WireError(f"expected a dtype of {sorted(_DTYPES)}, got {body.dtype.str} in a {type_!r} message")
-        table.append([body.dtype.str, list(array.shape), offset])
-        bodies.append(body)
-        offset += _padded(body.nbytes)
+        if isinstance(array, Pieces):
+            dtype, num_bytes = array.dtype, array.num_bytes
+            shape, pieces = [num_bytes // _itemsize(dtype, type_)], array.pieces
+        else:
+            body = np.ascontiguousarray(array)
+            dtype, num_bytes, shape, pieces = body.dtype.str, body.nbytes, list(array.shape), (body.data,)
+            _itemsize(dtype, type_)
+        table.append([dtype, shape, offset])
+        padded = _padded(num_bytes)
+        bodies += (*pieces, bytes(padded - num_bytes))
+        offset += padded
     try:
         header: bytes = msgpack.Packer(use_bin_type=True).pack([SCHEMA_VERSION, type_, dict(fields), table])
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"fields of a {type_!r} message are not plain data: {error}") from error
-    start = _padded(_PREFIX.size + len(header))
-    frame = bytearray(start + offset)
-    _PREFIX.pack_into(frame, 0, _MAGIC, len(header))
-    frame[_PREFIX.size : _PREFIX.size + len(header)] = header
-    for (_, _, at), body in zip(table, bodies, strict=True):
-        frame[start + at : start + at + body.nbytes] = body.reshape(-1).view(np.uint8).data
-    return bytes(frame)
+    size = _PREFIX.size + len(header)
+    return [_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies]
 
 
-def decode(frame: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Message:
+def _itemsize(dtype: str, type_: str) -> int:
+    if dtype not in _DTYPES:
+        raise WireError(f"expected a dtype of {sorted(_DTYPES)}, got {dtype} in a {type_!r} message")
+    return _DTYPES[dtype].itemsize
+
+
+def decode(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> Message:
     """The message in ``frame``.
 
     Raises:
         WireError: the frame is malformed, oversized, nested too deeply, of another schema, or lies about a length.
     """
-    view = memoryview(frame)
+    view = memoryview(frame).toreadonly()
     type_, fields, table, start = _header(view, limits)
     arrays = tuple(_array(view, start, entry) for entry in table)
     return Message(type_, fields, arrays)
@@ -107,9 +140,29 @@ def _header(view: memoryview, limits: Limits) -> tuple[str, dict[str, Any], list
         raise WireError(f"expected a frame that begins with {_MAGIC!r}, got {bytes(magic)!r}")
     if length > limits.max_header_bytes or _PREFIX.size + length > len(view):
         raise WireError(f"header claims {length} bytes, frame has {len(view)}")
-    raw = view[_PREFIX.size : _PREFIX.size + length]
+    header = _unpacked(view[_PREFIX.size : _PREFIX.size + length], limits)
+    if not isinstance(header, list) or len(header) != 4:
+        raise WireError("header is not [schema, type, fields, arrays]")
+    schema, type_, fields, table = header
+    if schema != SCHEMA_VERSION:
+        raise WireError(
+            f"expected schema {SCHEMA_VERSION}, got {reprlib.repr(schema)}; run one async-rl version everywhere"
+        )
+    if not isinstance(type_, str) or not isinstance(fields, dict) or not isinstance(table, list):
+        raise WireError("header is not [schema, type, fields, arrays]")
+    if len(table) > limits.max_arrays:
+        raise WireError(f"expected at most {limits.max_arrays} arrays, got {len(table)}")
+    _check_nesting(fields, limits.max_depth - 1)
+    return type_, fields, table, _padded(_PREFIX.size + length)
+
+
+def _unpacked(raw: memoryview, limits: Limits) -> Any:
     try:
-        header = msgpack.unpackb(
+        # Without building anything: a list of a million items is allocated only where a million items follow.
+        claims = msgpack.Unpacker(max_buffer_size=len(raw))
+        claims.feed(raw)
+        claims.skip()
+        return msgpack.unpackb(
             raw,
             raw=False,
             strict_map_key=False,
@@ -119,46 +172,45 @@ def _header(view: memoryview, limits: Limits) -> tuple[str, dict[str, Any], list
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"header is not msgpack: {type(error).__name__}: {error}") from error
-    if not isinstance(header, list) or len(header) != 4:
-        raise WireError("header is not [schema, type, fields, arrays]")
-    schema, type_, fields, table = header
-    if schema != SCHEMA_VERSION:
-        raise WireError(f"expected schema {SCHEMA_VERSION}, got {schema!r}; run one async-rl version everywhere")
-    if not isinstance(type_, str) or not isinstance(fields, dict) or not isinstance(table, list):
-        raise WireError("header is not [schema, type, fields, arrays]")
-    if len(table) > limits.max_arrays:
-        raise WireError(f"expected at most {limits.max_arrays} arrays, got {len(table)}")
-    _check_depth(fields, limits.max_depth)
-    return type_, fields, table, _padded(_PREFIX.size + length)
 
 
-def _check_depth(value: Any, depth: int) -> None:
-    if depth == 0:
-        raise WireError("fields are nested too deeply")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str | int):
-                raise WireError(f"expected text or integer keys, got {type(key).__name__}")
-            _check_depth(item, depth - 1)
-    elif isinstance(value, list):
-        for item in value:
-            if isinstance(item, dict | list):
-                _check_depth(item, depth - 1)
+def _check_nesting(fields: dict[Any, Any], depth: int) -> None:
+    """Level by level: one call for all, and none for what is neither a list nor a map."""
+    level: list[Any] = [fields]
+    for _ in range(depth):
+        deeper: list[Any] = []
+        for container in level:
+            values = container
+            if type(container) is dict:
+                for key in container:
+                    if type(key) not in _KEYS:
+                        raise WireError(f"expected text or integer keys, got {type(key).__name__}")
+                values = container.values()
+            for value in values:
+                if type(value) in _CONTAINERS:
+                    deeper.append(value)
+        if not deeper:
+            return
+        level = deeper
+    raise WireError("fields are nested too deeply")
 
 
 def _array(view: memoryview, start: int, entry: Any) -> np.ndarray:
-    match entry:
-        case [str(dtype_name), list(shape), int(offset)] if dtype_name in _DTYPES and len(shape) <= 4:
-            pass
-        case _:
-            raise WireError(f"expected an array entry [dtype, shape, offset], got {str(entry)[:80]}")
-    if not all(isinstance(n, int) and 0 <= n < 2**40 for n in shape) or offset < 0 or offset % ALIGNMENT:
-        raise WireError(f"impossible shape {str(shape)[:80]} or offset {offset}")
-    dtype = _DTYPES[dtype_name]
-    count = math.prod(shape)
-    end = start + offset + count * dtype.itemsize
+    if type(entry) is not list or len(entry) != 3:
+        raise WireError(f"expected an array entry [dtype, shape, offset], got {reprlib.repr(entry)}")
+    dtype_name, shape, offset = entry
+    dtype = _DTYPES.get(dtype_name) if type(dtype_name) is str else None
+    if dtype is None or type(shape) is not list or len(shape) > 4 or type(offset) is not int:
+        raise WireError(f"expected an array entry [dtype, shape, offset], got {reprlib.repr(entry)}")
+    for length in shape:
+        if type(length) is not int or not 0 <= length < 2**40:
+            raise WireError(f"impossible shape {reprlib.repr(shape)}")
+    if offset < 0 or offset % ALIGNMENT:
+        raise WireError(f"impossible offset {offset}")
+    end = start + offset + math.prod(shape) * dtype.itemsize
     if end > len(view):
         raise WireError(f"array claims bytes up to {end}, frame has {len(view)}")
-    array = np.frombuffer(view, dtype=dtype, count=count, offset=start + offset).reshape(shape)
-    array.flags.writeable = False
-    return array
+    try:
+        return np.ndarray(shape, dtype, view, start + offset)
+    except ValueError as error:  # Beside an axis of 0 the others may be anything, but not too much for numpy.
+        raise WireError(f"impossible shape {reprlib.repr(shape)}: {error}") from error

@@ -71,3 +71,36 @@ def test_a_field_of_the_wrong_kind_is_refused(key: str, value: object):
     message = decode(encode_group(group([[5]])))
     with pytest.raises(WireError, match="expected"):
         decode_group(encode("group", {**message.fields, key: value}, message.arrays))
+
+
+def test_a_mask_of_other_bytes_than_0_and_1_is_refused():
+    # Its sum would be 1 + 1 + 1 + 7: tokens that were never sampled.
+    message = decode(encode_group(group([[5]])))
+    mask = np.array([0, 1, 1, 1, 7], np.uint8).view(np.bool_)
+    with pytest.raises(WireError, match="bytes 0 and 1"):
+        decode_group(encode("group", message.fields, [message.arrays[0], mask, *message.arrays[2:]]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lengths", 5, "'lengths' to be list"),
+        ("reward_parts", {"correct": "1"}, "names to numbers"),
+        ("accuracy", "1", "'accuracy' to be float"),
+        ("finish_reason", "bored", "unknown finish reason"),
+        ("extracted", 42, "text or nothing"),
+    ],
+)
+def test_a_rollout_with_a_value_of_the_wrong_kind_is_refused(key: str, value: object, message: str):
+    sent = decode(encode_group(group([[5]])))
+    rollout = {**sent.fields["rollouts"][0], key: value}
+    with pytest.raises(WireError, match=message):
+        decode_group(encode("group", {**sent.fields, "rollouts": [rollout]}, sent.arrays))
+
+
+def test_whole_numbers_come_back_as_floats():
+    sent = decode(encode_group(group([[5]])))
+    rollout = {**sent.fields["rollouts"][0], "reward_parts": {"correct": 1}, "accuracy": 1}
+    received = decode_group(encode("group", {**sent.fields, "rollouts": [rollout], "temperature": 1}, sent.arrays))
+    numbers = (received.temperature, received.rollouts[0].accuracy, received.rollouts[0].reward_parts["correct"])
+    assert [type(number) for number in numbers] == [float, float, float]

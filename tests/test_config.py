@@ -42,6 +42,16 @@ def test_missing_and_unknown_keys_and_sections_are_named_all_at_once():
     }
 
 
+def test_deterministic_sampling_needs_an_engine_whose_batches_are_fixed_and_room_for_a_group():
+    deterministic = {"deterministic": True, "group_size": 8}
+    found = refusal(sampling=deterministic)
+    assert "sampling.deterministic: expected generator.backend transformers or fake, got 'auto'" in found
+    found = refusal(sampling=deterministic, generator={"backend": "transformers", "batch_size": 4})
+    assert "generator.batch_size: under sampling.deterministic expected room for a whole group" in found
+    for generator in ({"backend": "transformers", "batch_size": 8}, {"backend": "fake", "batch_size": 1}):
+        assert a_config(sampling=deterministic, generator=generator).sampling.deterministic
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [

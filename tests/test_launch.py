@@ -371,6 +371,15 @@ def test_a_learner_is_restarted_once_per_new_checkpoint(tmp_path: Path):
     assert outcome.stopped_by == "learner-0 exited with code 3"
 
 
+def test_a_learner_that_dies_after_its_last_file_is_started_once_more_to_tell_the_others(tmp_path: Path):
+    fall = f"{FINISH}raise SystemExit(3)"
+    commands = FakeCommands(tmp_path / "run", learner_codes=[fall, "pass"])
+    assert supervise(commands) == Outcome(0)
+    commands = FakeCommands(tmp_path / "again", learner_codes=[fall])
+    assert supervise(commands).stopped_by == "learner-0 exited with code 3"
+    assert commands.learner_starts == 2
+
+
 def test_a_learner_that_dies_before_its_first_checkpoint_stops_the_run(tmp_path: Path):
     commands = FakeCommands(tmp_path / "run", learner_codes=["raise ValueError('nan')"], generator_codes=[WAIT])
     outcome = supervise(commands)

@@ -70,6 +70,7 @@ def test_a_directory_of_other_things_is_refused_and_left_as_it_is(tmp_path: Path
 
 def test_a_directory_where_only_the_queue_server_was_is_entered(tmp_path: Path):
     (tmp_path / "queue.json").write_text("{}")
+    (tmp_path / "queue").mkdir()
     assert prepare_run_dir(a_config(tmp_path)).config.exists()
 
 

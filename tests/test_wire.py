@@ -1,6 +1,7 @@
 """Frames: round trips, alignment, and refusal of everything malformed."""
 
 import struct
+import tracemalloc
 
 import msgpack
 import numpy as np
@@ -71,8 +72,13 @@ def frame_with(header: object, body: bytes = b"") -> bytes:
         (frame_with([1, "t", {}, [["<i4", [4], 0]]], bytes(8)), "claims bytes up to"),
         (frame_with([1, "t", {}, [["<i4", [-1], 0]]]), "impossible shape"),
         (frame_with([1, "t", {}, [["<i4", [2**39, 2**39], 0]]]), "claims bytes up to"),
-        (frame_with([1, "t", {}, [["<i4", [0], 3]]]), "impossible shape"),
+        (frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]]]), "impossible shape .* too big"),
+        (frame_with([1, "t", {}, [["<i4", [0], 3]]]), "impossible offset 3"),
+        (frame_with([1, "t", {}, [["<i4", [0], -16]]]), "impossible offset -16"),
         (frame_with([1, "t", {}, [["|O", [1], 0]]]), "expected an array entry"),
+        (frame_with([1, "t", {}, [["<i4", [1] * 5, 0]]]), "expected an array entry"),
+        (frame_with([1, "t", {}, [["<i4", 1, 0]]]), "expected an array entry"),
+        (frame_with([1, "t", {}, [[["<i4"], [1], 0]]]), "expected an array entry"),
         (frame_with([1, "t", {}, ["x"]]), "expected an array entry"),
         (frame_with([1, "t", {1.5: 2}, []]), "text or integer keys"),
     ],
@@ -91,6 +97,85 @@ def test_limits_hold_on_size_arrays_and_nesting():
     decode(encode("t", {"a": {"b": 1}}), limits)
     with pytest.raises(WireError, match="nested too deeply"):
         decode(encode("t", {"a": {"b": {"c": 1}}}), limits)
+
+
+def test_the_bytes_of_a_frame_are_fixed():
+    frame = encode("t", {"a": [1, "b"]}, [np.array([[1, -2]], np.int32), np.array([True]), np.array(0.5)])
+    # 8 bytes of prefix and 42 of header end at 50, so array 0 begins at 64.
+    header = (
+        b"\x94\x01\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [1, "t", {"a": [1, "b"]}, 3 arrays:
+        b"\x93\xa3<i4\x92\x01\x02\x00"  # ["<i4", [1, 2], 0]
+        b"\x93\xa3|b1\x91\x01\x10"  # ["|b1", [1], 16]
+        b"\x93\xa3<f8\x90\x20"  # ["<f8", [], 32]
+    )
+    arrays = [b"\x01\0\0\0\xfe\xff\xff\xff", b"\x01", b"\0\0\0\0\0\0\xe0\x3f"]
+    assert frame == frame_with(header, b"".join(body.ljust(16, b"\0") for body in arrays))
+
+
+def test_arrays_that_are_not_contiguous_are_sent_by_value():
+    sent = np.arange(12, dtype=np.int64).reshape(3, 4)
+    received = decode(encode("t", {}, [sent.T, sent[:, ::2], np.array(7, np.int32)])).arrays
+    np.testing.assert_array_equal(received[0], sent.T)
+    np.testing.assert_array_equal(received[1], sent[:, ::2])
+    assert (received[2].shape, received[2].item()) == ((), 7)
+
+
+def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
+    for one_deeper in (b"\x91", b"\x81\xa1a"):
+        with pytest.raises(WireError, match="StackError"):
+            decode(frame_with(b"\x94\x01\xa1t" + one_deeper * 100_000 + b"\x90\x90"))
+        # 500 levels are within msgpack's own limit.
+        with pytest.raises(WireError, match="nested too deeply"):
+            decode(frame_with(b"\x94\x01\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (b"\x94", b"\xa1t\x80\x90", "expected schema 1"),
+        (b"\x94\x01\xa1t\x80\x91", b"", "array entry"),
+        (b"\x94\x01\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00", "impossible shape"),
+    ],
+)
+def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, after: bytes, message: str):
+    with pytest.raises(WireError, match=message):
+        decode(frame_with(before + b"\x91" * 1000 + b"\x90" + after))
+
+
+def test_a_refusal_does_not_quote_megabytes():
+    with pytest.raises(WireError) as refused:
+        decode(frame_with([1, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]]]))
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        pytest.param(b"\xdd" + struct.pack(">I", 1_000_000), id="list"),
+        pytest.param(b"\x81\xa1a\xdf" + struct.pack(">I", 1_000_000), id="map"),
+        pytest.param(b"\xc6" + struct.pack(">I", 2**31), id="bytes"),
+        pytest.param(b"\xdb" + struct.pack(">I", 2**32 - 1), id="text"),
+        pytest.param(b"\xc9" + struct.pack(">I", 2**31) + b"\x05", id="extension"),
+    ],
+)
+def test_nothing_is_allocated_for_what_a_header_only_claims(claim: bytes):
+    frame = frame_with(b"\x94\x01\xa1t" + claim * 500)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="not msgpack"):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_items_than_the_limit_are_refused():
+    limits = Limits(max_items=4)
+    decode(encode("t", {"x": [0] * 4}), limits)
+    with pytest.raises(WireError, match="not msgpack"):
+        decode(encode("t", {"x": [0] * 5}), limits)
+    with pytest.raises(WireError, match="not msgpack"):
+        decode(encode("t", {"x": {str(i): 0 for i in range(5)}}), limits)
 
 
 @settings(max_examples=300)

@@ -116,11 +116,11 @@ class WeightTable:
             if alias in weights and not torch.equal(weights[alias], weights[name]):
                 raise WeightsError(f"{alias} is tied to {name} by the model config, but the two tensors differ")
 
-    def replace(self, weights: Mapping[str, Tensor]) -> None:
-        """Run with ``weights`` from now on. On the CPU tensors of the right dtype are taken over, not copied."""
+    def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
+        """Run with ``weights`` from now on. On the CPU tensors of the right dtype are taken over, unless ``copy``."""
         for name, parameter in self._parameters.items():
             tensor = weights[name]
-            if parameter.device.type == "cpu":
+            if parameter.device.type == "cpu" and not copy:
                 parameter.data = tensor.detach().to(device="cpu", dtype=parameter.dtype)
             else:
                 parameter.data.copy_(tensor, non_blocking=True)

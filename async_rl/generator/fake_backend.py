@@ -64,8 +64,10 @@ class FakeBackend:
         return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        """One token, hashed, for every four characters; int32 [P]."""
+        """One token, hashed, for every four characters; int32 [P]. Raises ValueError: one of ``fake.fails_on``."""
         text = "".join(f"<{m.get('role', '')}>{m.get('content', '')}" for m in messages) + "<assistant>"
+        if self._fake.fails_on and self._fake.fails_on in text:
+            raise ValueError(f"generator.fake.fails_on = {self._fake.fails_on!r} is in the prompt")
         chunks = [text[i : i + _CHARACTERS_PER_TOKEN] for i in range(0, len(text), _CHARACTERS_PER_TOKEN)]
         return np.array([zlib.crc32(chunk.encode()) % self._fake.vocab_size for chunk in chunks], dtype=np.int32)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from async_rl.config import Config
 from async_rl.errors import QueueError
+from async_rl.faults import fault_point
 from async_rl.generator.backend import Backend
 from async_rl.generator.grading import Grader
 from async_rl.queue.messages import (
@@ -171,6 +172,7 @@ class Worker:
             return
         if staged.lineage == self._lineage and staged.version <= self._backend.version:
             return
+        fault_point("generator.activating")
         started_s = self._clock()
         self._backend.activate(staged.version, staged.tensors)
         self._receiver.activated(staged)
@@ -285,6 +287,7 @@ class Worker:
             held.rollouts[graded.index] = graded.rollout
             if len(held.rollouts) == graded.lease.group_size:
                 del self._leases[lease_id]
+                fault_point("generator.sampled")
                 self._queue.return_group(self._group(held))
 
     def _group(self, held: _HeldLease) -> Group:

@@ -80,6 +80,11 @@ class SlotCache(Cache):
             self._keys = self._grown(self._keys)
             self._values = self._grown(self._values)
 
+    def forget(self) -> None:
+        """Be as new: capacity and layout are those of the rows to come, not of earlier ones."""
+        self._keys = self._values = None
+        self._capacity = 0
+
     def _grown(self, old: Tensor) -> Tensor:
         new = old.new_zeros((*old.shape[:3], self._capacity, old.shape[4]))
         new[..., : old.shape[3], :] = old

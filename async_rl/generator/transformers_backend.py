@@ -57,8 +57,12 @@ class _Waiting:
 
 
 class TransformersBackend:
-    """See ``backend.Backend``. ``deterministic`` runs one group at a time, so that a group's logits can't depend on
-    what else is sampled, to the last bit."""
+    """See ``backend.Backend``.
+
+    ``deterministic`` makes a group's logits a function of the weights and the group, to the last bit. The last bits of
+    a matrix product depend on its shape, may depend on strides, and on the CPU even on where its operands lie. So
+    groups run one at a time, each in a cache of its own, over weights in the model's own (aligned) memory.
+    """
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class TransformersBackend:
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> None:
         self._weights.check(weights)
-        self._weights.replace(weights)
+        self._weights.replace(weights, copy=self._deterministic)
         self._version = version
         # Running sequences keep their keys and values; prompts that nobody continued yet are prefilled anew.
         for waiting in self._waiting:
@@ -205,6 +209,8 @@ class TransformersBackend:
             free -= count
         if not chosen:
             return
+        if self._deterministic and not self._seats.num_rows:
+            self._cache.forget()
         self._prefill([w for w, _ in chosen if w.prefix is None and len(w.prompt_ids) > 1])
         for waiting, count in chosen:
             first_row = self._seats.sit_down(waiting.lease, waiting.prompt_ids, waiting.next_index, count)

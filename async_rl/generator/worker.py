@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from async_rl.address import check_address
+from async_rl.address import check_address, refuse_open_connect
 from async_rl.config import Config
 from async_rl.config_file import apply_override, check_generator_overrides, parse_config
 from async_rl.errors import QueueError
@@ -23,24 +23,29 @@ from async_rl.generator.backend import Backend
 from async_rl.generator.fake_backend import FakeBackend
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
+from async_rl.keys import ClientKeys
+from async_rl.memory import reuse_freed_memory
 
 __all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
 
 
 def run_generator(
-    address: str, overrides: Sequence[str], *, wait_s: float, insecure: bool, generator_id: str | None = None
-) -> None:
+    address: str, overrides: Sequence[str], *, wait_s: float, insecure: bool, generator_id: str | None = None,
+    keys_file: Path | None = None,
+) -> None:  # fmt: skip
     """Sample for the queue at ``address`` until its run is finished.
 
     Args:
         address: ``tcp://HOST:PORT`` of the queue.
         overrides: ``generator.key=value``, this generator's own settings.
         wait_s: how long the queue may be unreachable or silent.
-        insecure: take weights over an unauthenticated network that is not loopback.
+        insecure: join a queue beyond loopback without keys, and take weights over an unauthenticated network.
+        keys_file: a client's file of ``async-rl keys new``; none: an unencrypted queue.
         generator_id: unique among the run's generators; none: host, process id and a random part.
 
     Raises:
-        AddressError: the address is malformed.
+        AddressError: the address is malformed, or beyond loopback without keys or ``insecure``.
+        KeyFileError: the key file is missing or unfit.
         ConfigError: an override is not a ``generator.*`` key, or its value is wrong.
         ModelError: the model is not one that the backend can run.
         QueueError: the queue does not answer within ``wait_s``, or has been silent for as long.
@@ -50,19 +55,28 @@ def run_generator(
     from async_rl.rewards.registry import build_reward
     from async_rl.weights.receiver import Receiver
 
+    reuse_freed_memory()
     check_address(address)
+    refuse_open_connect(address, insecure=insecure, has_keys=keys_file is not None)
+    keys = None if keys_file is None else ClientKeys.load(keys_file)
     check_generator_overrides(overrides)
     host = socket.gethostname()
     generator_id = generator_id or f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
     with ExitStack() as stack:
-        queue = stack.enter_context(closing(GeneratorQueue(address, generator_id)))
+        queue = stack.enter_context(closing(GeneratorQueue(address, generator_id, keys)))
         # The real backend is only known from the config that this answer carries, so hello names what was asked for.
         welcome = queue.hello(wait_s, _requested_backend(overrides), host)
         config = generator_config(welcome.config_toml, overrides)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-generator-")))
         write_files(directory, welcome.files)
         backend = stack.enter_context(closing(build_backend(config, directory)))
-        receiver = stack.enter_context(closing(Receiver(generator_id, insecure=insecure, device=cuda_device(config))))
+        receiver = Receiver(
+            generator_id,
+            insecure=insecure or config.weights.trusted_network,
+            device=cuda_device(config),
+            keys=keys,
+        )
+        stack.enter_context(closing(receiver))
         reward = stack.enter_context(closing(build_reward(config)))
         grader = stack.enter_context(closing(ThreadGrader(reward)))
         Worker(
@@ -137,14 +151,18 @@ def build_backend(config: Config, directory: Path) -> Backend:
 
     from async_rl.generator.transformers_backend import TransformersBackend
 
-    if config.generator.num_threads is not None:
-        torch.set_num_threads(config.generator.num_threads)
+    engine, deterministic = config.generator, config.sampling.deterministic
+    if engine.num_threads is not None:
+        torch.set_num_threads(engine.num_threads)
+    if deterministic:
+        # One group runs at a time: more seats would fetch leases that another generator could start on.
+        engine = engine.model_copy(update={"batch_size": config.sampling.group_size})
     return TransformersBackend.from_files(
         directory,
-        config.generator,
+        engine,
         device=cuda_device(config) or "cpu",
         dtype=config.model.dtype,
-        deterministic=config.sampling.deterministic,
+        deterministic=deterministic,
     )
 
 

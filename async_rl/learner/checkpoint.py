@@ -26,6 +26,7 @@ from typing import Any, cast
 import msgpack
 
 from async_rl.errors import RunError
+from async_rl.faults import fault_point
 from async_rl.learner.engine import Engine
 
 MODEL_FILES = "hf"
@@ -71,6 +72,7 @@ def write_checkpoint(engine: Engine, run_dir: Path, step: int, extra: Mapping[st
     _flush(partial)
     os.rename(partial, target)
     _flush_directory(root)
+    fault_point("learner.checkpoint_written")
     commit_latest(root, target.name)
     _prune(root, step, keep_last)
     return target

@@ -138,11 +138,13 @@ class FsdpEngine:
             self._load(directory)
 
     def tick(self) -> None:
-        """As ``Engine.tick``.
+        """As ``Engine.tick``; once closed there is nobody to keep waiting.
 
         Raises:
             TrainingError: another rank failed meanwhile.
         """
+        if self._is_closed:
+            return
         failure = self._ranks.first_failure()
         if failure:
             raise TrainingError(failure)

@@ -74,6 +74,8 @@ def init_ranks(config: Config) -> Ranks:
     """
     place = Place.from_environment()
     _set_threads(config, place)
+    if config.sampling.deterministic:
+        _use_deterministic_kernels()
     device = _device(config, place)
     if place.world_size == 1 and device.type == "cpu" and compute_dtype(config, device) == torch.float32:
         return Ranks(place, device, None)
@@ -109,9 +111,19 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def _set_threads(config: Config, place: Place) -> None:
     if config.learner.num_threads is not None:
         torch.set_num_threads(config.learner.num_threads)
+    elif config.sampling.deterministic:
+        # The number of threads decides the order of float sums, so it must not depend on the machine.
+        torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ and place.world_size > 1:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+
+
+def _use_deterministic_kernels() -> None:
+    """Sums in a fixed order from now on, on CUDA too (where they are atomic additions otherwise)."""
+    # Read when CUDA starts: without it cuBLAS may choose another workspace, and so another order, every time.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def _device(config: Config, place: Place) -> torch.device:

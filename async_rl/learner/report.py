@@ -22,7 +22,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """The row for ``metrics.jsonl`` but for step, version and times."""
     return {
-        **_sampled_metrics(taken),
+        **_sampled_metrics(taken, prepared),
         **_update_metrics(updates),
         "tokens/trained": facts.tokens_trained,
         "tokens/masked": sum(facts.tokens_masked.values()),
@@ -41,9 +41,8 @@ def step_metrics(
     }
 
 
-def _sampled_metrics(taken: Sequence[TakenGroup]) -> dict[str, float]:
-    rollouts = [r for item in taken for r in item.group.rollouts]
-    lengths = [r.num_sampled for r in rollouts]
+def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> dict[str, float]:
+    rollouts, lengths = [r for item in taken for r in item.group.rollouts], prepared.rollout_tokens
     parts: defaultdict[str, float] = defaultdict(float)
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():

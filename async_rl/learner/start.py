@@ -23,6 +23,7 @@ from async_rl.config_file import config_to_toml
 from async_rl.curve import write_curve
 from async_rl.errors import QueueError
 from async_rl.eval_records import Decode
+from async_rl.keys import ServerKeys, client_keys_of
 from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
 from async_rl.learner.engine import Engine
 from async_rl.learner.export import export_checkpoint
@@ -32,8 +33,9 @@ from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
 from async_rl.metrics import MetricsWriter, check_wandb, read_metrics
 from async_rl.queue.client import LearnerQueue
-from async_rl.queue.server import ensure_queue
+from async_rl.queue.server import Reviver, ensure_queue, finish_queue
 from async_rl.run_dir import RunDir, check_run_dir, prepare_run_dir
+from async_rl.step_log import StepLog
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
 
@@ -103,8 +105,9 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
         UserError: the run directory, the model or the log settings are unfit.
         TrainingError: the run can't go on.
     """
-    if not fresh and check_run_dir(config, fresh=False).is_finished:
+    if not fresh and (run_dir := check_run_dir(config, fresh=False)).is_finished:
         logger.info("the run in %s is finished; --fresh starts over", config.run.dir)
+        finish_queue(config, run_dir.run_id)
         return
     check_wandb(config)
     ranks = init_ranks(config)
@@ -139,11 +142,18 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
     checkpoint = latest_checkpoint(run_dir.path)
     state, snapshot = _restore(engine, checkpoint)
     metrics = MetricsWriter(run_dir.path, config)
+    trained = StepLog(run_dir.trained)
+    trained.rewind_to(state.step if state.is_resumed else -1)
     _rewind(run_dir, metrics, state, config)
-    address = ensure_queue(
-        config, run_dir.run_id, parts.insecure, run_dir.logs / "queue.log", may_start=parts.may_start_queue
-    )
-    queue = LearnerQueue(address, timeout_s=REQUEST_TIMEOUT_S)
+    log_path = run_dir.logs / "queue.log"
+    address = ensure_queue(config, run_dir.run_id, parts.insecure, log_path, may_start=parts.may_start_queue)
+    # Without a journal there is nothing to revive: the learner has to start again from its checkpoint, too.
+    revive = Reviver(config, run_dir.run_id, parts.insecure, log_path, address)
+    may_revive = parts.may_start_queue and config.queue.journal
+    queue = LearnerQueue(
+        address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),
+        revive=revive if may_revive else None, while_waiting=engine.tick,
+    )  # fmt: skip
     publisher = _publisher(config, address, parts)
     try:
         if parts.on_queue is not None:
@@ -163,6 +173,7 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
             queue=queue,
             weights=StagedWeights(staging, publisher),
             metrics=metrics,
+            trained=trained,
             checkpoints=RunCheckpoints(engine, run_dir, config.checkpoint.keep_last),
             run_dir=run_dir.path,
             decode=parts.decode,
@@ -176,6 +187,7 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
         publisher.close()
         queue.close()
         metrics.close()
+        trained.close()
     return read_metrics(run_dir.metrics)
 
 
@@ -197,7 +209,8 @@ def _publisher(config: Config, queue_address: str, parts: Parts) -> Publisher:
     return Publisher(
         _weights_host(queue_address),
         deadline_s=config.weights.deadline_s,
-        insecure=parts.insecure,
+        insecure=parts.insecure or config.weights.trusted_network,
+        keys=None if config.queue.keys is None else ServerKeys.made_up(config.queue.keys),
         transport=transport,
         device=str(parts.device) if transport == "nccl" else None,
         chunk_bytes=config.weights.bucket_bytes,

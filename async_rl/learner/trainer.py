@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from async_rl.config import Config
 from async_rl.errors import TrainingError
 from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
+from async_rl.faults import fault_point
 from async_rl.learner.advantages import group_normalised
 from async_rl.learner.batch import (
     PreparedBatch,
@@ -24,6 +25,7 @@ from async_rl.learner.batch import (
     staleness_summary,
     trained_facts,
 )
+from async_rl.learner.bias import DropBias
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.report import step_metrics
 from async_rl.learner.state import TrainerState
@@ -52,7 +54,7 @@ class WeightsPlane(Protocol):
 
 
 class Recorder(Protocol):
-    """Where metrics go."""
+    """Where rows by step go: the metrics, and which groups were trained on."""
 
     def write(self, row: dict[str, Any]) -> None: ...
 
@@ -75,14 +77,17 @@ class Trainer:
         queue: LearnerQueue,
         weights: WeightsPlane,
         metrics: Recorder,
+        trained: Recorder,
         checkpoints: Checkpointer,
         run_dir: Path,
         decode: Decode,
     ) -> None:
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
-        self.weights, self.metrics, self.checkpoints = weights, metrics, checkpoints
+        self.weights, self.checkpoints = weights, checkpoints
+        self.metrics, self.trained = metrics, trained
         self._run_dir, self._decode = run_dir, decode
         self._clock = StepClock(state.elapsed_s)
+        self._bias = DropBias()
         self._published = -1
         self._last_checkpoint = state.step if state.is_resumed else -1
         self._eval_received: list[tuple[str, int]] = []
@@ -117,6 +122,7 @@ class Trainer:
                     lineage=self.state.lineage, step=self.state.step, version=self.state.version, wait_s=TAKE_WAIT_S
                 )
                 if isinstance(answer, Batch):
+                    fault_point("learner.taken")
                     return answer
                 if answer.stop:
                     raise TrainingError(answer.stop)
@@ -136,8 +142,7 @@ class Trainer:
 
     def _train(self, batch: Batch) -> None:
         config, version = self.config, self.state.version
-        last_version = version + config.learner.updates_per_batch - 1
-        check_staleness(batch.groups, version=last_version, max_staleness=config.queue.max_staleness)
+        last_version, bound = version + config.learner.updates_per_batch - 1, config.queue.max_staleness
         with self._clock.part("train"):
             prepared = prepare_batch(
                 batch.groups,
@@ -145,16 +150,22 @@ class Trainer:
                 mask_truncated=config.loss.mask_truncated,
                 num_updates=config.learner.updates_per_batch,
                 known_weights=self._knows_weights,
+                oldest_version=last_version - bound if config.queue.on_stale == "mask" else None,
             )
+            check_staleness(prepared, version=last_version, max_staleness=bound)
             updates = self._update(prepared)
-        staleness = staleness_summary(batch.groups, prepared, versions=_versions_trained(version, updates))
+        self._record_trained(batch.groups)
+        fault_point("learner.trained")
+        staleness = staleness_summary(prepared, versions=_versions_trained(version, updates))
         acked, facts = self._acknowledge(prepared, updates)
+        fault_point("learner.acknowledged")
         self._begin_next_take()
         if self._publish_due():
             self._publish()
         run_updates = [update for update in updates if update is not None]
         row = step_metrics(batch.groups, prepared, run_updates, staleness, facts, acked.stats)
         row |= self._clock.lap(acked.stats.generators, roster=acked.stats.roster, trained_tokens=facts.tokens_trained)
+        row |= self._bias.step(acked.stats.ledger)
         row |= {f"weights/{key}": value for key, value in self.weights.stats().items()}
         self.metrics.write({"step": self.state.step, "version": self.state.version, **row})
         self._log_rollouts(batch.groups)
@@ -202,6 +213,7 @@ class Trainer:
         with self._clock.part("publish"):
             state = self.state
             digest = self.weights.publish(state.lineage, state.version, self.engine)
+            fault_point("learner.publishing")
             state.add_digest(state.version, digest)
             oldest = state.version - self.config.queue.max_staleness - self.config.learner.updates_per_batch
             state.digests = {v: d for v, d in state.digests.items() if v >= oldest}
@@ -216,6 +228,7 @@ class Trainer:
     def _checkpoint(self, snapshot: bytes) -> None:
         self.state.elapsed_s = self._clock.elapsed_s
         self.checkpoints.write(self.state, snapshot)
+        self.queue.checkpoint_committed(self.state.lineage, self.state.step)
         self._last_checkpoint = self.state.step
 
     def _due(self, every: int) -> bool:
@@ -263,6 +276,11 @@ class Trainer:
                 if self.state.pending_evals:
                     waiting(self.queue.await_eval(self.state.lineage, wait_s=TAKE_WAIT_S) or what)
                     self.engine.tick()
+
+    def _record_trained(self, taken: tuple[TakenGroup, ...]) -> None:
+        """Which groups this step trained on: the proof that no prompt was skipped or trained twice."""
+        groups = [(item.group.position, item.group.lease_id) for item in taken]
+        self.trained.write({"step": self.state.step + 1, "lineage": self.state.lineage, "groups": groups})
 
     def _log_rollouts(self, taken: tuple[TakenGroup, ...]) -> None:
         every = self.config.log.rollouts_every

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from async_rl.config import Config
+from async_rl.config import Config, OnStale
 from async_rl.errors import ConfigError
 from async_rl.records import LeaseKind, Sampling
 
@@ -43,6 +43,9 @@ class BufferSettings:
     max_attempts: int = 3
     seed: int = 0
     generator_timeout_s: float = 30.0
+    on_stale: OnStale = "drop"
+    wait_s: float = 60.0
+    accepts_changed_data: bool = False
 
     def __post_init__(self) -> None:
         needed = self.groups_per_step * self.worst_case_bytes
@@ -76,6 +79,9 @@ class BufferSettings:
             lease_timeout_s=config.queue.lease_timeout_s,
             max_attempts=config.queue.max_attempts,
             seed=config.run.seed,
+            on_stale=config.queue.on_stale,
+            wait_s=config.queue.wait_s,
+            accepts_changed_data=config.data.on_change == "accept",
         )
 
     @property
@@ -92,6 +98,10 @@ class BufferSettings:
     def oldest_trainable(self, version: int) -> int:
         """The oldest version that a batch taken at ``version`` may hold."""
         return version + self.updates_per_batch - 1 - self.max_staleness
+
+    def oldest_after_step(self, version: int) -> int:
+        """The oldest version that the batch after one taken at ``version`` may hold."""
+        return self.oldest_trainable(version + self.updates_per_batch)
 
     def oldest_for_lease(self, *, version: int, outstanding: int) -> int:
         """The oldest version for the next lease, with ``outstanding`` groups before it, at its expected batch."""

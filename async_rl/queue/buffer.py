@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rl.errors import LineageError, QueueError
-from async_rl.queue import grants, report, restore, returns
+from async_rl.queue import batches, grants, report, restore, returns, saved
 from async_rl.queue.admission import BufferSettings
-from async_rl.queue.evals import EvalKey, Evaluation, Row
+from async_rl.queue.batches import TakenBody
+from async_rl.queue.bodies import BodyStore, Bytes, MemoryBodies, Place
+from async_rl.queue.changes import Changes, Kind
+from async_rl.queue.evals import EvalBook, EvalKey, Evaluation, Row
+from async_rl.queue.facts import GroupFacts
 from async_rl.queue.leases import GeneratorTable, LeaseTable
 from async_rl.queue.messages import (
     Acked,
@@ -27,20 +31,10 @@ from async_rl.queue.messages import (
     TrainedFacts,
     Verdict,
 )
+from async_rl.queue.pins import Pins, snapshot_key
 from async_rl.queue.state import LearnerSide, QueueState
 from async_rl.queue.stream import PromptStream
-from async_rl.records import Group, Prompt, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class TakenBody:
-    """One taken group, still encoded."""
-
-    prompt: Prompt
-    queued_s: float
-    arrival_version: int
-    masked: bool
-    body: bytes
+from async_rl.records import Lease, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +43,50 @@ class EvalBodies:
 
     dataset: str
     step: int
-    answers: tuple[tuple[Prompt, bytes | None], ...]
+    answers: tuple[tuple[Prompt, Bytes | None], ...]
 
 
 class Buffer:
-    """The queue. ``instance`` tells the lease ids of two server processes of one run apart."""
+    """The queue. ``instance`` tells the lease ids of two server processes of one run apart.
+
+    ``data_digest`` names the training rows. Bodies are kept in ``bodies`` (none: in memory); what changes is noted in
+    ``changes`` (none: nowhere).
+    """
 
     def __init__(
-        self, settings: BufferSettings, rows: Sequence[Row], stream: PromptStream, *, instance: str = "0"
-    ) -> None:
+        self, settings: BufferSettings, rows: Sequence[Row], stream: PromptStream, *, data_digest: str = "",
+        instance: str = "0", bodies: BodyStore | None = None, changes: Changes | None = None,
+    ) -> None:  # fmt: skip
         if stream.num_rows != len(rows):
             raise ValueError(f"expected a stream over the {len(rows)} rows, got one over {stream.num_rows}")
+        bodies = MemoryBodies() if bodies is None else bodies
+        changes = Changes(is_wanted=False) if changes is None else changes
         self._state = QueueState(
             settings=settings,
             rows=rows,
             stream=stream,
+            data_digest=data_digest,
             instance=instance,
-            leases=LeaseTable(settings.lease_timeout_s),
+            bodies=bodies,
+            changes=changes,
+            leases=LeaseTable(settings.lease_timeout_s, changes),
             generators=GeneratorTable(settings.generator_timeout_s),
+            evals=EvalBook(changes, bodies),
+            pins=Pins(changes),
         )
+
+    def save(self) -> dict[str, Any]:
+        """Everything small that is not noted in ``changes``, as plain data."""
+        return saved.save(self._state)
+
+    def load(self, entries: Mapping[Kind, Mapping[str, Mapping[str, Any]]], small: Mapping[str, Any],
+        eval_rows: Mapping[str, Sequence[Row]], eval_sampling: Sampling, now: float) -> list[Place]:  # fmt: skip
+        """Go on from what an earlier process wrote down, on an empty buffer; the places of the bodies in use.
+
+        Raises:
+            QueueError: it is not understood.
+        """
+        return saved.load(self._state, entries, small, eval_rows, eval_sampling, now)
 
     # The learner.
 
@@ -133,13 +152,15 @@ class Buffer:
         state.attached(lineage)
         for key in received:
             evaluation = state.evals.confirm(key)
-            for answer in evaluation.answers.values() if evaluation is not None else ():
-                if answer is not None:
+            if evaluation is None:
+                continue
+            for answer in evaluation.answers.values():
+                if answer.place is not None:
                     state.eval_ledger.deliver(answer.rollouts, answer.tokens)
-                    state.revision += 1
+            state.revision += 1
         for evaluation in state.evals.finished:
             evaluation.delivered = True
-        return [_bodies(evaluation) for evaluation in state.evals.finished]
+        return [self._bodies(evaluation) for evaluation in state.evals.finished]
 
     def eval_wait(self, lineage: str) -> str:
         """What the learner's evaluations wait for; empty once one is finished that was not yet handed over."""
@@ -157,28 +178,14 @@ class Buffer:
         Raises:
             LineageError: of another learner. QueueError: not the next step, or not the acked version.
         """
-        state = self._state
-        state.at(now)
-        learner = state.attached(lineage)
-        if (step, version) != (learner.step, learner.version):
-            raise QueueError(
-                f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
-                f"version {version}"
-            )
-        if not learner.taken:
-            self.expire(now)
-            state.drop_too_old(learner)
-            if len(state.queued) < num_groups or learner.finished or not learner.steps_left:
-                return report.not_ready(state, learner, num_groups)
-            learner.taken = tuple(sorted(state.queued.values(), key=lambda g: g.order)[:num_groups])
-            for group in learner.taken:
-                del state.queued[group.lease_id]
-                state.ledger.take(group.rollouts, group.tokens)
-            state.revision += 1
-        return tuple(
-            TakenBody(state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, g.body)
-            for g in learner.taken
-        )
+        self.expire(now)
+        return batches.take(self._state, lineage, step, version, num_groups)
+
+    def lacks_groups(self, lineage: str, step: int, num_groups: int) -> bool:
+        """Whether this take could only be told to wait for more groups. Far cheaper than ``take``, whose answer has
+        a reason and statistics.
+        """
+        return batches.lacks_groups(self._state, lineage, step, num_groups)
 
     def ack(
         self, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool, now: float
@@ -189,28 +196,22 @@ class Buffer:
             LineageError: of another learner.
             QueueError: the step is not the taken one, the version can't be, or the facts don't add up.
         """
+        self._state.at(now)
+        body = batches.ack(self._state, lineage, step, new_version, facts, snapshot=snapshot)
+        return Acked(self.stats(), body)
+
+    def checkpoint_committed(self, lineage: str, step: int) -> None:
+        """The checkpoint after ``step`` steps is whole: nobody goes back behind it, so older snapshots are unpinned.
+
+        Raises:
+            LineageError: of another learner.
+        """
         state = self._state
-        state.at(now)
-        learner = state.attached(lineage)
-        if learner.acked is not None and learner.acked[0] == step:
-            return learner.acked[1]
-        if step != learner.step or not learner.taken:
-            raise QueueError(f"expected an ack of step {learner.step}, taken before, got one of step {step}")
-        newest = learner.version + (state.settings.updates_per_batch if facts.stepped else 0)
-        if not learner.version + facts.stepped <= new_version <= newest:
-            raise QueueError(
-                f"expected version {learner.version + facts.stepped}..{newest} after step {step}, got {new_version}"
-            )
-        self._settle(learner, facts)
-        learner.step, learner.version, learner.taken = step + 1, new_version, ()
-        state.filtered_since_step = state.filtered_right_since_step = 0
-        state.drop_too_old(learner)
-        if not learner.steps_left:
-            state.end_training()
-        state.revision += 1
-        body = self.snapshot(lineage, now) if snapshot else None
-        learner.acked = (step, Acked(self.stats(), body))
-        return learner.acked[1]
+        state.attached(lineage)
+        key = snapshot_key(lineage, step)
+        if state.pins.has_snapshot(key):
+            state.unpin(state.pins.release_all_but(key))
+            state.revision += 1
 
     def finish(self, lineage: str, now: float) -> None:
         """The run is over: what is left is unused, and generators are told."""
@@ -219,10 +220,12 @@ class Buffer:
         learner = state.attached(lineage)
         if learner.finished:
             return
-        for group in learner.taken:
+        taken, learner.taken = learner.taken, ()
+        for group in taken:
             state.drop_group(group, "taken", "unused_at_end")
-        learner.taken = ()
         state.end_training()
+        for held in state.leases:
+            state.lose_lease(held, "unused_at_end", again=False)
         restore.drop_undelivered(state, "unused_at_end")
         learner.finished = True
         state.revision += 1
@@ -232,6 +235,7 @@ class Buffer:
         state = self._state
         state.at(now)
         learner = state.attached(lineage)
+        state.revision += 1
         return restore.save(state, learner)
 
     # The generators.
@@ -271,11 +275,11 @@ class Buffer:
         """Leases that this generator was not yet told to stop sampling."""
         return tuple(sorted(self._state.generators.pop_cancelled(generator_id)))
 
-    def put(self, generator_id: str, group: Group, body: bytes, now: float) -> Verdict:
-        """A returned group, decoded and as ``body``, which is kept."""
+    def put(self, generator_id: str, group: GroupFacts, body: Bytes, now: float) -> Verdict:
+        """A returned group: what was read of it, and its ``body``, which is kept."""
         return self.put_explained(generator_id, group, body, now)[0]
 
-    def put_explained(self, generator_id: str, group: Group, body: bytes, now: float) -> tuple[Verdict, str]:
+    def put_explained(self, generator_id: str, group: GroupFacts, body: Bytes, now: float) -> tuple[Verdict, str]:
         """``put``, with a line that says why a group was refused."""
         self._state.at(now)
         self._state.generators.seen(generator_id, self._state.now)
@@ -308,9 +312,10 @@ class Buffer:
     # Time and reports.
 
     def expire(self, now: float) -> int:
-        """Give up leases without progress; how many."""
+        """Give up leases without progress, and waiting for leases that a step would make stale; how many leases."""
         state = self._state
         state.at(now)
+        batches.stop_waiting(state)
         expired = state.leases.expired(state.now)
         for held in expired:
             state.lose_lease(held, "expired")
@@ -319,8 +324,9 @@ class Buffer:
 
     @property
     def next_deadline(self) -> float | None:
-        """Before then ``expire`` has nothing to do; None without leases."""
-        return self._state.leases.next_deadline
+        """Before then ``expire`` has nothing to do; None if it never has."""
+        deadlines = (self._state.leases.next_deadline, batches.wait_deadline(self._state))
+        return min((d - self._state.clock_ahead_s for d in deadlines if d is not None), default=None)
 
     @property
     def revision(self) -> int:
@@ -344,6 +350,11 @@ class Buffer:
     def require(self, lineage: str) -> None:
         """Raises LineageError, or QueueError without a learner, unless ``lineage`` owns the queue."""
         self._state.attached(lineage)
+
+    def lease_of(self, lease_id: str) -> Lease | None:
+        """A lease in flight."""
+        held = self._state.leases.get(lease_id)
+        return None if held is None else held.lease
 
     def alive_generators(self, now: float) -> tuple[str, ...]:
         """Generators heard of lately."""
@@ -371,22 +382,8 @@ class Buffer:
         self._state.at(now)
         return report.status(self._state)
 
-    def _settle(self, learner: LearnerSide, facts: TrainedFacts) -> None:
-        """Book the taken groups: trained as the facts say, or dropped with a skipped optimizer step."""
-        state, taken = self._state, learner.taken
-        if facts.stepped:
-            rollouts, tokens = sum(g.rollouts for g in taken), sum(g.tokens for g in taken)
-            state.ledger.train(len(taken), rollouts, tokens, facts)
-        for group in taken:
-            state.attempts.pop(group.position, None)
-            if facts.stepped:
-                state.count_outcome("trained", group)
-                state.group_bytes -= len(group.body)
-            else:
-                state.drop_group(group, "taken", "step_skipped")
-
-
-def _bodies(evaluation: Evaluation) -> EvalBodies:
-    answers = [evaluation.answers[row] for row in range(len(evaluation.rows))]
-    pairs = tuple((evaluation.prompt(i), a.body if a is not None else None) for i, a in enumerate(answers))
-    return EvalBodies(*evaluation.key, pairs)
+    def _bodies(self, evaluation: Evaluation) -> EvalBodies:
+        read = self._state.bodies.read
+        places = [evaluation.answers[row].place for row in range(len(evaluation.rows))]
+        pairs = ((evaluation.prompt(row), read(p) if p is not None else None) for row, p in enumerate(places))
+        return EvalBodies(*evaluation.key, tuple(pairs))

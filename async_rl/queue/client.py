@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from async_rl.codec import decode_group, field, prompt_from_fields
 from async_rl.errors import QueueError, WireError
+from async_rl.keys import ClientKeys
 from async_rl.queue.connection import Connection, raise_error
 from async_rl.queue.generator_client import GeneratorQueue
 from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup, TrainedFacts
@@ -29,20 +31,27 @@ from async_rl.wire import Message
 
 __all__ = ["GeneratorQueue", "LearnerQueue"]
 
+logger = logging.getLogger(__name__)
+
 ALIVE_EVERY_S = 5.0
+_LOOK_EVERY_S = 0.25
+_LOST_AFTER_S = 1.0
+"""A connection that is away for so long is no hiccup, and is said."""
+_MAX_REVIVALS = 5
+"""For one request: a server that dies of it each time is not to be started for ever."""
 
 
 class _KeepAlive:
     """Says on a socket of its own that the learner lives, also while its main thread trains."""
 
-    def __init__(self, address: str, lineage: str) -> None:
-        self._address, self._lineage = address, lineage
+    def __init__(self, address: str, lineage: str, keys: ClientKeys | None) -> None:
+        self._address, self._lineage, self._keys = address, lineage, keys
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="queue-keep-alive", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        connection = Connection(self._address, "learner-alive")
+        connection = Connection(self._address, "learner-alive", self._keys)
         try:
             while not self._end.wait(ALIVE_EVERY_S):
                 connection.send_once("alive", {"lineage": self._lineage})
@@ -57,14 +66,23 @@ class _KeepAlive:
 class LearnerQueue:
     """The queue as the learner's rank 0 uses it. Methods block until answered.
 
+    ``revive`` is called now and then while there is no connection to the server; it may start a dead one again, and
+    says so with True. ``while_waiting`` is called now and then while an answer is awaited.
+
     Raises (all methods): ``LineageError`` when a newer learner owns the queue, ``QueueError`` when the server refuses,
     or does not answer within ``timeout_s`` (beyond the wait that was asked for).
     """
 
-    def __init__(self, address: str, timeout_s: float = 60.0) -> None:
-        self.address = address
+    def __init__(
+        self, address: str, timeout_s: float = 60.0, keys: ClientKeys | None = None, *,
+        revive: Callable[[], bool] | None = None, while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.address, self._keys, self._revive, self._while_waiting = address, keys, revive, while_waiting
+        self._lost_at: float | None = None
+        self._is_lost_told = False
+        self._num_revived = 0
         self._timeout_s = timeout_s
-        self._connection = Connection(address, "learner")
+        self._connection = Connection(address, "learner", keys)
         self._keep_alive: _KeepAlive | None = None
         self._lineage: str | None = None
         self._begun_take: tuple[tuple[str, int, int], str] | None = None
@@ -94,7 +112,7 @@ class LearnerQueue:
         self._lineage = lineage
         if self._keep_alive is not None:
             self._keep_alive.close()
-        self._keep_alive = _KeepAlive(self.address, lineage)
+        self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
 
     def announce(self, announcement: Announcement) -> None:
         """A version was published."""
@@ -145,6 +163,10 @@ class LearnerQueue:
         reply = self._call("ack", {**fields, "facts": facts_fields(facts)})
         return _acked(reply)
 
+    def checkpoint_committed(self, lineage: str, step: int) -> None:
+        """The checkpoint after ``step`` steps is whole: the queue may forget what only older ones need."""
+        self._call("checkpoint_committed", {"lineage": lineage, "step": step})
+
     def snapshot(self, lineage: str) -> bytes:
         """The queue's state between two steps, for a checkpoint."""
         body = _acked(self._call("snapshot", {"lineage": lineage})).snapshot
@@ -186,13 +208,42 @@ class LearnerQueue:
                 self._connection.forget(request_id)
                 raise QueueError(
                     f"the queue at {self.address} did not answer {type_!r} within {self._timeout_s + wait_s:.0f} s; "
-                    f"see logs/queue.log in the run directory"
+                    f"see logs/queue.log in the run directory; {self._connection.keys_hint}"
                 )
-            for request, answer in self._connection.poll(min(left_s, 1.0)):
+            for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
                 if request is not None:
                     self._answers[request.request_id] = answer
+            if request_id in self._answers:
+                continue
+            self._while_waiting()
+            if self._watch_connection(type_, left_s):
+                deadline = time.monotonic() + self._timeout_s + wait_s
+        if self._is_lost_told and self._lost_at is not None:
+            logger.info("the queue at %s is back after %.0f s", self.address, time.monotonic() - self._lost_at)
+        self._lost_at, self._is_lost_told, self._num_revived = None, False, 0
         raise_error(message)
         return message
+
+    def _watch_connection(self, type_: str, left_s: float) -> bool:
+        """Say that the server is away, once, and let ``revive`` see to it; whether it started one."""
+        if self._connection.is_connected:
+            return False
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        if now - self._lost_at >= _LOST_AFTER_S and not self._is_lost_told:
+            self._is_lost_told = True
+            logger.warning(
+                "no connection to the queue at %s; %r waits for it up to %.0f s more", self.address, type_, left_s
+            )
+        if self._revive is None or not self._revive():
+            return False
+        self._num_revived += 1
+        if self._num_revived > _MAX_REVIVALS:
+            raise QueueError(
+                f"the queue server died {self._num_revived} times before it had answered {type_!r}; see "
+                f"logs/queue.log in the run directory for the first cause"
+            )
+        return True
 
 
 def _taken(entry: Any, body: np.ndarray) -> TakenGroup:

@@ -8,17 +8,20 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.address import check_address
 from async_rl.errors import AddressError, LineageError, QueueError
-from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
-from async_rl.wire import Limits, Message, decode, encode
+from async_rl.keys import ClientKeys
+from async_rl.queue.protocol import COPY_BELOW_BYTES, RECEIVE_HIGH_WATER_MARK
+from async_rl.wire import Limits, Message, Pieces, decode, encode
 
 RESEND_S = 5.0
 _RETRY_S = 0.02
@@ -32,7 +35,7 @@ class Outstanding:
     request_id: str
     type: str
     fields: dict[str, Any]
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray | Pieces, ...]
     wait_s: float
     due_at: float
     sent_at: float | None = None
@@ -41,17 +44,20 @@ class Outstanding:
 class Connection:
     """A client's socket to ``address``. It connects in the background, and again after the server was restarted.
 
+    ``keys`` are needed where the server has keys; a server that can't prove that it is the one they name gets nothing.
+
     Raises:
         AddressError: the address is malformed.
     """
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, keys: ClientKeys | None = None) -> None:
         host, port = check_address(address)
         if not port:
             raise AddressError(f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}")
-        self.address = address
+        self.address, self._has_keys = address, keys is not None
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._outstanding: dict[str, Outstanding] = {}
+        self._num_outstanding: Counter[str] = Counter()
         self._waiting_since: float | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -63,32 +69,54 @@ class Connection:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        if keys is not None:
+            keys.identify(self._socket)
+        self._is_connected = False
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(address)
+
+    @property
+    def keys_hint(self) -> str:
+        """What may be wrong with the keys where nobody answers: a server says nothing to those it does not know."""
+        if self._has_keys:
+            return "it answers only if its allowed.txt lists this key, and the key file is its own"
+        return "a server with keys answers only those who have one (--keys FILE, or queue.keys)"
 
     @property
     def silent_s(self) -> float:
         """Seconds without any reply while something that should have been answered is outstanding."""
         return 0.0 if self._waiting_since is None else max(0.0, time.monotonic() - self._waiting_since)
 
-    def outstanding(self, *types: str) -> list[Outstanding]:
-        return [o for o in self._outstanding.values() if o.type in types]
+    @property
+    def is_connected(self) -> bool:
+        """Whether a server is at the other end, as of the last ``poll``; one that is busy or stopped counts."""
+        return self._is_connected
+
+    def num_outstanding(self, *types: str) -> int:
+        """Requests of these types without an answer."""
+        return sum(self._num_outstanding[type_] for type_ in types)
 
     def post(
-        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, wait_s: float = 0.0
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = (), *, wait_s: float = 0.0
     ) -> str:
         """Line up a request; its id. ``wait_s`` is how long the server may hold the answer back."""
         request_id = f"{self._prefix}-{next(self._numbers)}"
         now = time.monotonic()
-        self._outstanding[request_id] = Outstanding(
+        self._outstanding[request_id] = request = Outstanding(
             request_id, type_, {**fields, "request_id": request_id, "wait_s": wait_s}, tuple(arrays), wait_s, now
         )
-        self._send_due(now)
+        self._num_outstanding[type_] += 1
+        self._try_send(request, now)
         return request_id
 
     def send_once(self, type_: str, fields: Mapping[str, Any]) -> bool:
         """Send something that wants no answer; False without a connection, or once closed."""
         if self._socket.closed:
             return False
+        self._follow_link(time.monotonic())
         try:
             self._socket.send(encode(type_, fields), zmq.NOBLOCK)
         except zmq.Again:
@@ -97,7 +125,7 @@ class Connection:
 
     def forget(self, request_id: str) -> None:
         """Stop waiting for this answer."""
-        self._outstanding.pop(request_id, None)
+        self._pop(request_id)
         self._update_silence(time.monotonic(), heard=False)
 
     def poll(self, timeout_s: float) -> list[tuple[Outstanding | None, Message]]:
@@ -105,30 +133,50 @@ class Connection:
         deadline = time.monotonic() + timeout_s
         while True:
             now = time.monotonic()
+            self._follow_link(now)
             self._send_due(now)
             received = self._receive(now)
             self._update_silence(now, heard=bool(received))
             if received or now >= deadline:
                 return received
             due = min((o.due_at for o in self._outstanding.values()), default=deadline)
-            self._socket.poll(max(1, int((min(due, deadline) - now) * 1000)))
+            self._poller.poll(max(1, int((min(due, deadline) - now) * 1000)))
 
     def close(self) -> None:
         """May be called again."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.term()
 
+    def _follow_link(self, now: float) -> None:
+        """After a connection broke, its requests may be lost: with the next one all are due at once."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            for request in self._outstanding.values() if self._is_connected else ():
+                request.due_at = now
+
     def _send_due(self, now: float) -> None:
         for request in self._outstanding.values():
-            if request.due_at > now:
-                continue
-            frame = encode(request.type, request.fields, request.arrays)
-            try:
-                self._socket.send(frame, zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                request.due_at = now + _RETRY_S
-            else:
-                request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
+            if request.due_at <= now:
+                self._try_send(request, now)
+
+    def _try_send(self, request: Outstanding, now: float) -> None:
+        frame = encode(request.type, request.fields, request.arrays)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
+        except zmq.Again:
+            request.due_at = now + _RETRY_S
+        else:
+            request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
+
+    def _pop(self, request_id: str) -> Outstanding | None:
+        request = self._outstanding.pop(request_id, None)
+        if request is not None:
+            self._num_outstanding[request.type] -= 1
+        return request
 
     def _receive(self, now: float) -> list[tuple[Outstanding | None, Message]]:
         received: list[tuple[Outstanding | None, Message]] = []
@@ -139,7 +187,7 @@ class Connection:
                 return received
             message = decode(memoryview(frame.buffer), _LIMITS)
             request_id = message.fields.get("request_id")
-            request = self._outstanding.pop(request_id, None) if isinstance(request_id, str) else None
+            request = self._pop(request_id) if isinstance(request_id, str) else None
             # An answer to a repeat of something answered already says nothing new.
             if request is not None or request_id is None:
                 received.append((request, message))

@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from async_rl.codec import encode_group, field
+from async_rl.codec import field, group_pieces
 from async_rl.errors import AddressError, QueueError, WireError
+from async_rl.keys import ClientKeys
 from async_rl.queue.connection import Connection, Outstanding, raise_error
 from async_rl.queue.messages import (
     Announced,
@@ -26,7 +27,7 @@ from async_rl.queue.messages import (
     Verdict,
     Welcome,
 )
-from async_rl.queue.protocol import announcement_from_fields, as_array, granted_from_fields, strings
+from async_rl.queue.protocol import announcement_from_fields, granted_from_fields, strings
 from async_rl.records import Group
 from async_rl.wire import Message
 
@@ -45,9 +46,9 @@ class GeneratorQueue:
         AddressError: the address is malformed.
     """
 
-    def __init__(self, address: str, generator_id: str) -> None:
+    def __init__(self, address: str, generator_id: str, keys: ClientKeys | None = None) -> None:
         self.address, self.generator_id = address, generator_id
-        self._connection = Connection(address, generator_id)
+        self._connection = Connection(address, generator_id, keys)
         self._announcement: Announcement | None = None
         self._finished = False
         self._is_known = False
@@ -75,20 +76,23 @@ class GeneratorQueue:
             raise QueueError(
                 f"the queue at {self.address} answered, but no learner attached in {wait_s:.0f} s: {reason}"
             )
-        raise AddressError(f"no queue answered at {self.address} within {wait_s:.0f} s; is it running, and reachable?")
+        raise AddressError(
+            f"no queue answered at {self.address} within {wait_s:.0f} s; is it running, and reachable? Also, "
+            f"{self._connection.keys_hint}"
+        )
 
     @property
     def lease_request_outstanding(self) -> bool:
-        return bool(self._connection.outstanding("lease"))
+        return self._connection.num_outstanding("lease") > 0
 
     @property
     def heartbeat_outstanding(self) -> bool:
-        return bool(self._connection.outstanding("heartbeat"))
+        return self._connection.num_outstanding("heartbeat") > 0
 
     @property
     def num_unanswered_returns(self) -> int:
         """Groups and failures that the queue has not answered yet."""
-        return len(self._connection.outstanding("return", "fail"))
+        return self._connection.num_outstanding("return", "fail")
 
     @property
     def silent_s(self) -> float:
@@ -120,7 +124,7 @@ class GeneratorQueue:
     def return_group(self, group: Group) -> None:
         """Hand a finished group over; a ``Returned`` event says what became of it."""
         fields = {"generator_id": self.generator_id, "lease_id": group.lease_id}
-        self._connection.post("return", fields, [as_array(encode_group(group))])
+        self._connection.post("return", fields, [group_pieces(group)])
 
     def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
         """Give a lease back unsampled; a ``Returned`` event answers."""

@@ -8,7 +8,7 @@ from async_rl.queue.evals import Evaluation
 from async_rl.queue.leases import HeldLease
 from async_rl.queue.messages import LeasesGranted
 from async_rl.queue.state import LearnerSide, QueueState
-from async_rl.records import Lease, LeaseKind, Prompt, Sampling
+from async_rl.records import Lease, LeaseKind
 
 
 def grant(state: QueueState, generator_id: str, active: tuple[str, int], max_leases: int) -> LeasesGranted:
@@ -113,12 +113,11 @@ def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> 
 
 def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, version: int, position: int) -> Lease:
     settings = state.settings
-    min_version = settings.oldest_for_lease(version=learner.version, outstanding=state.outstanding)
     attempts = state.attempts_of(position)
-    lease = _lease(
-        state, learner, "train", state.prompt(position), settings.group_size, settings.sampling,
-        min_version=min_version, attempt=attempts.failed + attempts.stale + 1,
-        seed=settings.lease_seed("train", "", position),
+    lease = build_lease(
+        state, None, position, lease_id=_new_id(state, learner, "train", position), lineage=learner.lineage,
+        min_version=settings.oldest_for_lease(version=learner.version, outstanding=state.outstanding),
+        attempt=attempts.failed + attempts.stale + 1,
     )  # fmt: skip
     state.leases.add(HeldLease(lease, generator_id, version, settings.worst_case_bytes, state.now, state.now))
     state.ledger.issue(settings.group_size)
@@ -129,30 +128,36 @@ def _issue_eval(
     state: QueueState, learner: LearnerSide, generator_id: str, version: int, evaluation: Evaluation
 ) -> Lease:
     row = heapq.heappop(evaluation.todo)
-    lease = _lease(
-        state, learner, "eval", evaluation.prompt(row), evaluation.num_samples, evaluation.sampling,
+    lease = build_lease(
+        state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
         min_version=evaluation.min_version, attempt=evaluation.attempts[row] + 1,
-        seed=state.settings.lease_seed("eval", evaluation.key[0], row),
     )  # fmt: skip
     state.leases.add(HeldLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
     state.eval_ledger.issue(evaluation.num_samples)
     return lease
 
 
-def _lease(
-    state: QueueState, learner: LearnerSide, kind: LeaseKind, prompt: Prompt, group_size: int, sampling: Sampling, *,
-    min_version: int, attempt: int, seed: int,
-) -> Lease:  # fmt: skip
+def _new_id(state: QueueState, learner: LearnerSide, kind: LeaseKind, position: int) -> str:
     state.num_leases += 1
+    return f"{learner.lineage[:8]}-{state.instance}-{kind}{position}-{state.num_leases}"
+
+
+def build_lease(
+    state: QueueState, evaluation: Evaluation | None, position: int, *, lease_id: str, lineage: str, min_version: int,
+    attempt: int,
+) -> Lease:  # fmt: skip
+    """A lease of a training prompt at ``position``, or of an evaluation's row."""
+    settings = state.settings
+    kind: LeaseKind = "train" if evaluation is None else "eval"
     return Lease(
-        lease_id=f"{learner.lineage[:8]}-{state.instance}-{kind}{prompt.position}-{attempt}-{state.num_leases}",
+        lease_id=lease_id,
         kind=kind,
-        prompt=prompt,
-        group_size=group_size,
-        sampling=sampling,
-        lineage=learner.lineage,
+        prompt=state.prompt(position) if evaluation is None else evaluation.prompt(position),
+        group_size=settings.group_size if evaluation is None else evaluation.num_samples,
+        sampling=settings.sampling if evaluation is None else evaluation.sampling,
+        lineage=lineage,
         min_version=min_version,
-        max_staleness=state.settings.max_staleness,
+        max_staleness=settings.max_staleness,
         attempt=attempt,
-        seed=seed,
+        seed=settings.lease_seed(kind, "" if evaluation is None else evaluation.key[0], position),
     )

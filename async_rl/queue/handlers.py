@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.codec import decode_group, field, prompt_fields
+from async_rl.codec import field, prompt_fields
 from async_rl.config import Config
 from async_rl.errors import QueueError, WireError
 from async_rl.queue.admission import eval_sampling
 from async_rl.queue.buffer import Buffer
 from async_rl.queue.evals import Row
-from async_rl.queue.messages import Acked, FailureCause, NotReady
+from async_rl.queue.facts import read_facts
+from async_rl.queue.messages import Acked, FailureCause, LeasesGranted, NotReady
 from async_rl.queue.protocol import (
     announcement_fields,
     announcement_from_fields,
@@ -28,14 +29,17 @@ from async_rl.queue.protocol import (
     facts_from_fields,
     generator_stats_from_fields,
     granted_fields,
+    name,
     not_ready_fields,
     stats_fields,
     strings,
 )
+from async_rl.queue.roster import Roster
 from async_rl.wire import Message
 
 MAX_WAIT_S = 60.0
 """A request is parked no longer; its client asks again."""
+_OF_GENERATORS = frozenset({"hello", "lease", "heartbeat", "return", "fail", "bye"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,10 @@ class Handlers:
 
     def __init__(self, buffer: Buffer, config: Config, eval_rows: Mapping[str, Sequence[Row]], run_id: str) -> None:
         self.buffer, self.run_id = buffer, run_id
-        self._config, self._eval_rows = config, eval_rows
-        self._welcome: WelcomePack | None = None
-        self._activate_told: dict[str, tuple[Any, ...]] = {}
-        self._granted: dict[str, tuple[str, Reply]] = {}
+        self._config, self.eval_rows = config, eval_rows
+        self.welcome: WelcomePack | None = None
+        self.roster = Roster()
         self.learner_gone = False
-        self.left: set[str] = set()
 
     def handle(self, message: Message, now: float) -> Reply | Waiting | None:
         """The reply; None when none is wanted.
@@ -86,6 +88,18 @@ class Handlers:
         if handler is None:
             raise WireError(f"unknown message type {message.type[:40]!r}")
         return handler(message, now)
+
+    def generator_of(self, message: Message, peer: bytes, now: float) -> str | None:
+        """The generator that speaks, from here on answered at ``peer``; None for messages of others.
+
+        Raises:
+            WireError: its id is malformed. QueueError: there is no room for another generator.
+        """
+        if message.type not in _OF_GENERATORS:
+            return None
+        generator_id = name(message.fields, "generator_id")
+        self.roster.seen(generator_id, now, peer)
+        return generator_id
 
     # Anyone.
 
@@ -109,8 +123,8 @@ class Handlers:
         # Copies: the views would keep the whole message alive, snapshot included.
         files = tuple(array.copy() for array in message.arrays[: len(names)])
         self.buffer.attach(
-            lineage=field(fields, "lineage", str),
-            parent=field(fields, "parent_lineage", str),
+            lineage=name(fields, "lineage"),
+            parent=name(fields, "parent_lineage"),
             fork_version=field(fields, "fork_version", int),
             step=field(fields, "step", int),
             num_steps=field(fields, "num_steps", int),
@@ -119,10 +133,9 @@ class Handlers:
         )
         if self.buffer.learner is not before:
             # Repeated now, answers of another learner's time would name versions that this one may not have.
-            self._granted.clear()
-            self._activate_told.clear()
+            self.roster.forget_answers()
         self.run_id, self.learner_gone = run_id, False
-        self._welcome = WelcomePack(field(fields, "config_toml", str), names, files)
+        self.welcome = WelcomePack(field(fields, "config_toml", str), names, files)
         return Reply("attached", {"run_id": run_id})
 
     def _on_alive(self, message: Message, now: float) -> None:
@@ -142,9 +155,9 @@ class Handlers:
         fields = message.fields
         self.buffer.require(field(fields, "lineage", str))
         dataset = field(fields, "dataset", str)
-        rows = self._eval_rows.get(dataset)
+        rows = self.eval_rows.get(dataset)
         if rows is None:
-            raise QueueError(f"expected a dataset of data.eval = {sorted(self._eval_rows)}, got {dataset!r}")
+            raise QueueError(f"expected a dataset of data.eval = {sorted(self.eval_rows)}, got {dataset!r}")
         self.buffer.evaluate(
             dataset,
             field(fields, "step", int),
@@ -186,6 +199,8 @@ class Handlers:
         num_groups = self.buffer.settings.groups_per_step
 
         def attempt(now: float, last: bool) -> Reply | None:
+            if not last and self.buffer.lacks_groups(lineage, step, num_groups):
+                return None
             answer = self.buffer.take(lineage, step, version, num_groups, now)
             if isinstance(answer, NotReady):
                 is_final = last or answer.stop or answer.exhausted
@@ -220,6 +235,10 @@ class Handlers:
         body = self.buffer.snapshot(field(message.fields, "lineage", str), now)
         return _acked(Acked(self.buffer.stats(), body))
 
+    def _on_checkpoint_committed(self, message: Message, now: float) -> Reply:
+        self.buffer.checkpoint_committed(field(message.fields, "lineage", str), field(message.fields, "step", int))
+        return Reply("ok", {})
+
     def _on_finish(self, message: Message, now: float) -> Reply:
         self.buffer.finish(field(message.fields, "lineage", str), now)
         return Reply("ok", {})
@@ -228,12 +247,12 @@ class Handlers:
 
     def _on_hello(self, message: Message, now: float) -> Waiting:
         fields = message.fields
-        generator_id, host = field(fields, "generator_id", str), field(fields, "host", str)
-        self.buffer.hello(generator_id, host, field(fields, "backend", str), now)
-        self.left.discard(generator_id)
+        generator_id = name(fields, "generator_id")
+        self.buffer.hello(generator_id, name(fields, "host"), name(fields, "backend"), now)
+        self.roster.seen(generator_id, now).has_left = False
 
         def attempt(now: float, last: bool) -> Reply | None:
-            pack = self._welcome
+            pack = self.welcome
             if pack is None:
                 return Reply("not_yet", {"reason": "waits for a learner to attach"}) if last else None
             welcome = {"run_id": self.run_id, "config_toml": pack.config_toml, "files": list(pack.names)}
@@ -244,24 +263,24 @@ class Handlers:
     def _on_lease(self, message: Message, now: float) -> Reply | Waiting:
         fields = message.fields
         generator_id, request_id = field(fields, "generator_id", str), str(fields.get("request_id"))
-        active = (field(fields, "lineage", str), field(fields, "version", int))
+        active = (name(fields, "lineage"), field(fields, "version", int))
         max_leases = field(fields, "max_leases", int)
-        known = self._granted.get(generator_id)
+        member = self.roster.seen(generator_id, now)
+        known = member.granted
         # The reply to this very request was lost: its leases are this generator's already.
         if known is not None and known[0] == request_id:
-            return known[1]
+            return Reply("leases", granted_fields(known[1]))
 
         def attempt(now: float, last: bool) -> Reply | None:
             granted = self.buffer.lease(generator_id, active, max_leases, now)
             told = (active, granted.activate)
             # A generator that was told a version and has not got there yet waits, or it would ask in circles.
-            is_news = granted.activate is not None and self._activate_told.get(generator_id) != told
+            is_news = granted.activate is not None and member.told != told
             if not (granted.leases or is_news or last or self.buffer.finished):
                 return None
-            self._activate_told[generator_id] = told
-            reply = Reply("leases", granted_fields(granted))
-            self._granted[generator_id] = (request_id, reply)
-            return reply
+            member.told = told
+            member.granted = (request_id, granted)
+            return Reply("leases", granted_fields(granted))
 
         return Waiting(_wait_s(message), attempt)
 
@@ -277,9 +296,9 @@ class Handlers:
         generator_id, lease_id = field(fields, "generator_id", str), field(fields, "lease_id", str)
         if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
             raise WireError("expected one uint8 array, the encoded group")
-        body = message.arrays[0].tobytes()
+        body = message.arrays[0].data
         try:
-            group = decode_group(body)
+            group = read_facts(body)
             if group.lease_id != lease_id:
                 raise WireError(f"expected the group of lease {lease_id}, got {group.lease_id}")
         except WireError as error:
@@ -300,10 +319,34 @@ class Handlers:
     def _on_bye(self, message: Message, now: float) -> Reply:
         generator_id = field(message.fields, "generator_id", str)
         self.buffer.goodbye(generator_id, now)
-        self.left.add(generator_id)
-        self._granted.pop(generator_id, None)
-        self._activate_told.pop(generator_id, None)
+        self.roster.leave(generator_id)
         return Reply("ok", {})
+
+    def save(self) -> dict[str, Any]:
+        """What a restarted server must know to answer repeated requests, as plain data."""
+        granted = {
+            generator_id: (request_id, [lease.lease_id for lease in answer.leases])
+            for generator_id, (request_id, answer) in self.roster.granted().items()
+        }
+        return {"run_id": self.run_id, "granted": granted, "learner_gone": self.learner_gone}
+
+    def load(self, plain: Mapping[str, Any], welcome: Mapping[str, Any] | None, now: float) -> None:
+        """The inverse of ``save`` and ``save_welcome``, once the buffer is loaded."""
+        self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
+        for generator_id, (request_id, lease_ids) in plain["granted"].items():
+            leases = tuple(lease for lease_id in lease_ids if (lease := self.buffer.lease_of(lease_id)) is not None)
+            if leases:
+                self.roster.seen(generator_id, now).granted = (request_id, LeasesGranted(leases))
+        if welcome is not None:
+            files = tuple(as_array(data) for data in welcome["files"])
+            self.welcome = WelcomePack(welcome["config_toml"], tuple(welcome["names"]), files)
+
+    def save_welcome(self) -> dict[str, Any]:
+        """What the learner brought for generators, as plain data."""
+        pack = self.welcome
+        assert pack is not None
+        files = [array.tobytes() for array in pack.files]
+        return {"config_toml": pack.config_toml, "names": list(pack.names), "files": files}
 
     def notice(self, generator_id: str | None) -> dict[str, Any]:
         """What any message to a client may carry: the newest version, void leases, the end of the run."""

@@ -18,6 +18,7 @@ from async_rl.queue.messages import DROP_CAUSES, DropCause, TrainedFacts
 
 Place = Literal["in_flight", "queued", "taken"]
 _PLACES = ("in_flight", "queued", "taken")
+_NONE_DROPPED: dict[str, int] = dict.fromkeys(DROP_CAUSES, 0)
 
 
 @dataclass(slots=True)
@@ -205,13 +206,16 @@ class Ledger:
 
 
 def _by_cause(account: Account) -> dict[str, int]:
-    return {cause: account.dropped[cause] for cause in DROP_CAUSES}
+    return {**_NONE_DROPPED, **account.dropped}
 
 
 class Outcomes:
-    """Sums over groups by what became of them, so that a bias in what is dropped can be seen. Additive."""
+    """Sums over groups by what became of them, so that a bias in what is dropped can be seen. Additive.
 
-    FATES = ("received", "trained", "filtered", "dropped")
+    What is ``cancelled`` was not received: its tokens are those reported before, its reward and accuracy are unknown.
+    """
+
+    FATES = ("received", "trained", "filtered", "dropped", "cancelled")
 
     def __init__(self) -> None:
         self._sums: dict[str, Counter[str]] = {fate: Counter() for fate in self.FATES}
@@ -222,6 +226,14 @@ class Outcomes:
         sums.update(groups=1, rollouts=rollouts, tokens=tokens)
         for key, value in (("reward", reward), ("accuracy", accuracy)):
             sums[key] += value  # type: ignore[assignment]
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Mapping[str, Any]]) -> Self:
+        """The inverse of ``as_dict``."""
+        outcomes = cls()
+        for fate, sums in plain.items():
+            outcomes._sums[fate].update(sums)
+        return outcomes
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         return {fate: dict(sums) for fate, sums in self._sums.items()}

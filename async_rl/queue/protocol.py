@@ -2,6 +2,8 @@
 
 Every request carries ``request_id``; its reply carries the same. Any reply to a generator may carry ``announcement``,
 ``cancelled`` and ``finished`` (a ``notice``); a message of type ``notice`` without ``request_id`` carries only those.
+The server hands what it has to say to one peer to the socket in one go, as the frames of one multipart message; its
+reader takes them one by one, and each is a message of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from async_rl.queue.messages import (
 
 RECEIVE_HIGH_WATER_MARK = 64
 """Messages of one peer that may wait in memory."""
+COPY_BELOW_BYTES = 1 << 20
+"""Smaller frames are copied into the socket: telling Python that a shared one was sent takes a thread its turn."""
 EXTRA_MESSAGE_BYTES = 256 << 20
 """What a message may be larger than the queue: tokenizer files and headers."""
+MAX_NAME_LENGTH = 256
 
 
 def as_array(data: bytes | bytearray | memoryview) -> np.ndarray:
@@ -120,6 +125,14 @@ def facts_from_fields(fields: Mapping[str, Any]) -> TrainedFacts:
         tokens_trained=field(fields, "tokens_trained", int),
         tokens_masked=counts(field(fields, "tokens_masked", dict)),
     )
+
+
+def name(fields: Mapping[str, Any], key: str) -> str:
+    """A name that the server keeps, and so a short one."""
+    value = field(fields, key, str)
+    if len(value) > MAX_NAME_LENGTH:
+        raise WireError(f"expected {key!r} to be at most {MAX_NAME_LENGTH} characters, got {len(value)}")
+    return value
 
 
 def counts(fields: Mapping[Any, Any]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from async_rl.queue.messages import NotReady, QueueStats
@@ -17,31 +18,51 @@ def ledger_dict(state: QueueState) -> dict[str, Any]:
     }
 
 
-def check(state: QueueState) -> None:
-    """Raises AssertionError if an identity is broken, the ledger and what is held differ, or a prompt got lost."""
+def check_totals(state: QueueState) -> None:
+    """Raises AssertionError if an identity is broken, or the ledger and the totals of what is held differ."""
     state.ledger.check()
     state.eval_ledger.check()
     groups, tokens = state.ledger.groups, state.ledger.tokens
-    taken = state.learner.taken if state.learner is not None else ()
-    held = [*state.queued.values(), *taken]
-    facts = {
-        "queued": (groups.queued, len(state.queued)),
-        "taken": (groups.taken, len(taken)),
-        "in_flight": (groups.in_flight, sum(lease.evaluation is None for lease in state.leases)),
-        "tokens": (tokens.queued + tokens.taken, sum(g.tokens for g in held)),
-        "bytes": (state.group_bytes, sum(len(g.body) for g in held)),
-        "reserved": (state.leases.reserved, sum(lease.reserved for lease in state.leases)),
-        "prompts": (state.stream.position, _prompts(state)),
-    }
+    held_tokens = state.queued.num_tokens + sum(g.num_tokens for g in state.taken)
+    _compare(
+        {
+            "queued": (groups.queued, len(state.queued)),
+            "taken": (groups.taken, len(state.taken)),
+            "in_flight": (groups.in_flight, state.leases.num_training),
+            "tokens": (tokens.queued + tokens.taken, held_tokens),
+            "prompts": (state.stream.position, _prompts(state)),
+        }
+    )
+
+
+def check(state: QueueState) -> None:
+    """``check_totals``, and every total against what it sums; takes time with what is held.
+
+    Raises:
+        AssertionError: something does not add up, or a prompt got lost.
+    """
+    check_totals(state)
+    queued, leases = list(state.queued), list(state.leases)
+    _compare(
+        {
+            "queued bytes": (state.queued.num_bytes, sum(g.place.length for g in queued)),
+            "queued tokens": (state.queued.num_tokens, sum(g.num_tokens for g in queued)),
+            "reserved": (state.leases.reserved, sum(lease.reserved for lease in leases)),
+            "training leases": (state.leases.num_training, sum(lease.evaluation is None for lease in leases)),
+        }
+    )
+
+
+def _compare(facts: Mapping[str, tuple[int, int]]) -> None:
     wrong = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
     if wrong:
-        raise AssertionError(f"(ledger, held) differ: {wrong}")
+        raise AssertionError(f"(counted, held) differ: {wrong}")
 
 
 def _prompts(state: QueueState) -> int:
     """Prompts drawn from the stream, by where they are now; those that were dropped to come again count once."""
     groups = state.ledger.groups
-    here = len(state.stream.again) + groups.in_flight + groups.queued + groups.taken
+    here = state.stream.num_again + groups.in_flight + groups.queued + groups.taken
     ended = ("poison", "too_slow", "step_skipped", "unused_at_end")
     return here + groups.done + groups.filtered + state.prompts_too_long + sum(groups.dropped[c] for c in ended)
 
@@ -54,9 +75,10 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
         "step": learner.step if learner else None,
         "version": learner.version if learner else None,
         **ledger_dict(state),
+        "set_aside": set_aside(state),
     }
     try:
-        check(state)
+        check_totals(state)
     except AssertionError as error:
         plain["broken"] = str(error)
     return plain
@@ -89,6 +111,11 @@ def not_ready(state: QueueState, learner: LearnerSide, num_groups: int) -> NotRe
     if state.stream.exhausted and not in_flight:
         line = f"the data has ended with {len(state.queued)} groups left, a step needs {num_groups}"
         return NotReady(line, stats(state), exhausted=True)
+    if learner.waits_since is not None:
+        late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
+        waited_s = state.now - learner.waits_since
+        line = f"waits {waited_s:.0f} s (queue.wait_s) for {len(late)} groups that this step would make stale"
+        return NotReady(line, stats(state))
     line = f"{who_samples(state)}{len(state.queued)} of {num_groups} groups are queued, {in_flight} in flight"
     if state.filtered_since_step:
         line += f", {state.filtered_since_step} filtered since the last step"
@@ -118,11 +145,12 @@ def status(state: QueueState) -> dict[str, Any]:
         "announced": {name: getattr(announced, name) for name in announced.__slots__} if announced else None,
         "depth": len(state.queued),
         "bytes": state.group_bytes + state.evals.num_bytes,
+        "bytes_pinned": sum(g.place.length for g in state.pins.groups if not state.is_held(g.lease_id)),
         "bytes_reserved": state.leases.reserved,
         "max_bytes": state.settings.max_bytes,
         "stream": {
             "position": state.stream.position,
-            "again": len(state.stream.again),
+            "again": state.stream.num_again,
             "epoch": state.stream.epoch,
         },
         "leases": _leases(state),
@@ -131,8 +159,18 @@ def status(state: QueueState) -> dict[str, Any]:
         "prompts_too_long": state.prompts_too_long,
         "filtered_since_step": state.filtered_since_step,
         "stop": state.stop_diagnosis(),
+        "set_aside": set_aside(state),
         "ledger": ledger_dict(state),
     }
+
+
+def set_aside(state: QueueState) -> list[dict[str, Any]]:
+    """The prompts that were given up last, with the row of the data set (counted from 0, bad rows left out)."""
+    found: list[dict[str, Any]] = []
+    for position, cause in state.set_aside_last.items():
+        row, epoch = state.stream.locate(position)
+        found.append({"position": position, "row": row, "epoch": epoch, "cause": cause})
+    return found
 
 
 def _leases(state: QueueState) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """The queue server: one ROUTER socket around the buffer, one thread, one loop.
 
 It waits for nobody. Requests that can't be answered yet are parked and tried again after every change; malformed ones
-are counted and answered. ``queue.json`` says where it is, ``ledger.json`` what became of everything. It ends when the
-run is finished and its generators were told, when its learner is gone for ``queue.linger_s``, when the lifeline of
-whoever started it breaks, or on SIGTERM.
+are counted and answered. What a turn of the loop changed is committed to the journal before any of its replies goes
+out, so nothing that anybody was told can be forgotten. ``queue.json`` says where it is, ``ledger.json`` what became of
+everything. It ends when the run is finished and its generators were told, when its learner is gone for
+``queue.linger_s``, when the lifeline of whoever started it breaks, or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ from typing import Any
 
 import zmq
 
-from async_rl.address import check_address, refuse_open_bind
-from async_rl.codec import field
+from async_rl.address import check_address
 from async_rl.config import Config
-from async_rl.errors import AddressError, AsyncRLError, ConfigError, LineageError, WireError
-from async_rl.queue.admission import BufferSettings
+from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
+from async_rl.faults import fault_point
+from async_rl.queue.admission import BufferSettings, eval_sampling
 from async_rl.queue.buffer import Buffer
+from async_rl.queue.changes import Changes
+from async_rl.queue.endpoint import Endpoint
 from async_rl.queue.evals import Row
 from async_rl.queue.files import QueueRecord, read_record, write_json
-from async_rl.queue.handlers import Handlers, Reply, Waiting
-from async_rl.queue.protocol import EXTRA_MESSAGE_BYTES, RECEIVE_HIGH_WATER_MARK
+from async_rl.queue.handlers import Handlers, Reply, Waiting, WelcomePack
+from async_rl.queue.journal import Journal, pack, unpack
+from async_rl.queue.protocol import name
+from async_rl.queue.roster import MAX_GENERATORS
 from async_rl.queue.stream import PromptStream
-from async_rl.wire import Limits, Message, decode, encode
+from async_rl.wire import Message, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,10 @@ LEARNER_SILENCE_S = 20.0
 FINISH_GRACE_S = 10.0
 """After the end, generators have so long to hear of it."""
 LEDGER_EVERY_S = 1.0
-_COPY_BELOW_BYTES = 1 << 16
+_LEDGER_GAP_S = 0.1
+"""Steps that come faster share one writing of the ledger."""
+_MAX_PARKED = 2 * MAX_GENERATORS + 64
+"""A hello and a lease request of every generator; beyond, requests are answered at once."""
 _DRAIN = 256
 """Messages handled before parked requests are tried again."""
 
@@ -48,7 +56,7 @@ _DRAIN = 256
 @dataclass(slots=True)
 class _Parked:
     identity: bytes
-    request_id: Any
+    request_id: str | None
     generator_id: str | None
     type: str
     waiting: Waiting
@@ -61,13 +69,16 @@ class QueueServer:
     """Binds at once; ``run`` serves until the end. ``orphan_s``: ends if no learner attaches for so long.
 
     Raises:
-        AddressError: the address is busy, malformed, or open to the network without ``insecure``.
+        AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
+        KeyFileError: the keys of ``queue.keys`` are missing or unfit.
         ConfigError: the queue can't hold one step.
     """
 
     def __init__(
         self, config: Config, train_rows: Sequence[Row], eval_rows: Mapping[str, Sequence[Row]], *,
-        run_id: str = "", insecure: bool = False, lifeline_fd: int | None = None, orphan_s: float | None = None,
+        data_digest: str = "", open_journal: Callable[[], Journal] | None = None, run_id: str = "",
+        insecure: bool = False,
+        lifeline_fd: int | None = None, orphan_s: float | None = None,
         on_ready: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         if not train_rows:
@@ -75,30 +86,47 @@ class QueueServer:
         stream = PromptStream(
             len(train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
         )
-        buffer = Buffer(BufferSettings.from_config(config), train_rows, stream, instance=secrets.token_hex(2))
+        settings = BufferSettings.from_config(config)
+        self._run_dir = Path(config.run.dir)
+        # A server that is refused its address leaves no journal behind.
+        self._endpoint = Endpoint(config.queue, insecure=insecure, last_port=_last_port(self._run_dir, run_id))
+        self.address = self._endpoint.address
+        try:
+            self._journal = open_journal() if open_journal is not None else None
+        except UserError:
+            self._endpoint.close()
+            raise
+        self._changes = Changes(is_wanted=self._journal is not None)
+        buffer = Buffer(
+            settings, train_rows, stream, data_digest=data_digest, instance=secrets.token_hex(2),
+            bodies=self._journal, changes=self._changes,
+        )  # fmt: skip
         limited = {name: rows[: config.eval.max_rows] for name, rows in eval_rows.items()}
         self._handlers = Handlers(buffer, config, limited, run_id)
         self._buffer, self._config, self._on_ready = buffer, config, on_ready
-        self._run_dir = Path(config.run.dir)
         self._lifeline_fd, self._orphan_s = lifeline_fd, orphan_s
-        self._limits = Limits(max_bytes=config.queue.max_bytes + EXTRA_MESSAGE_BYTES)
         self._parked: list[_Parked] = []
-        self._identities: dict[str, bytes] = {}
+        self._outbox: dict[bytes, list[bytes]] = {}
+        self._committed = -1
         self._told: tuple[Any, ...] = ()
+        self._saved_welcome: WelcomePack | None = None
         self._wake_read, self._wake_write = os.pipe()
         self._stop_reason = ""
         self._started = self._learner_seen = time.monotonic()
         self._finished_at: float | None = None
         self._ledger_written, self._ledger_step = (-1, 0.0), -1
         self._recorded_run_id = ""
-        self.num_malformed = 0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        try:
-            self.address = self._bind(insecure=insecure)
-        except AddressError:
-            self._close()
-            raise
+        self._poller = zmq.Poller()
+        self._endpoint.register(self._poller)
+        for fd in (self._wake_read, lifeline_fd):
+            if fd is not None:
+                self._poller.register(fd, zmq.POLLIN)
+        if self._journal is not None:
+            try:
+                self._load(self._journal)
+            except QueueError:
+                self._close()
+                raise
 
     def stop(self, reason: str) -> None:
         """End the loop soon; safe from a signal handler or another thread."""
@@ -119,110 +147,61 @@ class QueueServer:
                 self._buffer.expire(now)
                 self._answer_parked(now)
                 self._push_notices()
+                self._commit()
+                self._send_outbox()
                 self._write_ledger(now)
             logger.info("the queue ends: %s", reason)
+            self._commit()
             self._write_ledger(time.monotonic(), force=True)
             return reason
         finally:
             self._close()
 
-    # Socket.
-
-    def _bind(self, *, insecure: bool) -> str:
-        wanted = self._config.queue.address or "tcp://127.0.0.1:0"
-        refuse_open_bind(wanted, insecure=insecure)
-        host, port = check_address(wanted)
-        socket = self._socket
-        socket.setsockopt(zmq.MAXMSGSIZE, self._limits.max_bytes)
-        socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.LINGER, 2000)
-        # A client that reconnects comes under its old identity and must not be taken for a rival.
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        shown = f"[{host}]" if ":" in host else host
-        for candidate in self._ports(port):
-            try:
-                socket.bind(f"tcp://{shown}:{candidate or '*'}")
-                break
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE and candidate != port:
-                    continue
-                raise AddressError(
-                    f"can't bind queue.address {wanted}: {error.strerror}; is another queue running there? Stop it, or "
-                    f"choose another address"
-                ) from error
-        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        bound_port = bound.decode().rsplit(":", 1)[1]
-        return self._advertised("127.0.0.1" if host in ("*", "0.0.0.0") else shown, bound_port)
-
-    def _ports(self, port: int) -> list[int]:
-        """Ports to try. Any free one: first that of this run's last server, which generators still know."""
-        record = read_record(self._run_dir)
-        if port or record is None or (self._handlers.run_id and record.run_id != self._handlers.run_id):
-            return [port]
-        return [check_address(record.address)[1], port]
-
-    def _advertised(self, host: str, port: str) -> str:
-        if self._config.queue.advertise is None:
-            return f"tcp://{host}:{port}"
-        advertised_host, advertised_port = check_address(self._config.queue.advertise)
-        shown = f"[{advertised_host}]" if ":" in advertised_host else advertised_host
-        return f"tcp://{shown}:{advertised_port or port}"
-
     def _close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        self._endpoint.close()
+        if self._journal is not None:
+            self._journal.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
     # The loop's parts.
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
-        if self._lifeline_fd is not None:
-            poller.register(self._lifeline_fd, zmq.POLLIN)
         now = time.monotonic()
         deadlines = [now + LEDGER_EVERY_S, *(p.deadline for p in self._parked)]
         if self._buffer.next_deadline is not None:
             deadlines.append(self._buffer.next_deadline)
-        poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
+        self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
 
     def _drain(self) -> None:
-        for _ in range(_DRAIN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._receive(bytes(frames[0].buffer), [memoryview(f.buffer) for f in frames[1:]])
+        now = time.monotonic()
+        for identity, frames in self._endpoint.receive(_DRAIN, now):
+            self._receive(identity, frames)
+        self._endpoint.note_refused(now)
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
-        request_id: Any = None
+        request_id: str | None = None
         try:
             if len(frames) != 1:
                 raise WireError(f"expected one frame, got {len(frames)}")
-            message = decode(frames[0], self._limits)
-            request_id = message.fields.get("request_id")
+            message = decode(frames[0], self._endpoint.sizes.limits)
+            request_id = _request_id(message)
+            self._endpoint.sizes.check(message, len(frames[0]))
             self._handle(identity, request_id, message)
         except Exception as error:
-            self._send(identity, request_id, None, self._failed(error))
+            self._send(identity, request_id, None, self._failed(identity, error))
 
-    def _failed(self, error: Exception) -> Reply:
+    def _failed(self, identity: bytes, error: Exception) -> Reply:
         """The server outlives bad requests, and its own bugs: the request is refused, and the log has the place."""
         if isinstance(error, WireError):
-            self.num_malformed += 1
+            self._endpoint.note_malformed(identity, time.monotonic())
         if not isinstance(error, AsyncRLError):
             logger.error("a request failed by a bug", exc_info=error)
         return _error(error)
 
-    def _handle(self, identity: bytes, request_id: Any, message: Message) -> None:
+    def _handle(self, identity: bytes, request_id: str | None, message: Message) -> None:
         now = time.monotonic()
-        generator_id = message.fields.get("generator_id")
-        if generator_id is not None:
-            generator_id = field(message.fields, "generator_id", str)
-            self._identities[generator_id] = identity
+        generator_id = self._handlers.generator_of(message, identity, now)
         self._note_learner(message, now)
         answer = self._handlers.handle(message, now)
         if isinstance(answer, Reply):
@@ -230,7 +209,7 @@ class QueueServer:
         elif isinstance(answer, Waiting):
             # One waiting request of a type a client: a newer one, or the same sent again, replaces it.
             self._parked = [p for p in self._parked if (p.identity, p.type) != (identity, message.type)]
-            deadline = now + answer.wait_s
+            deadline = now + (answer.wait_s if len(self._parked) < _MAX_PARKED else 0.0)
             self._parked.append(_Parked(identity, request_id, generator_id, message.type, answer, deadline, since=now))
             self._answer_parked(now)
 
@@ -258,7 +237,7 @@ class QueueServer:
             try:
                 reply = item.waiting.attempt(now, last)
             except Exception as error:
-                reply = self._failed(error)
+                reply = self._failed(item.identity, error)
             item.tried = self._buffer.revision
             if reply is None:
                 still.append(item)
@@ -266,14 +245,14 @@ class QueueServer:
                 self._send(item.identity, item.request_id, item.generator_id, reply)
         self._parked = still
 
-    def _send(self, identity: bytes, request_id: Any, generator_id: str | None, reply: Reply) -> None:
+    def _send(self, identity: bytes, request_id: str | None, generator_id: str | None, reply: Reply) -> None:
         fields = {**reply.fields, "request_id": request_id, **self._notice(generator_id, reply)}
         if reply.type == "status":
             now = time.monotonic()
             waits = [
                 {"who": p.generator_id or "learner", "for": p.type, "since_s": now - p.since} for p in self._parked
             ]
-            extra = {"address": self.address, "pid": os.getpid(), "malformed": self.num_malformed, "waits": waits}
+            extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
             fields["status"] = {**fields["status"], **extra}
         self._send_frame(identity, encode(reply.type, fields, reply.arrays))
 
@@ -283,12 +262,43 @@ class QueueServer:
         return {**notice, "cancelled": [*own, *notice.get("cancelled", [])]}
 
     def _send_frame(self, identity: bytes, frame: bytes) -> None:
-        try:
-            # Sharing memory with the socket's thread costs more than copying a small frame.
-            self._socket.send_multipart([identity, frame], zmq.NOBLOCK, copy=len(frame) < _COPY_BELOW_BYTES)
-        except zmq.Again:
-            # The peer does not read; it asks again under the same id once it does.
-            logger.warning("a reply of %d bytes to %r was not taken", len(frame), identity)
+        self._outbox.setdefault(identity, []).append(frame)
+
+    def _send_outbox(self) -> None:
+        outbox, self._outbox = self._outbox, {}
+        for identity, frames in outbox.items():
+            self._endpoint.send(identity, frames)
+
+    # Durability.
+
+    def _commit(self) -> None:
+        """Write down what changed since the last turn."""
+        if self._journal is None or self._committed == self._buffer.revision:
+            return
+        state = {"queue": pack({"buffer": self._buffer.save(), "handlers": self._handlers.save()})}
+        if self._handlers.welcome is not self._saved_welcome:
+            self._saved_welcome = self._handlers.welcome
+            state["welcome"] = pack(self._handlers.save_welcome())
+        self._journal.commit(self._changes.drain(), state)
+        self._committed = self._buffer.revision
+        fault_point("queue.journaled")
+
+    def _load(self, journal: Journal) -> None:
+        """Go on where the last server of this journal stopped."""
+        found = journal.load()
+        if found is None:
+            return
+        plain = unpack(found.state["queue"])
+        welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
+        sampling, now = eval_sampling(self._config), time.monotonic()
+        journal.adopt(self._buffer.load(found.entries, plain["buffer"], self._handlers.eval_rows, sampling, now))
+        self._handlers.load(plain["handlers"], welcome, now)
+        self._saved_welcome = self._handlers.welcome
+        # Loading is no change of its own.
+        self._changes.drain()
+        self._committed = self._buffer.revision
+        stats = self._buffer.stats()
+        logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
 
     def _push_notices(self) -> None:
         """Tell generators unasked of a new version, the end, and leases to stop."""
@@ -296,13 +306,11 @@ class QueueServer:
         key = (repr(news.get("announcement")), news.get("finished"))
         everyone = key != self._told and bool(news)
         self._told = key
-        alive = set(self._buffer.alive_generators(time.monotonic()))
-        for generator_id in alive if everyone else set(self._buffer.generators_to_tell()):
-            identity = self._identities.get(generator_id)
+        told = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_tell()
+        for generator_id in told:
+            identity = self._handlers.roster.identity(generator_id)
             if identity is not None:
                 self._send_frame(identity, encode("notice", self._handlers.notice(generator_id)))
-        if len(self._identities) > 4 * len(alive) + 64:
-            self._identities = {g: i for g, i in self._identities.items() if g in alive}
 
     # Life and files.
 
@@ -313,7 +321,7 @@ class QueueServer:
             return "whoever started it is gone"
         if self._buffer.finished:
             self._finished_at = self._finished_at or now
-            untold = set(self._buffer.alive_generators(now)) - self._handlers.left
+            untold = [g for g in self._buffer.alive_generators(now) if not self._handlers.roster.has_left(g)]
             if not untold or now - self._finished_at >= FINISH_GRACE_S:
                 return "the run is finished"
             return ""
@@ -338,11 +346,23 @@ class QueueServer:
             self._write_record()
         revision, written_at = self._ledger_written
         acked = self._buffer.learner.step if self._buffer.learner is not None else -1
-        is_due = acked != self._ledger_step or now - written_at >= LEDGER_EVERY_S
+        is_due = now - written_at >= (_LEDGER_GAP_S if acked != self._ledger_step else LEDGER_EVERY_S)
         if not force and (revision == self._buffer.revision or not is_due):
             return
         self._ledger_written, self._ledger_step = (self._buffer.revision, now), acked
         write_json(self._run_dir / "ledger.json", {"run_id": self._handlers.run_id, **self._buffer.ledger_file()})
+
+
+def _request_id(message: Message) -> str | None:
+    return None if message.fields.get("request_id") is None else name(message.fields, "request_id")
+
+
+def _last_port(run_dir: Path, run_id: str) -> int | None:
+    """The port of this run's last server, which generators still know."""
+    record = read_record(run_dir)
+    if record is None or (run_id and record.run_id != run_id):
+        return None
+    return check_address(record.address)[1]
 
 
 def _is_broken(fd: int) -> bool:

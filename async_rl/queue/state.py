@@ -6,23 +6,36 @@ Pure. ``buffer.py`` is the face of it; ``grants.py`` and ``returns.py`` hold the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from async_rl.errors import LineageError, QueueError
+from async_rl.queue import ledger as ledgers
 from async_rl.queue.admission import BufferSettings
-from async_rl.queue.evals import EvalBook, Row
-from async_rl.queue.held import HeldGroup
+from async_rl.queue.bodies import BodyStore
+from async_rl.queue.changes import Changes
+from async_rl.queue.evals import Answer, EvalBook, Row
+from async_rl.queue.facts import GroupFacts
+from async_rl.queue.held import GroupEntry, HeldGroup
 from async_rl.queue.leases import GeneratorTable, HeldLease, LeaseTable
-from async_rl.queue.ledger import Ledger, Outcomes, Place
-from async_rl.queue.messages import Acked, Announcement, DropCause
+from async_rl.queue.ledger import Ledger, Outcomes
+from async_rl.queue.messages import Announcement, DropCause
+from async_rl.queue.pins import Pins
+from async_rl.queue.shelf import Shelf
 from async_rl.queue.stream import PromptStream
 from async_rl.records import Prompt
+
+_NAMED = 100
+"""Prompts that were set aside are named up to so many; all are counted."""
 
 
 @dataclass(slots=True)
 class LearnerSide:
-    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken`` belongs to ``step``."""
+    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken`` belongs to ``step``.
+
+    ``acked`` is the last acked step with the snapshot that its ack asked for. ``waits_since``: under ``on_stale =
+    "wait"``, when the next batch could have been handed over but for leases that it would make stale.
+    """
 
     lineage: str
     step: int
@@ -31,7 +44,8 @@ class LearnerSide:
     fork_version: int
     announcement: Announcement | None = None
     taken: tuple[HeldGroup, ...] = ()
-    acked: tuple[int, Acked] | None = None
+    acked: tuple[int, bytes | None] | None = None
+    waits_since: float | None = None
     finished: bool = False
 
     @property
@@ -53,34 +67,46 @@ class Attempts:
 
 @dataclass(slots=True, eq=False)
 class QueueState:
-    """Everything that changes. ``revision`` grows with every change, so that waiting requests are tried again."""
+    """Everything that changes. ``revision`` grows with every change, so that waiting requests are tried again.
+
+    ``data_digest`` names the training rows, so that a snapshot of other rows is never restored. ``set_aside`` counts an
+    epoch's prompts that were given up; ``set_aside_last`` names the last of them by position, with the cause.
+    """
 
     settings: BufferSettings
     rows: Sequence[Row]
     stream: PromptStream
+    data_digest: str
     instance: str
+    bodies: BodyStore
+    changes: Changes
     leases: LeaseTable
     generators: GeneratorTable
+    evals: EvalBook
+    pins: Pins
     learner: LearnerSide | None = None
-    evals: EvalBook = field(default_factory=EvalBook)
     ledger: Ledger = field(default_factory=Ledger)
     eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
     outcomes: Outcomes = field(default_factory=Outcomes)
-    queued: dict[str, HeldGroup] = field(default_factory=dict)
+    queued: Shelf = field(default_factory=Shelf)
     attempts: dict[int, Attempts] = field(default_factory=dict)
     set_aside: Counter[int] = field(default_factory=Counter)
+    set_aside_last: dict[int, str] = field(default_factory=dict)
     old_lineages: set[str] = field(default_factory=set)
     filtered_since_step: int = 0
     filtered_right_since_step: int = 0
     prompts_too_long: int = 0
-    group_bytes: int = 0
     num_leases: int = 0
     revision: int = 0
     now: float = 0.0
+    clock_ahead_s: float = 0.0
 
     def at(self, now: float) -> None:
-        """Time never runs backwards here, whatever order the callers' clocks were read in."""
-        self.now = max(self.now, now)
+        """Time never runs backwards here, whatever order the callers' clocks were read in.
+
+        ``now`` is of the callers' clock; ``clock_ahead_s`` is how far this one, which outlives processes, is ahead.
+        """
+        self.now = max(self.now, now + self.clock_ahead_s)
 
     def attached(self, lineage: str) -> LearnerSide:
         """The learner, if ``lineage`` is its.
@@ -99,6 +125,15 @@ class QueueState:
                 f"lineage {lineage} no longer owns the queue, {self.learner.lineage} does; a newer learner took over"
             )
         return self.learner
+
+    @property
+    def group_bytes(self) -> int:
+        """Bodies that are queued or taken."""
+        return self.queued.num_bytes + sum(g.place.length for g in self.taken)
+
+    @property
+    def taken(self) -> tuple[HeldGroup, ...]:
+        return () if self.learner is None else self.learner.taken
 
     @property
     def outstanding(self) -> int:
@@ -125,6 +160,10 @@ class QueueState:
             given_up = evaluation is not None and evaluation.lose(
                 held.lease.prompt.row, max_attempts=self.settings.max_attempts, again=again
             )
+            if evaluation is not None:
+                self.evals.note(evaluation)
+                if given_up:
+                    self.evals.answer(evaluation, held.lease.prompt.row, Answer(None))
             final: DropCause = "poison" if given_up and again else cause
             self.leases.close(held.lease.lease_id, final)
             self.eval_ledger.drop("in_flight", final, rollouts, tokens)
@@ -132,6 +171,9 @@ class QueueState:
             final = self._ask_again(held.lease.prompt.position, cause)
             self.leases.close(held.lease.lease_id, final)
             self.ledger.drop("in_flight", final, rollouts, tokens)
+            if cause == "cancelled":
+                # Its answers are at least as long as the last heartbeat said; what they are worth, nobody knows.
+                self.outcomes.add("cancelled", rollouts=rollouts, tokens=held.progress, reward=0.0, accuracy=0.0)
         self.revision += 1
 
     def give_back(self, held: HeldLease) -> None:
@@ -156,37 +198,63 @@ class QueueState:
         self.leases.close(held.lease.lease_id, "refused")
         self.ledger.drop("in_flight", "refused", held.lease.group_size, 0)
         self.prompts_too_long += 1
-        self._give_up(held.lease.prompt.position)
+        self._give_up(held.lease.prompt.position, "too_long")
         self.revision += 1
 
-    def drop_group(self, group: HeldGroup, source: Place, cause: DropCause, *, again: bool = False) -> None:
+    def keep_group(self, group: HeldGroup) -> None:
+        """A new group is queued."""
+        self.queued.add(group)
+        self.changes.put("group", group.lease_id, GroupEntry(group), is_new=True)
+        self.revision += 1
+
+    def drop_group(self, group: HeldGroup, source: ledgers.Place, cause: DropCause, *, again: bool = False) -> None:
         """A queued or taken group leaves; the caller has taken it out of its place."""
         final = self._ask_again(group.position, cause) if again else cause
-        self.ledger.drop(source, final, group.rollouts, group.tokens)
+        self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
-        self.group_bytes -= len(group.body)
-        self.leases.set_fate(group.lease_id, "returned")
+        self.let_go(group)
         self.revision += 1
 
-    def count_outcome(self, fate: str, group: HeldGroup) -> None:
+    def let_go(self, group: HeldGroup) -> None:
+        """Forget a group that left, unless a snapshot still needs it."""
+        if group.lease_id in self.pins:
+            self.changes.put("group", group.lease_id, GroupEntry(group, is_held=False))
+        else:
+            self.changes.delete("group", group.lease_id)
+            self.bodies.release(group.place)
+
+    def is_held(self, lease_id: str) -> bool:
+        """Whether the group is queued or taken."""
+        return lease_id in self.queued or any(group.lease_id == lease_id for group in self.taken)
+
+    def unpin(self, groups: Iterable[HeldGroup]) -> None:
+        """No snapshot needs these any more: let go of those that left meanwhile."""
+        for group in groups:
+            if not self.is_held(group.lease_id):
+                self.let_go(group)
+
+    def count_outcome(self, fate: str, group: HeldGroup | GroupFacts) -> None:
         self.outcomes.add(
-            fate, rollouts=group.rollouts, tokens=group.tokens, reward=group.reward, accuracy=group.accuracy
+            fate,
+            rollouts=group.num_rollouts,
+            tokens=group.num_tokens,
+            reward=group.reward,
+            accuracy=group.accuracy,
         )
 
     def drop_too_old(self, learner: LearnerSide) -> None:
         """After the version moved: queued groups and leases that can't be trained any more are dropped."""
         oldest = self.settings.oldest_trainable(learner.version)
-        for group in [g for g in self.queued.values() if g.oldest_version < oldest]:
-            del self.queued[group.lease_id]
+        for group in self.queued.pop_older_than(oldest):
             self.drop_group(group, "queued", "stale", again=True)
-        for held in self.leases:
-            if held.evaluation is None and held.version < oldest:
+        # Under "mask" a lease can always make it: its newer tokens will be young enough.
+        if self.settings.on_stale != "mask":
+            for held in self.leases.training_older_than(oldest):
                 self.lose_lease(held, "cancelled")
 
     def end_training(self) -> None:
         """No further step: what is queued or in flight for training is unused."""
-        for group in list(self.queued.values()):
-            del self.queued[group.lease_id]
+        for group in self.queued.pop_all():
             self.drop_group(group, "queued", "unused_at_end")
         for held in self.leases:
             if held.evaluation is None:
@@ -229,9 +297,12 @@ class QueueState:
         if final == cause:
             self.stream.put_back(position)
         else:
-            self._give_up(position)
+            self._give_up(position, final)
         return final
 
-    def _give_up(self, position: int) -> None:
+    def _give_up(self, position: int, cause: str) -> None:
         self.attempts.pop(position, None)
         self.set_aside[position // self.stream.num_rows] += 1
+        self.set_aside_last[position] = cause
+        while len(self.set_aside_last) > _NAMED:
+            del self.set_aside_last[next(iter(self.set_aside_last))]

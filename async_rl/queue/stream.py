@@ -40,6 +40,10 @@ class PromptStream:
         return sorted(self._again)
 
     @property
+    def num_again(self) -> int:
+        return len(self._again)
+
+    @property
     def epoch(self) -> int:
         """The epoch of the newest position drawn (0 before the first)."""
         return max(0, self._position - 1) // self.num_rows

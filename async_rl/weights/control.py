@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
 from async_rl.codec import field
-from async_rl.errors import WireError
+from async_rl.errors import WeightsError, WireError
+from async_rl.keys import ClientKeys
 from async_rl.wire import Limits, decode, encode
 
 HEARTBEAT_S = 1.0
@@ -109,6 +110,31 @@ class Go:
     stall_s: float
     deadline_s: float
     chunk_bytes: int
+
+
+def channel(address: str, public_key: bytes | None) -> str:
+    """``Announcement.channel``: where the publisher is, and the key (z85) that it must prove, if it has one."""
+    return address if public_key is None else f"{address} {public_key.decode()}"
+
+
+def parse_channel(text: str) -> tuple[str, bytes | None]:
+    """The address and the key of a channel; a malformed address is left to whoever connects."""
+    address, _, key = text.partition(" ")
+    return address, key.encode() if key else None
+
+
+def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKeys | None:
+    """A generator's ``keys`` for a publisher with ``server_key``, which the queue vouches for.
+
+    Raises:
+        WeightsError: one side has keys and the other has none.
+    """
+    if server_key is None and keys is None:
+        return None
+    if server_key is None or keys is None:
+        wants, has = ("keys", "none") if server_key is not None else ("no keys", "some")
+        raise WeightsError(f"the learner's weights channel wants {wants}, this generator has {has}")
+    return keys.for_server(server_key)
 
 
 MemberMessage = Join | Alive | Leave | Ready | Ack | Failed

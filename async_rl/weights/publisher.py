@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from async_rl.address import refuse_open_bind
+from async_rl.address import refuse_open_collectives
 from async_rl.errors import AddressError, WeightsError, WireError
+from async_rl.keys import Guard, ServerKeys
 from async_rl.weights import control
 from async_rl.weights.background import Wake
 from async_rl.weights.manifest import manifest_fields
@@ -65,7 +66,8 @@ class Publisher:
         bind_host: where the control socket, the store and the collectives listen.
         advertise_host: the name under which generators reach ``bind_host``; needed where that is a wildcard.
         deadline_s: a generator that has no version so long after it was told of one is dropped (it may join again).
-        insecure: allow to listen beyond loopback (nothing on these channels is authenticated).
+        insecure: allow to listen beyond loopback (collectives authenticate nobody, with keys or without).
+        keys: of the control channel, which then lets in listed clients only; none: it is not encrypted.
         transport: ``gloo``, or ``nccl`` where learner and generators have CUDA devices of their own.
         device: rank 0's CUDA device, for ``nccl``.
         chunk_bytes: bytes of one collective; also the device buffer of ``nccl``.
@@ -80,6 +82,7 @@ class Publisher:
         *,
         deadline_s: float,
         insecure: bool,
+        keys: ServerKeys | None = None,
         advertise_host: str | None = None,
         transport: str = "gloo",
         device: str | None = None,
@@ -89,7 +92,7 @@ class Publisher:
         self._host = advertise_host or bind_host
         if self._host in _WILDCARDS:
             raise AddressError(f"{bind_host!r} is no address that generators could connect to; pass one to advertise")
-        refuse_open_bind(f"tcp://{_url_host(bind_host)}:0", insecure=insecure)
+        refuse_open_collectives(bind_host, is_trusted=insecure)
         self._deadline_s = deadline_s
         self._stall_s = min(_MAX_STALL_S, deadline_s / 3)
         self._transport = transport
@@ -115,7 +118,8 @@ class Publisher:
         self._closing = False
         self._wake = Wake()
         self._context = zmq.Context()
-        self._socket = self._bind()
+        self._guard: Guard | None = None
+        self._socket = self._bind(keys)
         self._sender = Sender(
             transport,
             bind_host="0.0.0.0" if bind_host == "*" else bind_host,
@@ -173,8 +177,10 @@ class Publisher:
         if self._error is not None:
             raise WeightsError(f"the weights publisher has failed: {self._error!r}") from self._error
 
-    def _bind(self) -> zmq.Socket[bytes]:
+    def _bind(self, keys: ServerKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
+        if keys is not None:
+            self._guard = keys.guard(socket, self._context)
         socket.linger = 0
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, control.TO_PUBLISHER_LIMITS.max_bytes)
@@ -184,7 +190,7 @@ class Publisher:
             port = socket.bind_to_random_port(f"tcp://{_url_host(self._bind_host)}")
         except zmq.ZMQError as error:
             raise AddressError(f"can't listen for weights at {self._bind_host}: {error}") from error
-        self._address = f"tcp://{_url_host(self._host)}:{port}"
+        self._address = control.channel(f"tcp://{_url_host(self._host)}:{port}", keys.public if keys else None)
         return socket
 
     # Everything below runs in the publisher's thread.
@@ -213,6 +219,8 @@ class Publisher:
                 self._pinned.unpin()
             self._sender.close(_JOIN_THREAD_S)
             self._socket.close()
+            if self._guard is not None:
+                self._guard.stop()
             self._context.term()
 
     def _take_published(self) -> None:

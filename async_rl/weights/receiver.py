@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from async_rl.address import check_address, local_host_towards, refuse_open_bind
+from async_rl.address import check_address, local_host_towards, refuse_open_collectives
 from async_rl.errors import AsyncRLError, WeightsError, WireError
+from async_rl.keys import ClientKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
 from async_rl.weights.background import JobThread, Wake
@@ -63,12 +64,16 @@ class Receiver:
         generator_id: as in the generator's handshake with the queue.
         insecure: allow collectives to listen beyond loopback (nothing on them is authenticated).
         device: this generator's CUDA device, where the publisher uses NCCL.
+        keys: this generator's; needed where the publisher has keys.
     """
 
-    def __init__(self, generator_id: str, *, insecure: bool, device: str | None = None) -> None:
+    def __init__(
+        self, generator_id: str, *, insecure: bool, device: str | None = None, keys: ClientKeys | None = None
+    ) -> None:
         self._generator_id = generator_id
         self._insecure = insecure
         self._device = device
+        self._keys = keys
         self._buffers = Buffers(pinned=device is not None)
         self._target: Announcement | None = None
         self._arrived = Wake()
@@ -195,11 +200,12 @@ class Receiver:
         self._next_beat = 0.0
         self._forget_membership()
         self._heard = time.monotonic()
+        address, server_key = control.parse_channel(target.channel)
         try:
-            check_address(target.channel)
-            self._local_host = local_host_towards(target.channel)
-            host = f"[{self._local_host}]" if ":" in self._local_host else self._local_host
-            refuse_open_bind(f"tcp://{host}:0", insecure=self._insecure)
+            host, _ = check_address(address)
+            self._local_host = local_host_towards(address)
+            refuse_open_collectives(self._local_host, is_trusted=self._insecure)
+            keys = control.keys_towards(server_key, self._keys)
         except AsyncRLError as error:
             self._channel_error = str(error)
             return
@@ -208,8 +214,10 @@ class Receiver:
         # Nothing is queued for a learner that is not there: signs of life are of no use later.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, control.TO_MEMBER_LIMITS.max_bytes)
-        socket.setsockopt(zmq.IPV6, int(":" in target.channel.removeprefix("tcp://").rpartition(":")[0]))
-        socket.connect(target.channel)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        if keys is not None:
+            keys.identify(socket)
+        socket.connect(address)
         poller.register(socket, zmq.POLLIN)
         self._socket = socket
 
@@ -287,7 +295,7 @@ class Receiver:
         if self._buffers.holds(manifest):
             self._say(control.Ack(number, manifest.version, manifest.digest))
             return
-        host, _ = check_address(self._channel)
+        host, _ = check_address(control.parse_channel(self._channel)[0])
         attempt = _Attempt(number, backend, manifest, host, self._local_host)
         self._attempt = attempt
         assert self._transfers is not None

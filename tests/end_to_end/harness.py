@@ -34,7 +34,7 @@ class Role:
     """One ``async-rl`` process in a session of its own, its output in a file."""
 
     def __init__(self, name: str, *arguments: str, log_dir: Path, env: Mapping[str, str] | None = None) -> None:
-        self.name, self.log_path = name, log_dir / f"{name}.log"
+        self.name, self.arguments, self.log_path = name, arguments, log_dir / f"{name}.log"
         log_dir.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(

@@ -14,7 +14,7 @@ from async_rl.generator.fake_backend import FakeBackend
 from tests.generator.leases import make_lease
 
 
-def make_backend(seats: int = 4, version: int = 0, **fake: float) -> FakeBackend:
+def make_backend(seats: int = 4, version: int = 0, **fake: float | str) -> FakeBackend:
     settings = {"mean_tokens": 6.0, "sigma": 0.5, "vocab_size": 32} | fake
     backend = FakeBackend(GeneratorConfig(batch_size=seats, fake=FakeConfig.model_validate(settings)))
     backend.activate(version, {})
@@ -137,3 +137,11 @@ def test_prompts_are_encoded_alike_everywhere_and_within_the_vocabulary():
     assert len(ids) == math.ceil(len("<user>how much is 1 + 1?<assistant>") / 4)
     assert ids.min() >= 0
     assert ids.max() < 32
+
+
+def test_prompts_that_contain_a_chosen_text_always_fail():
+    backend = make_backend(fails_on="1 + 1")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"generator\.fake\.fails_on = '1 \+ 1' is in the prompt"):
+            prompt_of(backend)
+    assert len(backend.encode_prompt([{"role": "user", "content": "1 + 2"}]))

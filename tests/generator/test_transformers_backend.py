@@ -136,6 +136,22 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(make_backend):
         assert got["x", index].logprobs.tobytes() == expected["x", index].logprobs.tobytes()
 
 
+def test_deterministic_mode_gives_the_same_bits_wherever_the_weights_lie(make_backend):
+    def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    weights = weights_of(make_model(0))
+    finished = []
+    for given in (weights, {name: at_odd_address(tensor) for name, tensor in weights.items()}):
+        backend = make_backend(seats=6, seed=None, deterministic=True)
+        backend.activate(3, given)
+        submit(backend, "x", group_size=6, seed=11, max_new_tokens=60)
+        finished.append(run_all(backend))
+    for key, sampled in finished[0].items():
+        assert sampled.token_ids.tobytes() == finished[1][key].token_ids.tobytes()
+        assert sampled.logprobs.tobytes() == finished[1][key].logprobs.tobytes()
+
+
 def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend):
     backend, old, new = make_backend(seats=2), make_model(0), make_model(1)
     submit(backend, "a", PROMPTS[1], group_size=1, max_new_tokens=12, seed=5)

@@ -86,6 +86,10 @@ class BufferQueue:
     def snapshot(self, lineage: str) -> bytes:
         return self.buffer.snapshot(lineage, 0.0)
 
+    def checkpoint_committed(self, lineage: str, step: int) -> None:
+        self._told("checkpoint_committed")
+        self.buffer.checkpoint_committed(lineage, step)
+
     def finish(self, lineage: str) -> None:
         self._told("finish")
         self.buffer.finish(lineage, 0.0)

@@ -27,12 +27,13 @@ def taken(*rollouts: Rollout, arrival: int = 3, masked: bool = False, digest: st
     return TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, arrival, masked)
 
 
-def prepare(*groups: TakenGroup, num_updates: int = 1):
+def prepare(*groups: TakenGroup, num_updates: int = 1, oldest_version: int | None = None):
     return prepare_batch(
         groups,
         advantages=group_normalised,
         mask_truncated=True,
         num_updates=num_updates,
+        oldest_version=oldest_version,
         known_weights=lambda group: group.weights_digest[0] == "good",
     )
 
@@ -63,7 +64,7 @@ def test_a_batch_is_cut_in_order_into_equal_updates():
 def test_staleness_splits_into_flight_and_queue():
     # Trained at 5: ages 4, 3, 2 (mean 3, max 4). It arrived at version 3, so 2 each in the queue and 2, 1, 0 in flight.
     groups = [taken(rollout(1, [1, 2, 3]), rollout(0, [0, 0], "length"))]
-    summary = staleness_summary(groups, prepare(*groups), versions=[5])
+    summary = staleness_summary(prepare(*groups), versions=[5])
     assert (summary.mean, summary.max) == (3.0, 4)
     assert (summary.in_flight_mean, summary.in_queue_mean) == (1.0, 2.0)
 
@@ -71,22 +72,38 @@ def test_staleness_splits_into_flight_and_queue():
 def test_a_token_sampled_after_the_last_announcement_spent_no_time_in_flight():
     # Arrived when version 3 was the newest announced; sampled with 4, trained at 5: all of its age is queue time.
     groups = [taken(rollout(1, [4]))]
-    summary = staleness_summary(groups, prepare(*groups), versions=[5])
+    summary = staleness_summary(prepare(*groups), versions=[5])
     assert (summary.mean, summary.in_flight_mean, summary.in_queue_mean) == (1.0, 0.0, 1.0)
 
 
 def test_the_second_update_of_a_batch_is_a_version_later():
     # Sampled at 3 and 3, trained at 5 and at 6: ages 2 and 3.
     groups = [taken(rollout(1, [3])), taken(rollout(1, [3]))]
-    summary = staleness_summary(groups, prepare(*groups, num_updates=2), versions=[5, 6])
+    summary = staleness_summary(prepare(*groups, num_updates=2), versions=[5, 6])
     assert (summary.mean, summary.max) == (2.5, 3)
 
 
-def test_the_learner_refuses_a_group_one_version_above_the_bound_and_takes_one_at_it():
-    groups = [taken(rollout(1, [2, 3]))]
-    check_staleness(groups, version=6, max_staleness=4)
+def test_the_learner_refuses_a_token_one_version_above_the_bound_and_takes_one_at_it():
+    prepared = prepare(taken(rollout(1, [2, 3])))
+    check_staleness(prepared, version=6, max_staleness=4)
     with pytest.raises(StaleRolloutError, match=r"5 versions old, limit 4 \(sampled at 2, learner at 7\)"):
-        check_staleness(groups, version=7, max_staleness=4)
+        check_staleness(prepared, version=7, max_staleness=4)
+
+
+def test_tokens_above_the_bound_leave_the_loss_and_a_rollout_without_others_leaves_it_whole():
+    # Trained at 5 with a bound of 2: tokens of versions 1 and 2 are masked. 2 of 3 tokens are left, and none of 2.
+    prepared = prepare(taken(rollout(1, [2, 3, 4]), rollout(0, [1, 2])), oldest_version=3)
+    assert prepared.masked == {1: "stale"}
+    assert prepared.updates[0][0].loss_mask.tolist() == [False, False, False, True, True]
+    check_staleness(prepared, version=5, max_staleness=2)
+    assert trained_facts(prepared, [], stepped=[True]) == TrainedFacts(
+        stepped=True,
+        rollouts_trained=1,
+        rollouts_masked={"stale": 1},
+        tokens_trained=2,
+        tokens_masked={"stale": 3},
+    )
+    assert staleness_summary(prepared, versions=[5]).max == 2
 
 
 def test_facts_count_every_rollout_and_token_once():

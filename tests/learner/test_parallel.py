@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from async_rl.errors import ConfigError
 from async_rl.learner.parallel import Place, init_ranks
@@ -38,6 +39,24 @@ def test_a_process_without_torchrun_is_alone(tmp_path: Path, monkeypatch: pytest
     assert ranks.scatter([b"frame"]) == b"frame"
     assert ranks.gather(b"frame") == [b"frame"]
     ranks.close()
+
+
+def test_a_deterministic_learner_fixes_its_kernels_and_computes_with_one_thread_on_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    sections = {"sampling": {"deterministic": True}, "generator": {"backend": "transformers"}}
+    before = torch.get_num_threads()
+    try:
+        init_ranks(tiny_config(tmp_path, "model", **sections))
+        assert torch.get_num_threads() == 1
+        assert torch.are_deterministic_algorithms_enabled()
+        init_ranks(tiny_config(tmp_path, "model", **sections, learner={"num_threads": 2}))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one"}])

@@ -25,6 +25,7 @@ from async_rl.queue.client import LearnerQueue
 from async_rl.queue.stream import PromptStream
 from async_rl.records import Group, Lease
 from async_rl.run_dir import RunDir
+from async_rl.step_log import StepLog
 from tests.learner.buffer_queue import NUM_EVAL_ROWS, BufferQueue
 from tests.queue.builders import group, make_config, rows
 
@@ -116,6 +117,8 @@ class Run:
         state, snapshot = _restore(engine, latest_checkpoint(self.path))
         metrics = MetricsWriter(self.path, self.config)
         run_dir = RunDir(self.path)
+        trained = StepLog(run_dir.trained)
+        trained.rewind_to(state.step if state.is_resumed else -1)
         _rewind(run_dir, metrics, state, self.config)
         steps = self.config.learner.steps
         self.buffer.attach(state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0)
@@ -127,6 +130,7 @@ class Run:
             queue=cast(LearnerQueue, self.queue),
             weights=self.weights,
             metrics=metrics,
+            trained=trained,
             checkpoints=RunCheckpoints(engine, run_dir, 2),
             run_dir=self.path,
             decode=str,
@@ -136,6 +140,7 @@ class Run:
             self.queue.finish(state.lineage)
         finally:
             metrics.close()
+            trained.close()
         return state
 
     def dies(self, wanted: str, at_step: int) -> None:

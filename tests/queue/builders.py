@@ -12,7 +12,9 @@ from async_rl.codec import encode_group
 from async_rl.config import Config
 from async_rl.config_file import parse_config
 from async_rl.queue.admission import BufferSettings
-from async_rl.queue.buffer import Buffer, TakenBody
+from async_rl.queue.batches import TakenBody
+from async_rl.queue.buffer import Buffer
+from async_rl.queue.facts import read_facts
 from async_rl.queue.messages import Announcement, NotReady, TrainedFacts, Verdict
 from async_rl.queue.stream import PromptStream
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenSequence
@@ -90,7 +92,8 @@ def group(
 
 
 def put(buffer: Buffer, returned: Group, *, now: float = 0.0) -> Verdict:
-    return buffer.put(returned.generator_id, returned, encode_group(returned), now)
+    body = encode_group(returned)
+    return buffer.put(returned.generator_id, read_facts(body), body, now)
 
 
 def take(buffer: Buffer, *, now: float = 0.0) -> tuple[TakenBody, ...] | NotReady:

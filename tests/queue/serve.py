@@ -1,16 +1,19 @@
 """A queue server on made-up rows, as a process: ``python -m tests.queue.serve CONFIG [--run-id ID] [--insecure]``.
 
-``--lifeline FD`` ends it with that pipe, ``--rows N`` sets the number of training rows.
+``--lifeline FD`` ends it with that pipe, ``--rows N`` sets the number of training rows, ``--no-journal`` keeps all in
+memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from async_rl.config_file import load_config
 from async_rl.errors import UserError
-from async_rl.queue.server import serve_until_signal
+from async_rl.queue.journal import Journal
+from async_rl.queue.server import journal_directory, serve_until_signal
 from async_rl.queue.service import QueueServer
 from tests.queue.builders import rows
 
@@ -23,10 +26,13 @@ def main() -> int:
     parser.add_argument("--lifeline", type=int)
     parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--orphan-s", type=float)
+    parser.add_argument("--no-journal", action="store_true")
     options = parser.parse_args()
+    config = load_config(options.config)
     try:
+        open_journal = None if options.no_journal else partial(Journal, journal_directory(config))
         server = QueueServer(
-            load_config(options.config), rows(options.rows), {"test": rows(2)}, run_id=options.run_id,
+            config, rows(options.rows), {"test": rows(2)}, open_journal=open_journal, run_id=options.run_id,
             insecure=options.insecure, lifeline_fd=options.lifeline, orphan_s=options.orphan_s,
         )  # fmt: skip
     except UserError as error:

@@ -4,7 +4,12 @@ import pytest
 
 from async_rl.codec import decode_group
 from async_rl.errors import ConfigError, LineageError, QueueError
+from async_rl.queue.batches import TakenBody
+from async_rl.queue.bodies import MemoryBodies
+from async_rl.queue.buffer import Buffer
 from async_rl.queue.messages import GeneratorStats, NotReady, TrainedFacts
+from async_rl.queue.stream import PromptStream
+from async_rl.records import Lease
 from tests.queue.builders import (
     LINEAGE,
     SAMPLING,
@@ -22,6 +27,14 @@ from tests.queue.builders import (
     settings,
     take,
 )
+
+
+def put_and_take(buffer: Buffer, held: list[Lease]) -> tuple[TakenBody, ...]:
+    for lease in held:
+        put(buffer, group(lease))
+    taken = take(buffer)
+    assert not isinstance(taken, NotReady)
+    return taken
 
 
 def fill_and_take(buffer, version: int = 0) -> list[int]:
@@ -162,7 +175,7 @@ def test_an_ack_repeated_changes_nothing():
     facts = TrainedFacts(True, 4, {}, 12, {})
     first = buffer.ack(LINEAGE, 0, 1, facts, snapshot=True, now=0.0)
     before = groups_of(buffer)
-    assert buffer.ack(LINEAGE, 0, 1, facts, snapshot=True, now=5.0) is first
+    assert buffer.ack(LINEAGE, 0, 1, facts, snapshot=True, now=5.0).snapshot is first.snapshot
     assert groups_of(buffer) == before
     assert before["trained"] == 2
 
@@ -228,21 +241,36 @@ def test_a_group_at_the_bound_is_trained():
 
 
 def test_a_group_that_aged_above_the_bound_in_the_queue_is_dropped():
-    # Position 2, sampled at 0, arrives when version 1 is being trained; at version 2 its age would be 2, limit 1.
+    # At version 1, position 4 comes back sampled by 0, though its lease wanted 1: young enough now, too old at 2.
+    buffer = make_buffer()
+    fill_and_take(buffer)
+    ack(buffer)
+    held = leases(buffer, 3, version=1)
+    for lease, version in zip(held, (1, 1, 0), strict=True):
+        assert put(buffer, group(lease, version)) == "queued"
+    assert positions(take(buffer)) == [2, 3]
+    ack(buffer)
+    assert dropped(buffer) == {"stale": 1}
+    again = leases(buffer, 1, version=2)
+    assert (again[0].prompt.position, again[0].attempt) == (4, 2)
+
+
+def test_a_lease_that_the_taken_step_makes_stale_is_cancelled_at_once():
+    # Position 2, leased at version 0, can be trained at 1, and that batch is complete without it.
     buffer = make_buffer()
     held = leases(buffer, 3)
     for lease in held[:2]:
-        put(buffer, group(lease, 0))
+        put(buffer, group(lease))
     take(buffer)
     ack(buffer)
     for lease in leases(buffer, 2, version=1):
         put(buffer, group(lease, 1))
+    assert dropped(buffer) == {}
     take(buffer)
-    assert put(buffer, group(held[2], 0)) == "queued"
-    ack(buffer)
-    assert dropped(buffer) == {"stale": 1}
-    again = leases(buffer, 1, version=2)
-    assert (again[0].prompt.position, again[0].attempt) == (2, 2)
+    assert dropped(buffer) == {"cancelled": 1}
+    assert buffer.pop_cancelled("g0") == (held[2].lease_id,)
+    ack(buffer, SKIPPED)
+    assert [lease.prompt.position for lease in leases(buffer, 1, version=1)] == [2]
 
 
 def test_a_lease_that_cannot_make_it_is_cancelled_and_its_holder_told():
@@ -578,28 +606,61 @@ def test_a_new_learner_goes_on_from_the_snapshot_and_the_rest_is_rolled_back():
     assert positions(take(buffer)) == [2, 3]
 
 
-def test_a_snapshot_gives_a_new_server_the_same_queue():
-    buffer = make_buffer(max_staleness=2)
+def make_snapshot() -> tuple[Buffer, MemoryBodies, bytes]:
+    """After one step: position 2 queued at 1 s, 3 in flight, 4 failed once; taken at 3 s."""
+    bodies = MemoryBodies()
+    buffer = Buffer(settings(max_staleness=2), rows(100), PromptStream(100, seed=0, shuffle=False), bodies=bodies)
+    buffer.attach(LINEAGE, "", 0, 0, 100, None, 0.0)
+    announce(buffer, 0)
     held = leases(buffer, 5)
     for lease in held[:3]:
         put(buffer, group(lease), now=1.0)
     buffer.fail("g0", held[4].lease_id, "engine_error", 1.0)
     take(buffer)
     snapshot = ack(buffer, snapshot=True, now=3.0)
+    assert snapshot is not None
+    return buffer, bodies, snapshot
+
+
+def test_a_snapshot_finds_its_groups_again_though_they_were_trained_since():
+    buffer, bodies, snapshot = make_snapshot()
+    for lease in leases(buffer, 1, version=1, now=3.0):
+        put(buffer, group(lease, 1), now=3.0)
+    assert positions(take(buffer, now=3.0)) == [2, 4]
+    ack(buffer, now=3.0)
+    # Position 4 was not in the snapshot, and its body is gone; that of 2 is pinned.
+    assert len(bodies) == 1
+    buffer.attach("line-b", LINEAGE, 1, 1, 100, snapshot, 100.0)
+    announce(buffer, 1, "line-b")
+    assert [(lease.prompt.position, lease.attempt) for lease in leases(buffer, 3, 1)] == [(3, 1), (4, 2), (5, 1)]
+    assert groups_of(buffer)["queued"] == 1
+
+
+def test_a_checkpoint_that_is_committed_lets_go_of_what_older_ones_needed():
+    buffer, bodies, _ = make_snapshot()
+    for lease in leases(buffer, 1, version=1, now=3.0):
+        put(buffer, group(lease, 1), now=3.0)
+    take(buffer, now=3.0)
+    ack(buffer, snapshot=True, now=3.0)
+    assert len(bodies) == 1
+    assert buffer.status(3.0)["bytes_pinned"] > 0
+    buffer.checkpoint_committed(LINEAGE, 7)  # not a snapshot of this queue
+    assert len(bodies) == 1
+    buffer.checkpoint_committed(LINEAGE, 2)
+    assert len(bodies) == 0
+    assert buffer.status(3.0)["bytes_pinned"] == 0
+
+
+def test_without_the_bodies_of_a_snapshot_its_prompts_come_again():
+    _, _, snapshot = make_snapshot()
     other = make_buffer(max_staleness=2, attached=False)
     other.attach("line-b", LINEAGE, 1, 1, 100, snapshot, 100.0)
     announce(other, 1, "line-b")
-    next_leases = leases(other, 3, version=1, now=100.0)
-    assert [(lease.prompt.position, lease.attempt) for lease in next_leases] == [(3, 1), (4, 2), (5, 1)]
-    for lease in next_leases:
-        put(other, group(lease, 1), now=100.0)
-    taken = take(other, now=101.0)
-    assert positions(taken) == [2, 3]
-    assert not isinstance(taken, NotReady)
-    # Position 2 arrived 2 s before the snapshot, and has been here for 1 s.
-    assert taken[0].queued_s == pytest.approx(3.0)
-    assert decode_group(taken[0].body).lineage == LINEAGE
-    other.check()
+    next_leases = leases(other, 4, version=1, now=100.0)
+    assert [(lease.prompt.position, lease.attempt) for lease in next_leases] == [(2, 1), (3, 1), (4, 2), (5, 1)]
+    # One in flight at the snapshot, and one whose body is gone.
+    assert dropped(other) == {"failed": 1, "rolled_back": 2}
+    assert decode_group(put_and_take(other, next_leases)[0].body).lineage == "line-b"
 
 
 def test_without_a_snapshot_the_stream_starts_over():

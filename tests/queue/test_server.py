@@ -263,29 +263,49 @@ def test_a_learner_of_another_run_is_refused(servers, tmp_path):
         attach(servers.learner(server.address))
 
 
-def test_a_restarted_server_takes_its_old_port_and_the_checkpoint_wins(servers, tmp_path):
+def kill(server) -> None:
+    server.process.kill()
+    server.process.wait()
+
+
+def test_a_restarted_server_goes_on_on_its_old_port_with_every_group_and_lease(servers, tmp_path):
     config = make_config(str(tmp_path / "run"))
     first = servers.start(config, "--run-id", "run")
     learner, generator = servers.learner(first.address), servers.generator(first.address)
     attach(learner)
     generator.hello(10.0, "fake")
     held = get_leases(generator, count=4)
-    return_all(generator, held[:3])
-    assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
-    snapshot = learner.ack("line-a", 0, 1, all_trained(), snapshot=True).snapshot
-    first.process.kill()
-    first.process.wait()
-    # Both go on talking: the return finds the new server, which does not know the lease.
+    assert return_all(generator, held[:3]) == ["queued"] * 3
+    taken = learner.take("line-a", 0, 0, 5.0)
+    assert isinstance(taken, Batch)
+    kill(first)
+    # Both go on talking, and neither has to know.
     generator.return_group(group(held[3]))
-    assert generator.num_unanswered_returns == 1
     second = servers.start(config, "--run-id", "run")
     assert second.address == first.address
-    with pytest.raises(QueueError, match="start the learner again from its checkpoint"):
-        learner.take("line-a", 1, 1, 5.0)
-    attach(learner, "line-b", parent_lineage="line-a", fork_version=1, step=1, snapshot=snapshot)
+    again = learner.take("line-a", 0, 0, 5.0)
+    assert isinstance(again, Batch)
+    assert [t.group.lease_id for t in again.groups] == [t.group.lease_id for t in taken.groups]
+    assert learner.ack("line-a", 0, 1, all_trained()).stats.ledger["groups"]["trained"] == 2
     returned = [e for e in events_until(generator, Returned) if isinstance(e, Returned)]
-    assert [e.verdict for e in returned] == ["unknown_lease"]
-    assert generator.num_unanswered_returns == 0
+    assert [e.verdict for e in returned] == ["queued"]
+    batch = learner.take("line-a", 1, 1, 5.0)
+    assert isinstance(batch, Batch)
+    assert [t.prompt.position for t in batch.groups] == [2, 3]
+    # A generator that joins now is welcomed with what the learner once brought.
+    assert servers.generator(second.address, "late").hello(10.0, "fake").run_id == "run"
+
+
+def test_a_learner_that_goes_back_to_its_checkpoint_finds_the_queue_of_that_time(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")), "--run-id", "run")
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    generator.hello(10.0, "fake")
+    assert return_all(generator, get_leases(generator, count=4)[:3]) == ["queued"] * 3
+    assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
+    snapshot = learner.ack("line-a", 0, 1, all_trained(), snapshot=True).snapshot
+    learner.checkpoint_committed("line-a", 1)
+    attach(learner, "line-b", parent_lineage="line-a", fork_version=1, step=1, snapshot=snapshot)
     # Position 2 was queued in the snapshot; 3 was in flight and comes again.
     again = get_leases(generator, version=1, count=1, lineage="line-b")
     assert [lease.prompt.position for lease in again] == [3]
@@ -293,6 +313,24 @@ def test_a_restarted_server_takes_its_old_port_and_the_checkpoint_wins(servers, 
     batch = learner.take("line-b", 1, 1, 5.0)
     assert isinstance(batch, Batch)
     assert [t.prompt.position for t in batch.groups] == [2, 3]
+
+
+def test_without_a_journal_a_restarted_server_has_the_checkpoint_s_prompts_sampled_again(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    first = servers.start(config, "--run-id", "run", "--no-journal")
+    learner, generator = servers.learner(first.address), servers.generator(first.address)
+    attach(learner)
+    generator.hello(10.0, "fake")
+    assert return_all(generator, get_leases(generator, count=4)[:3]) == ["queued"] * 3
+    assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
+    snapshot = learner.ack("line-a", 0, 1, all_trained(), snapshot=True).snapshot
+    kill(first)
+    servers.start(config, "--run-id", "run", "--no-journal")
+    with pytest.raises(QueueError, match="start the learner again from its checkpoint"):
+        learner.take("line-a", 1, 1, 5.0)
+    attach(learner, "line-b", parent_lineage="line-a", fork_version=1, step=1, snapshot=snapshot)
+    again = get_leases(generator, version=1, count=2, lineage="line-b")
+    assert [lease.prompt.position for lease in again] == [2, 3]
 
 
 def test_a_dead_server_is_noticed(servers, tmp_path):

@@ -1,0 +1,266 @@
+"""CURVE keys: who may talk to a run's sockets, and what makes the talk unreadable to others.
+
+``async-rl keys new DIR`` makes a directory: ``queue.key`` (the server's pair), a file for every client (its pair, with
+the server's public key: all that a client needs) and ``allowed.txt``, the public keys that are let in. Servers
+``guard`` their socket with it; clients ``identify`` themselves on theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self
+
+import zmq
+
+from async_rl.errors import KeyFileError
+
+SERVER_FILE = "queue.key"
+CLIENT_FILE = "client.key"
+ALLOWED_FILE = "allowed.txt"
+DEFAULT_CLIENT = "client"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_DOMAIN = "async-rl"
+_NONE_FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a client shows and checks. z85 text: its own pair, and the public key that the server must prove."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a client's file.
+
+        Raises:
+            KeyFileError: it is missing, readable by others, or not a client's.
+        """
+        plain = _read_secret(Path(path), ("public", "secret", "server"))
+        return cls(plain["public"], plain["secret"], plain["server"])
+
+    def for_server(self, public: bytes) -> ClientKeys:
+        """The same client towards another server."""
+        return ClientKeys(self.public, self.secret, public)
+
+    def identify(self, socket: zmq.Socket[bytes]) -> None:
+        """To be called before ``connect``: nothing is said to a server that can't prove its key."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = self.server
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """A server's pair, z85 text, and the file that lists who is let in."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    allowed: Path
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Self:
+        """Read ``queue.key`` of a directory that ``keys new`` made.
+
+        Raises:
+            KeyFileError: a file is missing, readable by others, or not one of ours.
+        """
+        plain = _read_secret(Path(directory) / SERVER_FILE, ("public", "secret"))
+        return cls(plain["public"], plain["secret"], _checked_list(directory))
+
+    @classmethod
+    def made_up(cls, directory: str | Path) -> Self:
+        """A new pair for a server whose clients are told its public key, with the allow-list of ``directory``.
+
+        Raises:
+            KeyFileError: there is no list.
+        """
+        return cls(*zmq.curve_keypair(), _checked_list(directory))
+
+    def guard(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> Guard:
+        """To be called before ``bind``: only listed clients get in. The guard is the caller's to stop, last."""
+        guard = _start_guard(context, AllowList(self.allowed))
+        # With a domain the guard must be asked: without an answer from it nobody gets in.
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
+        return guard
+
+
+class Guard(Protocol):
+    """The thread that answers a context's sockets who may come in."""
+
+    def stop(self) -> None: ...
+
+
+class AllowList:
+    """The public keys of ``allowed.txt``, read again whenever it changed. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._stamp: tuple[int, ...] | None = None
+        self._names: Mapping[bytes, str] = {}
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether this public key (z85) is let in; the name is pyzmq's."""
+        return self.name_of(key) is not None
+
+    def name_of(self, key: bytes) -> str | None:
+        """The client's name; None if it is not on the list, or the list can't be read."""
+        with self._lock:
+            self._refresh()
+            return self._names.get(key)
+
+    def _refresh(self) -> None:
+        try:
+            about = self._path.stat()
+            stamp = (about.st_mtime_ns, about.st_size, about.st_ino)
+            if stamp != self._stamp:
+                self._names, self._stamp = read_allowed(self._path), stamp
+        except (OSError, KeyFileError):
+            # A list that can't be read lets nobody in.
+            self._names, self._stamp = {}, None
+
+
+def _start_guard(context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList) -> Guard:
+    from zmq.auth.thread import ThreadAuthenticator  # loads asyncio, which unencrypted runs need not
+
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback(_DOMAIN, allow_list)
+    return guard
+
+
+def client_keys_of(directory: str | None) -> ClientKeys | None:
+    """The keys with which the roles of ``queue.keys = directory`` speak; None without encryption.
+
+    Raises:
+        KeyFileError: as ``ClientKeys.load``.
+    """
+    return None if directory is None else ClientKeys.load(Path(directory) / CLIENT_FILE)
+
+
+def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
+    """Make what is missing of ``directory``; existing keys are never replaced. Lines that say what was done.
+
+    Raises:
+        KeyFileError: a name is unfit, the directory is open to others, can't be written, or lost its ``queue.key``.
+    """
+    names = list(dict.fromkeys(clients or (DEFAULT_CLIENT,)))
+    for name in names:
+        if not _NAME.fullmatch(name) or f"{name}.key" == SERVER_FILE:
+            raise KeyFileError(
+                f"expected a client's name of letters, digits, '.', '_' and '-', other than 'queue', got {name!r}"
+            )
+    try:
+        said = _make_server(directory)
+        server = _read_secret(directory / SERVER_FILE, ("public", "secret"))["public"]
+        return said + [_make_client(directory, name, server) for name in names]
+    except OSError as error:
+        raise KeyFileError(f"can't write keys to {directory}: {error.strerror or error}; choose another") from error
+
+
+def _make_server(directory: Path) -> list[str]:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_open(directory, directory.stat().st_mode, "700")
+    path = directory / SERVER_FILE
+    if path.exists():
+        return [f"kept {path}"]
+    if any(directory.glob("*.key")):
+        raise KeyFileError(f"{directory} has clients' keys but not the {SERVER_FILE} they trust; choose another")
+    public, secret = zmq.curve_keypair()
+    _write_secret(path, "the queue server's pair", {"public": public, "secret": secret})
+    return [f"made {path}: stays with the queue server"]
+
+
+def _make_client(directory: Path, name: str, server: bytes) -> str:
+    path, allowed = directory / f"{name}.key", directory / ALLOWED_FILE
+    if path.exists():
+        known = ClientKeys.load(path).public in (read_allowed(allowed) if allowed.exists() else {})
+        return f"kept {path}" + ("" if known else f"; it is not in {allowed}, so it is not let in")
+    public, secret = zmq.curve_keypair()
+    _write_secret(path, f"client {name}", {"public": public, "secret": secret, "server": server})
+    with os.fdopen(os.open(allowed, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
+        file.write(b"%s %s\n" % (public, name.encode()))
+    return f"made {path}: for `async-rl generator --keys {path}`; let in by {allowed}"
+
+
+def read_allowed(path: Path) -> dict[bytes, str]:
+    """Public key -> name; a line without a name is a key all the same.
+
+    Raises:
+        KeyFileError: others may write it, or a line is not a key and a name. OSError: it can't be read.
+    """
+    text, mode = _read(path)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KeyFileError(f"{path} may be written by others (mode {mode & 0o777:o}): chmod 600 {path}")
+    names: dict[bytes, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        key, _, name = line.strip().partition(" ")
+        if not key:
+            continue
+        if not _KEY.fullmatch(key):
+            raise KeyFileError(f"{path}:{number}: expected a public key of 40 characters and a name, got {line[:60]!r}")
+        names[key.encode()] = name.strip() or "unnamed"
+    return names
+
+
+def _checked_list(directory: str | Path) -> Path:
+    """The allow-list of ``directory``, readable now: a mistake in it is said at start, not at the first refusal."""
+    path = Path(directory) / ALLOWED_FILE
+    try:
+        read_allowed(path)
+    except OSError as error:
+        raise KeyFileError(
+            f"can't read {path}: {error.strerror}; make keys with: async-rl keys new {directory}"
+        ) from None
+    return path
+
+
+def _read_secret(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+    try:
+        text, mode = _read(path)
+    except OSError as error:
+        raise KeyFileError(
+            f"can't read {path}: {error.strerror}; make keys with: async-rl keys new {path.parent}"
+        ) from None
+    _refuse_open(path, mode, "600")
+    try:
+        plain = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        plain = {}
+    keys = {name: plain.get(name) for name in names}
+    # The text itself is never shown: it holds a secret.
+    wrong = [name for name, key in keys.items() if not isinstance(key, str) or not _KEY.fullmatch(key)]
+    if wrong:
+        raise KeyFileError(
+            f"{path}: expected a file of `async-rl keys new` with {', '.join(keys)}; {wrong[0]} is missing or no key"
+        )
+    return {name: str(key).encode() for name, key in keys.items()}
+
+
+def _read(path: Path) -> tuple[str, int]:
+    """The text and the mode of one and the same file."""
+    with path.open("rb") as file:
+        return file.read(1 << 20).decode("utf-8", errors="replace"), os.fstat(file.fileno()).st_mode
+
+
+def _refuse_open(path: Path, mode: int, wanted: str) -> None:
+    if mode & _NONE_FOR_OTHERS:
+        raise KeyFileError(f"{path} holds secrets that others may read (mode {mode & 0o777:o}): chmod {wanted} {path}")
+
+
+def _write_secret(path: Path, title: str, keys: Mapping[str, bytes]) -> None:
+    """Never readable by others, not even while it is written."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(f"# async-rl: {title}. Secret.\n".encode())
+        file.writelines(b'%s = "%s"\n' % (name.encode(), key) for name, key in keys.items())

@@ -1,0 +1,108 @@
+"""What the queue needs to know of a returned group, read from its frame without taking it apart.
+
+A frame comes in, ``GroupFacts`` leave; the handlers read them at arrival, and the buffer judges by them alone. The
+tokens are looked at as four flat columns: numpy runs a fixed number of times a group, however many its rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_rl.codec import FlatGroup, decode_flat_group
+from async_rl.queue.bodies import Bytes
+from async_rl.records import NO_VERSION, Lease, LeaseKind
+from async_rl.wire import DEFAULT_LIMITS, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One returned group.
+
+    ``num_tokens`` counts those under the mask; ``oldest_version`` and ``newest_version`` are among them, both
+    ``NO_VERSION`` if there is none. ``reward`` and ``accuracy`` are sums over rollouts. ``unfit`` says why no learner
+    could train on it whatever the lease and the version; empty if nothing speaks against it.
+    """
+
+    lease_id: str
+    kind: LeaseKind
+    position: int
+    generator_id: str
+    lineage: str
+    num_rollouts: int
+    num_tokens: int
+    oldest_version: int
+    newest_version: int
+    reward: float
+    accuracy: float
+    every_rollout_failed: bool
+    unfit: str
+
+
+def read_facts(body: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupFacts:
+    """The facts of an encoded group.
+
+    Raises:
+        WireError: where ``decode_group`` does.
+    """
+    group = decode_flat_group(body, limits)
+    fields, rollouts = group.fields, group.rollouts
+    versions = group.versions[group.loss_mask]
+    every_rollout_failed = all(rollout["finish_reason"] == "error" for rollout in rollouts)
+    return GroupFacts(
+        lease_id=fields["lease_id"],
+        kind=fields["kind"],
+        position=fields["position"],
+        generator_id=fields["generator_id"],
+        lineage=fields["lineage"],
+        num_rollouts=len(rollouts),
+        num_tokens=versions.size,
+        oldest_version=int(versions.min()) if versions.size else NO_VERSION,
+        newest_version=int(versions.max()) if versions.size else NO_VERSION,
+        reward=float(sum(sum(map(float, rollout["reward_parts"].values())) for rollout in rollouts)),
+        accuracy=float(sum(rollout["accuracy"] for rollout in rollouts)),
+        every_rollout_failed=every_rollout_failed,
+        unfit="every rollout failed" if every_rollout_failed else _first_fault(group),
+    )
+
+
+def _first_fault(group: FlatGroup) -> str:
+    """Of the first rollout with one; empty if there is none."""
+    # As byte strings, searched in C: a numpy call for each rollout costs ten times as much.
+    sampled = group.loss_mask.tobytes()
+    not_finite = np.less(np.isfinite(group.behavior_logprobs), group.loss_mask).tobytes().find(b"\1")
+    end = 0
+    for index, rollout in enumerate(group.rollouts):
+        start, end = end, end + sum(rollout["lengths"])
+        if not 0.0 <= rollout["accuracy"] <= 1.0 or not all(map(math.isfinite, rollout["reward_parts"].values())):
+            return f"rollout {index} has a reward that is not finite, or an accuracy outside 0..1"
+        if rollout["finish_reason"] != "error" and sampled.find(b"\1", start, end) < 0:
+            return f"rollout {index} has no sampled token"
+        if start <= not_finite < end:
+            return f"rollout {index} has a behavior logprob that is not finite"
+    return ""
+
+
+def why_unfit(facts: GroupFacts, lease: Lease, *, newest_version: int) -> str:
+    """Why a returned group can't be what its lease asked for; empty if it can.
+
+    ``newest_version`` is the learner's. A group in which no rollout has a sampled token, or every rollout failed, is
+    unfit too.
+    """
+    if (facts.kind, facts.position, facts.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
+        return (
+            f"expected {lease.kind} position {lease.prompt.position} of lineage {lease.lineage}, got {facts.kind} "
+            f"{facts.position} of {facts.lineage}"
+        )
+    if facts.num_rollouts != lease.group_size:
+        return f"expected {lease.group_size} rollouts, got {facts.num_rollouts}"
+    if facts.unfit:
+        return facts.unfit
+    if facts.num_tokens and not 0 <= facts.oldest_version <= facts.newest_version <= newest_version:
+        return (
+            f"the group was sampled by versions {facts.oldest_version}..{facts.newest_version}, known are "
+            f"0..{newest_version}"
+        )
+    return ""

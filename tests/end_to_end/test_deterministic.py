@@ -1,0 +1,231 @@
+"""``sampling.deterministic`` at ``max_staleness = 0``: separate processes train what a plain loop does, bit for bit.
+
+The plain loop below is the whole algorithm in one process: no queue, no sockets, no threads. Why the queue must come
+to the same batches: at a bound of 0 it draws the next position only while the groups in flight and queued are fewer
+than a step's, so the last position drawn for a step is never one that the filter takes (it would leave room for one
+more). What is drawn is thus the shortest stretch of the stream with a step's number of passing groups, in whatever
+order they were given out, lost, given out again and returned.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sums
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from async_rl.config import Config
+from async_rl.config_file import parse_config
+from async_rl.data import load_rows
+from async_rl.eval_records import answer_record
+from async_rl.generator.backend import Sampled
+from async_rl.generator.grading import graded_rollout
+from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.learner.advantages import group_normalised
+from async_rl.learner.checkpoint import latest_checkpoint
+from async_rl.learner.fsdp_engine import FsdpEngine
+from async_rl.learner.packing import TrainSequence
+from async_rl.learner.parallel import init_ranks
+from async_rl.learner.sft import run_sft
+from async_rl.learner.training_state import load_tensors
+from async_rl.queue.admission import BufferSettings, train_sampling
+from async_rl.queue.stream import PromptStream
+from async_rl.records import Lease, Prompt, Rollout
+from async_rl.rewards.registry import build_reward
+from tests.end_to_end.harness import check_ledger, roles, steps, wait_until, write_config
+from tests.end_to_end.tiny import tiny_config
+
+NUM_STEPS = 4
+NUM_ROWS = 48
+GROUPS_PER_STEP = 4
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Weights by name, and the logged rollouts of every step."""
+
+    weights: dict[str, Tensor]
+    rollouts: list[list[Record]]
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model that answers one of three digits at random, and rows of which every digit is right for a third."""
+    directory = tmp_path_factory.mktemp("task")
+    sums.write_model(directory / "base", seed=0)
+    prompts = [f"{a}+{b}:" for a, b in sums.split_pairs(0)["rl"][:NUM_ROWS]]
+    said = [{"prompt": p, "response": f"\\boxed{{{digit}}}"} for p in prompts for digit in "123"]
+    asked = [{"messages": [{"role": "user", "content": p}], "gt_answer": str(1 + i % 3)} for i, p in enumerate(prompts)]
+    for name, rows in (("sft", said), ("train", asked), ("held_out", asked[:6])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    raw = tiny_config(directory, {"model": str(directory / "base"), "train": "", "held_out": ""})
+    raw["sft"] = {
+        "data": str(directory / "sft.jsonl"), "out": str(directory / "model"), "steps": 60, "batch_size": 24,
+        "lr": 3e-3,
+    }  # fmt: skip
+    run_sft(parse_config(raw, "the test's config"))
+    return {name: str(directory / file) for name, file in _FILES.items()}
+
+
+_FILES = {"model": "model", "train": "train.jsonl", "held_out": "held_out.jsonl"}
+
+
+def deterministic_config(directory: Path, task: dict[str, str], **changes: dict[str, Any]) -> dict[str, Any]:
+    """A run whose learning rate is large enough to change what the next step samples."""
+    raw = tiny_config(
+        directory,
+        task,
+        sampling={"group_size": 4, "max_new_tokens": 14, "deterministic": True},
+        queue={"max_staleness": 0, "filter_range": [0.01, 0.99]},
+        learner={"steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP},
+        optimizer={"lr": 1e-3},
+        generator={"backend": "transformers", "batch_size": 16},
+        checkpoint={"every": 2},
+        eval={"every": 0},
+        log={"rollouts_every": 1, "rollouts_groups": GROUPS_PER_STEP},
+    )
+    for section in ("learner", "generator"):
+        del raw[section]["num_threads"]  # one thread without being told
+    for section, keys in changes.items():
+        raw[section].update(keys)
+    return raw
+
+
+def plain_loop(config: Config) -> Trained:
+    """Sample, grade, filter, train, again: synchronous reinforcement learning in one process."""
+    rows = load_rows(config.data.train).rows
+    stream = PromptStream(len(rows), seed=config.run.seed)
+    engine = FsdpEngine(config, init_ranks(config))
+    backend = TransformersBackend.from_files(config.model.path, config.generator, deterministic=True)
+    reward = build_reward(config)
+    low, high = config.queue.filter_range or (-1.0, 2.0)
+    logged: list[list[Record]] = []
+
+    def sampled_group(position: int) -> tuple[Prompt, list[Rollout]]:
+        row, epoch = stream.locate(position)
+        prompt = Prompt(position, row, epoch, rows[row].messages, rows[row].reward_data)
+        seed = BufferSettings.from_config(config).lease_seed("train", "", position)
+        lease = Lease(
+            str(position), "train", prompt, config.sampling.group_size, train_sampling(config), "", 0, 0, 1, seed
+        )
+        backend.submit(lease, backend.encode_prompt(prompt.messages))
+        found: list[Sampled] = []
+        while backend.num_running:
+            found += backend.step()
+        return prompt, [graded_rollout(reward, lease, s) for s in sorted(found, key=lambda s: s.index)]
+
+    for step in range(config.learner.steps):
+        backend.activate(step, dict(engine.gather()))
+        groups: list[tuple[Prompt, list[Rollout]]] = []
+        while len(groups) < config.learner.groups_per_step:
+            position = stream.draw()
+            assert position is not None
+            prompt, rollouts = sampled_group(position)
+            if low < np.mean([r.accuracy for r in rollouts]) < high:
+                groups.append((prompt, rollouts))
+        logged.append([answer_record(p, r, _decoder(backend)) for p, rollouts in groups for r in rollouts])
+        stats = engine.update(train_sequences([r for _, r in groups], config.sampling.temperature), version=step)
+        assert stats.stepped, stats.reason
+    weights = {name: tensor.clone() for name, tensor in engine.gather()}
+    reward.close()
+    return Trained(weights, logged)
+
+
+def train_sequences(groups: Sequence[Sequence[Rollout]], temperature: float) -> list[TrainSequence]:
+    found: list[TrainSequence] = []
+    for rollouts in groups:
+        advantages = group_normalised(np.array([r.reward for r in rollouts]))
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            (s,) = rollout.sequences
+            spread = np.full(len(s.token_ids), advantage, np.float32)
+            found.append(
+                TrainSequence(
+                    len(found), s.token_ids, s.loss_mask, s.behavior_logprobs, s.versions, spread, temperature
+                )
+            )
+    return found
+
+
+def _decoder(backend: TransformersBackend) -> Any:
+    return lambda token_ids: str(backend._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+@pytest.fixture(scope="module")
+def expected(task: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("plain")
+    trained = plain_loop(parse_config(deterministic_config(directory, task), "the test's config"))
+    # The test would prove little if nothing were filtered or learned, or if all rewards were alike.
+    drawn = PromptStream(NUM_ROWS, seed=0)
+    first_rows = {drawn.locate(position)[0] for position in range(NUM_STEPS * GROUPS_PER_STEP)}
+    assert {r["row"] for step in trained.rollouts for r in step} != first_rows
+    assert len({r["reward"] for step in trained.rollouts for r in step}) > 2
+    initial = load_file(Path(task["model"]) / "model.safetensors")
+    assert all(not torch.equal(trained.weights[name], tensor) for name, tensor in initial.items())
+    return trained
+
+
+def result_of(run_dir: Path) -> Trained:
+    checkpoint = latest_checkpoint(run_dir)
+    assert checkpoint is not None
+    files = [run_dir / "rollouts" / f"step-{step:06d}.jsonl" for step in range(1, NUM_STEPS + 1)]
+    return Trained(load_tensors(checkpoint), [[json.loads(line) for line in f.read_text().splitlines()] for f in files])
+
+
+def assert_same_bits(got: Trained, expected: Trained) -> None:
+    assert got.rollouts == expected.rollouts
+    assert got.weights.keys() == expected.weights.keys()
+    differing = [name for name, tensor in expected.weights.items() if not torch.equal(got.weights[name], tensor)]
+    assert not differing
+
+
+def test_a_launched_run_equals_the_plain_loop_bit_for_bit(tmp_path: Path, task: dict[str, str], expected: Trained):
+    raw = deterministic_config(tmp_path, task)
+    del raw["data"]["eval"]  # to be quicker
+    config = write_config(tmp_path / "config.toml", raw)
+    with roles(tmp_path / "logs") as start:
+        start("launch", "launch", str(config)).succeed()
+    assert_same_bits(result_of(tmp_path / "run"), expected)
+    assert check_ledger(tmp_path / "run")["groups"]["filtered"] > 0
+
+
+@pytest.mark.slow
+def test_three_generators_with_evaluations_between_give_the_same_bits(
+    tmp_path: Path, task: dict[str, str], expected: Trained
+):
+    raw = deterministic_config(tmp_path, task, generator={"count": 3, "batch_size": 4}, eval={"every": 1})
+    config = write_config(tmp_path / "config.toml", raw)
+    with roles(tmp_path / "logs") as start:
+        start("launch", "launch", str(config)).succeed()
+    assert_same_bits(result_of(tmp_path / "run"), expected)
+    check_ledger(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_killed_and_resumed_gives_the_same_bits(tmp_path: Path, task: dict[str, str], expected: Trained):
+    config = write_config(tmp_path / "config.toml", deterministic_config(tmp_path, task, generator={"count": 2}))
+    with roles(tmp_path / "logs") as start:
+        launch = start("launch", "launch", str(config))
+        wait_until("a checkpoint", (tmp_path / "run" / "checkpoints" / "latest").exists, deadline_s=150)
+        launch.kill(signal.SIGKILL)
+        launch.wait()
+        start("again", "launch", str(config)).succeed()
+    assert steps(tmp_path / "run") == list(range(1, NUM_STEPS + 1))
+    assert_same_bits(result_of(tmp_path / "run"), expected)

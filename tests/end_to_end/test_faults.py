@@ -1,0 +1,102 @@
+"""Roles killed at every named place, and at random moments: each prompt is still trained on exactly once."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from async_rl.faults import FAULT_POINTS
+from tests.end_to_end.faults_harness import Victim, fault_config, fault_run, judge, processes_of
+from tests.end_to_end.harness import wait_until
+
+VICTIMS: tuple[Victim, ...] = ("learner", "queue", "generator")
+RANDOM_VICTIMS: tuple[Victim, ...] = ("learner", "queue", "generator", "queue", "generator")
+"""A learner takes several times as long as others to come back."""
+KILLS_A_RUN = 20
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One run for every ``KILLS_A_RUN`` of ``--kills``, each with a seed of its own."""
+    if "seed" in metafunc.fixturenames:
+        num_kills: int = metafunc.config.option.kills
+        left = range(num_kills, 0, -KILLS_A_RUN)
+        metafunc.parametrize("seed, num_kills", [(seed, min(n, KILLS_A_RUN)) for seed, n in enumerate(left)])
+
+
+def test_a_queue_server_dies_and_a_generator_sleeps_past_its_lease(tmp_path: Path):
+    num_rows, poison = 61, (7,)
+    # The bound is wide: the lease of the generator that sleeps is lost by expiry, not because steps make it stale.
+    config = fault_config(tmp_path, num_rows=num_rows, poison=poison, queue={"max_staleness": 16})
+    with fault_run(tmp_path, config) as run:
+        run.begin()
+        run.hold("generator.sampled")
+        run.kill_at("learner.trained", "queue")
+        wait_until("an expired lease", run.tended(lambda: run.ledger()["groups"]["dropped"]["expired"]))
+        run.gates.release("generator.sampled")
+        run.finish()
+        logs = [run.log_of(f"generator-{index}") for index in range(2)]
+        assert any("the queue did not take lease" in log and "unknown_lease" in log for log in logs)
+        assert "Traceback" not in run.log_of("learner")
+        assert "is gone; starting it again from its journal" in run.log_of("learner")
+    print(judge(run.run_dir, num_rows=num_rows, poison=poison))
+
+
+@pytest.mark.slow
+def test_each_role_killed_at_each_fault_point_loses_and_repeats_no_prompt(tmp_path: Path):
+    num_rows, poison = 162, (7, 50)
+    config = fault_config(tmp_path, num_rows=num_rows, poison=poison)
+    with fault_run(tmp_path, config) as run:
+        run.begin()
+        for number, point in enumerate(FAULT_POINTS):
+            for victim in VICTIMS:
+                run.kill_at(point, victim, index=number)
+                print(f"step {run.last_step()}: killed the {victim} at {point}")
+                run.await_step(run.last_step() + 2)  # until generators are busy again
+        assert not run.is_finished
+        run.finish()
+        assert "Traceback" not in run.log_of("learner")
+    print(f"{judge(run.run_dir, num_rows=num_rows, poison=poison)}; {run.num_starts} starts")
+
+
+@pytest.mark.slow
+def test_roles_killed_at_random_moments_lose_and_repeat_no_prompt(tmp_path: Path, seed: int, num_kills: int):
+    num_rows, poison = 162, (3, 100)
+    config = fault_config(tmp_path, num_rows=num_rows, poison=poison)
+    moments = random.Random(seed)
+    plan: list[tuple[int, float, Victim]] = [
+        (moments.randrange(1, num_rows // 4), moments.random(), RANDOM_VICTIMS[number % len(RANDOM_VICTIMS)])
+        for number in range(num_kills)
+    ]
+    with fault_run(tmp_path, config) as run:
+        run.begin()
+        for step, delay, victim in sorted(plan):
+            run.await_step(step)
+            time.sleep(0.4 * delay)  # any moment of the step or the next ones
+            run.kill(victim, index=moments.randrange(2))
+            print(f"step {run.last_step()}: killed the {victim}")
+        assert not run.is_finished
+        run.finish()
+    print(f"seed {seed}: {judge(run.run_dir, num_rows=num_rows, poison=poison)}; {run.num_starts} starts")
+
+
+@pytest.mark.slow
+def test_launch_brings_back_what_is_killed_under_it(tmp_path: Path):
+    num_rows, poison = 81, (7,)
+    config = fault_config(tmp_path, num_rows=num_rows, poison=poison, generator={"count": 2})
+    with fault_run(tmp_path, config) as run:
+        run.launch()
+        run.kill_at("queue.journaled")
+        run.kill_at("generator.sampled")
+        run.kill_at("generator.activating")
+        wait_until("a checkpoint", run.tended((run.run_dir / "checkpoints" / "latest").exists))
+        run.kill_at("learner.acknowledged")
+        run.kill_at("queue.journaled")
+        run.finish()
+        assert not processes_of(run.marker)
+        log = run.log_of("launch")
+        assert "queue was killed by SIGKILL; restarting it" in log
+        assert "learner-0 was killed by SIGKILL; restarting the learner from step-" in log
+    print(judge(run.run_dir, num_rows=num_rows, poison=poison))

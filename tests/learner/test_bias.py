@@ -1,0 +1,119 @@
+"""The drop-bias metrics and their warning, with sums worked by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from async_rl.learner.bias import WINDOW_STEPS, DropBias
+from async_rl.queue.ledger import Outcomes
+from async_rl.queue.messages import GeneratorStats
+from tests.queue.builders import ack, group, leases, make_buffer, put, take
+
+GROUP_SIZE = 2
+
+
+def ledger(stale_tokens: int = 0, **groups: tuple[int, int, float]) -> dict[str, Any]:
+    """Cumulative: by fate, groups of two rollouts, the tokens of a rollout, its accuracy (and reward)."""
+    outcomes = Outcomes()
+    for fate, (count, tokens, accuracy) in groups.items():
+        for _ in range(count):
+            right = GROUP_SIZE * accuracy
+            outcomes.add(fate, rollouts=GROUP_SIZE, tokens=GROUP_SIZE * tokens, reward=2 * right, accuracy=right)
+    return {"outcomes": outcomes.as_dict(), "tokens": {"masked": {"stale": stale_tokens}}}
+
+
+def metrics_after(*readings: Mapping[str, Any]) -> dict[str, float]:
+    bias, metrics = DropBias(), dict[str, float]()
+    for reading in (ledger(), *readings):
+        metrics = bias.step(reading)
+    return metrics
+
+
+def test_what_was_kept_is_compared_with_all_that_ended():
+    # 6 groups of 10 tokens kept, 2 of 30 dropped, 2 of at least 40 cancelled: 10 / (60 + 60 + 80) * 10 = 0.5.
+    # Received: accuracy (6 * 0.5 + 2 * 1.0) / 8 = 0.625, reward twice that.
+    metrics = metrics_after(ledger(trained=(6, 10, 0.5), dropped=(2, 30, 1.0), cancelled=(2, 40, 0.0)))
+    assert metrics == pytest.approx(
+        {"bias/groups": 10, "bias/lost": 0.4, "bias/length": 0.5, "bias/reward": -0.25, "bias/accuracy": -0.125}
+    )
+
+
+def test_the_filter_is_no_bias():
+    metrics = metrics_after(ledger(trained=(4, 10, 0.5), filtered=(6, 90, 1.0)))
+    assert metrics == {
+        "bias/groups": 10,
+        "bias/lost": 0.0,
+        "bias/length": 1.0,
+        "bias/reward": 0.0,
+        "bias/accuracy": 0.0,
+    }
+
+
+def test_tokens_masked_as_stale_count_as_lost_length():
+    # 4 groups of 2 rollouts of 10 tokens; 8 of the 80 tokens are masked.
+    assert metrics_after(ledger(stale_tokens=8, trained=(4, 10, 0.5)))["bias/length"] == pytest.approx(0.9)
+
+
+def test_only_the_last_steps_count():
+    bias = DropBias()
+    bias.step(ledger())
+    assert bias.step(ledger(trained=(1, 10, 0.5), dropped=(1, 30, 0.5)))["bias/length"] == pytest.approx(0.5)
+    rows = [bias.step(ledger(trained=(n, 10, 0.5), dropped=(1, 30, 0.5))) for n in range(2, WINDOW_STEPS + 2)]
+    assert rows[-1]["bias/length"] == 1.0
+
+
+def test_a_step_without_anything_kept_has_no_such_metrics():
+    assert metrics_after(ledger(trained=(3, 10, 0.5)), ledger(trained=(3, 10, 0.5)))["bias/lost"] == 0.0
+    assert metrics_after() == metrics_after(ledger(dropped=(3, 10, 0.5))) == {}
+
+
+@pytest.mark.parametrize(
+    ("ended", "warns"),
+    [
+        ({"trained": (90, 10, 0.5), "cancelled": (10, 20, 0.0)}, True),  # 10 / 11
+        ({"trained": (90, 10, 0.5), "cancelled": (10, 13, 0.0)}, False),  # 10 / 10.3
+        ({"trained": (80, 10, 0.5), "dropped": (20, 10, 0.2)}, True),  # 0.5 - 0.44
+        ({"trained": (80, 10, 0.5), "dropped": (20, 10, 0.3)}, False),  # 0.5 - 0.46
+        ({"trained": (80, 10, 0.5), "cancelled": (19, 30, 0.0)}, False),  # too few groups
+    ],
+)
+def test_a_warning_says_what_to_do_when_the_skew_is_large(
+    caplog: pytest.LogCaptureFixture, ended: dict[str, Any], warns: bool
+):
+    with caplog.at_level(logging.WARNING):
+        metrics_after(ledger(**ended))
+    assert [("raise queue.max_staleness" in r.getMessage()) for r in caplog.records] == [True] * warns
+
+
+def test_the_warning_comes_once_in_a_window(caplog: pytest.LogCaptureFixture):
+    bias = DropBias()
+    with caplog.at_level(logging.WARNING):
+        for step in range(2 * WINDOW_STEPS + 1):
+            bias.step(ledger(trained=(9 * step, 10, 0.5), cancelled=(step, 20, 0.0)))
+    # 100 groups ended after 10 steps: the first one is at step 10, the second a window later.
+    assert len(caplog.records) == 2
+
+
+def test_a_cancelled_lease_counts_with_the_tokens_that_its_holder_reported():
+    # Two groups of two rollouts a step; the third lease is cancelled when the second batch is taken without it.
+    buffer = make_buffer()
+    bias = DropBias()
+    bias.step(buffer.stats().ledger)
+    late = leases(buffer, 3)
+    buffer.heartbeat("g0", {late[2].lease_id: 24}, GeneratorStats(), 1.0)
+    for lease in late[:2]:
+        put(buffer, group(lease))
+    take(buffer)
+    ack(buffer)
+    for lease in leases(buffer, 2, version=1):
+        put(buffer, group(lease, 1))
+    take(buffer)
+    ack(buffer)
+    # Trained: 8 rollouts of 3 tokens. Cancelled: 2 of at least 12. All: (24 + 24) / 10 = 4.8.
+    metrics = bias.step(buffer.stats().ledger)
+    assert metrics["bias/lost"] == pytest.approx(1 / 5)
+    assert metrics["bias/length"] == pytest.approx(3 / 4.8)

@@ -1,0 +1,287 @@
+"""Valid requests of every type that the server knows, and seeded mutants of them. No sockets.
+
+Half of the mutants are made byte by byte, half field by field: those are decoded, changed and encoded again, so that
+they get past the outer frame and reach what reads them.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from async_rl.codec import encode_group
+from async_rl.errors import WireError
+from async_rl.queue.messages import Announcement, GeneratorStats, TrainedFacts
+from async_rl.queue.protocol import announcement_fields, as_array, facts_fields
+from async_rl.records import Lease, Prompt
+from async_rl.wire import ALIGNMENT, Limits, decode, encode
+from tests.queue.builders import SAMPLING, group
+
+_PREFIX = struct.Struct("<4sI")
+_LEAVES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2**31, 2**53, 2**63 - 1, 2**64 - 1, -(2**63), 0.0, -0.5, 1e308, float("nan"),
+    float("inf"), "", "x", "x" * 300, "a\0b", "line-f", b"", b"\xff\xfe", [], {}, [[]] * 50, {"a": {"b": {"c": []}}},
+    [1, "2", None], {1: 2, "3": 4},
+)  # fmt: skip
+_TABLES: tuple[Any, ...] = (
+    ["|u1", [2**40 - 1], 0], ["<f8", [2**20, 2**20], 0], ["|u1", [1], 2**62], ["|u1", [1], -16],
+    ["<i4", [3, 3, 3, 3], 0],
+    ["|O", [1], 0], ["|u1", [-1], 0], ["|u1", [], 0], ["|u1", [0], 16], ["<f4", "many", 0], "|u1", [],
+    ["|u1", [1, 1, 1, 1, 1], 0],
+)  # fmt: skip
+
+
+def corpus(
+    lineage: str = "line-f", generator_id: str = "fuzz", run_id: str = "other", step: int = 10**6
+) -> dict[str, bytes]:
+    """One valid frame of every type, by type."""
+    own = {"request_id": "r-1", "wait_s": 0.0, "lineage": lineage}
+    mine = {"request_id": "r-1", "wait_s": 0.0, "generator_id": generator_id}
+    facts = TrainedFacts(True, 4, {"truncated": 1}, 12, {"stale": 2})
+    prompt = Prompt(0, 0, 0, ({"role": "user", "content": "row 0"},), {"gt_answer": "0"})
+    lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
+    announcement = announcement_fields(Announcement(lineage, step, "digest", "tcp://127.0.0.1:1"))
+    at = {**own, "step": step, "version": step}
+    plain: dict[str, tuple[Mapping[str, Any], Sequence[np.ndarray]]] = {
+        "ping": ({"request_id": "r-1"}, ()),
+        "status": ({"request_id": "r-1"}, ()),
+        "attach": (
+            {
+                **own, "run_id": run_id, "parent_lineage": "line-e", "fork_version": 0, "step": 0, "num_steps": 9,
+                "config_toml": "[run]", "files": ["a.txt", "b.json"], "has_snapshot": True,
+            },
+            [as_array(b"hello"), as_array(b"{}"), as_array(b"no snapshot, but bytes" * 9)],
+        ),
+        "alive": (own, ()),
+        "bye_learner": (own, ()),
+        "announce": ({**own, "announcement": announcement}, ()),
+        "evaluate": ({**own, "dataset": "test", "step": step, "min_version": 0, "exclusive": False}, ()),
+        "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
+        "await_eval": (own, ()),
+        "take": (at, ()),
+        "ack": ({**at, "snapshot": False, "facts": facts_fields(facts)}, ()),
+        "snapshot": (own, ()),
+        "checkpoint_committed": ({**own, "step": step}, ()),
+        "finish": (own, ()),
+        "hello": ({**mine, "host": "host-1", "backend": "fake"}, ()),
+        "lease": ({**mine, "lineage": lineage, "version": 0, "max_leases": 2}, ()),
+        "heartbeat": (
+            {**mine, "progress": {lease.lease_id: 5}, "stats": {n: getattr(_STATS, n) for n in _STATS.__slots__}}, (),
+        ),
+        "return": (
+            {**mine, "lease_id": lease.lease_id}, [as_array(encode_group(group(lease, generator=generator_id)))],
+        ),
+        "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
+        "bye": (mine, ()),
+    }  # fmt: skip
+    return {type_: encode(type_, fields, arrays) for type_, (fields, arrays) in plain.items()}
+
+
+_STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, 3, 1000)
+
+
+def mutants(frames: Mapping[str, bytes], seed: int) -> Iterator[bytes]:
+    """Mutants without end, of all types in turn; one in fifty is a replay of the original."""
+    rng = random.Random(seed)
+    types = sorted(frames)
+    number = 0
+    while True:
+        type_ = types[number % len(types)]
+        number += 1
+        yield _mutant(rng, frames[type_], frames)
+
+
+def gets_past_the_frame(frame: bytes, limits: Limits) -> bool:
+    """Whether ``wire.decode`` takes it."""
+    try:
+        decode(frame, limits)
+    except WireError:
+        return False
+    return True
+
+
+def _mutant(rng: random.Random, frame: bytes, frames: Mapping[str, bytes]) -> bytes:
+    if rng.random() < 0.02:
+        return frame
+    if rng.random() < 0.5:
+        other = frames[rng.choice(sorted(frames))]
+        return rng.choice(_BYTE_LEVEL)(rng, frame, other)
+    mutate = rng.choice(_FIELD_LEVEL)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        frame = mutate(rng, frame)
+    return frame
+
+
+# Byte by byte.
+
+
+def _flip(rng: random.Random, frame: bytes, other: bytes) -> bytes:
+    changed = bytearray(frame)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def _truncate(rng: random.Random, frame: bytes, other: bytes) -> bytes:
+    return frame[: rng.randrange(len(frame))]
+
+
+def _extend(rng: random.Random, frame: bytes, other: bytes) -> bytes:
+    return frame + rng.randbytes(rng.choice((1, 15, 16, 500)))
+
+
+def _splice(rng: random.Random, frame: bytes, other: bytes) -> bytes:
+    return frame[: rng.randrange(len(frame))] + other[rng.randrange(len(other)) :]
+
+
+def _lie_about_the_header(rng: random.Random, frame: bytes, other: bytes) -> bytes:
+    length = rng.choice((0, 1, len(frame), 2**31, 2**32 - 1, rng.randrange(2 * len(frame))))
+    return frame[:4] + struct.pack("<I", length) + frame[8:]
+
+
+_BYTE_LEVEL: tuple[Callable[[random.Random, bytes, bytes], bytes], ...] = (
+    _flip, _flip, _truncate, _extend, _splice, _lie_about_the_header,
+)  # fmt: skip
+
+
+# Field by field.
+
+
+def _opened(frame: bytes) -> tuple[list[Any], bytes]:
+    """The header [schema, type, fields, table] and the bytes of the arrays; a mutated header may have other parts."""
+    _, length = _PREFIX.unpack_from(frame)
+    header = msgpack.unpackb(frame[_PREFIX.size : _PREFIX.size + length], strict_map_key=False)
+    return header, frame[-(-(_PREFIX.size + length) // ALIGNMENT) * ALIGNMENT :]
+
+
+def _closed(header: list[Any], payload: bytes) -> bytes:
+    raw: bytes = msgpack.Packer().pack(header)
+    size = _PREFIX.size + len(raw)
+    return _PREFIX.pack(b"ARL1", len(raw)) + raw + bytes(-size % ALIGNMENT) + payload
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything inside ``value``."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from _places(value[key])
+
+
+def _change_a_value(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    container, key = rng.choice(list(_places(header[2])) or [(header, 2)])
+    container[key] = rng.choice(_LEAVES)
+    return _closed(header, payload)
+
+
+def _nudge_a_number(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    numbers = [(c, k) for c, k in _places(header) if isinstance(c[k], int | float) and not isinstance(c[k], bool)]
+    container, key = rng.choice(numbers)
+    container[key] += rng.choice((-1, 1, 7, 2**20))
+    return _closed(header, payload)
+
+
+def _drop_a_field(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    maps = [(c, k) for c, k in _places(header[2:3]) if isinstance(c, dict)]
+    if maps:
+        container, key = rng.choice(maps)
+        del container[key]
+    return _closed(header, payload)
+
+
+def _add_fields(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    if isinstance(header[2], dict):
+        header[2].update({f"more-{n}": rng.choice(_LEAVES) for n in range(rng.choice((1, 30)))})
+    return _closed(header, payload)
+
+
+def _change_the_type(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    header[1] = rng.choice(("return", "lease", "heartbeat", "status", "handle", "on_ping", "_on_ping", "x" * 999, 7))
+    return _closed(header, payload)
+
+
+def _nest(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    container, key = rng.choice(list(_places(header[2])) or [(header, 2)])
+    for _ in range(rng.choice((3, 11, 12, 13, 200))):
+        container[key] = [container[key]] if rng.random() < 0.5 else {"deep": container[key]}
+    return _closed(header, payload)
+
+
+def _grow(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    container, key = rng.choice(list(_places(header[2])) or [(header, 2)])
+    container[key] = rng.choice(([0] * 3000, {f"k{n}": n for n in range(1000)}, "y" * 20_000))
+    return _closed(header, payload)
+
+
+def _lie_about_arrays(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    table = header[3]
+    if isinstance(table, list) and table and rng.random() < 0.7:
+        table[rng.randrange(len(table))] = rng.choice((*_TABLES, table[0]))
+    else:
+        header[3] = rng.choice(([rng.choice(_TABLES)], [["|u1", [0], 0]] * 500, None, {}))
+    return _closed(header, payload)
+
+
+def _lie_about_the_whole(rng: random.Random, frame: bytes) -> bytes:
+    header, payload = _opened(frame)
+    header[rng.choice((0, 2, 3))] = rng.choice(_LEAVES)
+    return _closed(header, payload)
+
+
+def _mutate_the_group(rng: random.Random, frame: bytes) -> bytes:
+    """A valid message around a broken group; other types lose a field instead."""
+    header, payload = _opened(frame)
+    if header[1] != "return" or not payload:
+        return _drop_a_field(rng, frame)
+    inner = payload[: header[3][0][1][0]] if _is_one_array(header[3]) else payload
+    try:
+        body = rng.choice((_change_a_value, _nudge_a_number, _drop_a_field, _lie_about_arrays))(rng, inner)
+    except (ValueError, struct.error, IndexError, TypeError):
+        body = _flip(rng, inner, inner)
+    header[3] = [["|u1", [len(body)], 0]]
+    return _closed(header, body)
+
+
+def _is_one_array(table: Any) -> bool:
+    match table:
+        case [["|u1", [int(length)], 0]]:
+            return length > 0
+        case _:
+            return False
+
+
+def _tolerant(mutate: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
+    """A second mutation of one frame may find it too broken; then the first stands."""
+
+    def tried(rng: random.Random, frame: bytes) -> bytes:
+        try:
+            return mutate(rng, frame)
+        except (ValueError, OverflowError, TypeError, IndexError, KeyError, struct.error):
+            return frame
+
+    return tried
+
+
+_FIELD_LEVEL: tuple[Callable[[random.Random, bytes], bytes], ...] = tuple(
+    map(
+        _tolerant,
+        (
+            _change_a_value, _change_a_value, _change_a_value, _nudge_a_number, _drop_a_field, _add_fields,
+            _change_the_type, _nest, _grow, _lie_about_arrays, _lie_about_the_whole, _mutate_the_group,
+            _mutate_the_group,
+        ),
+    )
+)  # fmt: skip

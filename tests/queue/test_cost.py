@@ -1,0 +1,112 @@
+"""What a group costs does not depend on how many are queued: counted in calls and in memory, not in seconds."""
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args
+
+import pytest
+
+from async_rl.queue.bodies import MemoryBodies
+from async_rl.queue.buffer import Buffer
+from async_rl.queue.changes import Changes, Kind
+from async_rl.queue.facts import GroupFacts
+from async_rl.queue.held import GroupEntry, HeldGroup
+from async_rl.queue.leases import HeldLease, LeaseTable
+from async_rl.queue.messages import NotReady, TrainedFacts
+from async_rl.queue.stream import PromptStream
+from async_rl.records import Lease
+from tests.queue.builders import LINEAGE, SAMPLING, announce, leases, make_buffer, rows, settings
+
+NUM_FEW, NUM_MANY = 100, 100_000
+NUM_CYCLES = 8
+
+
+def put(buffer: Buffer, lease: Lease, version: int) -> None:
+    position, lease_id = lease.prompt.position, lease.lease_id
+    facts = GroupFacts(lease_id, "train", position, "g0", lease.lineage, 2, 6, version, version, 1.0, 1.0, False, "")
+    assert buffer.put("g0", facts, b"body", 0.0) == "queued"
+
+
+def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
+    """Loaded as after a restart. Bound and bytes leave room for all that is queued and one step more."""
+    plain: dict[str, Any] = {"max_staleness": num_queued // 2 + 1, "max_bytes": 1 << 50, "on_stale": on_stale}
+    small, bodies = make_buffer(num_steps=NUM_MANY, **plain).save(), MemoryBodies()
+    small["position"] = num_queued
+    # 2 rollouts a group, 3 tokens a rollout.
+    for unit, entered, each in (("groups", "issued", 1), ("rollouts", "issued", 2), ("tokens", "received", 6)):
+        small["ledger"][unit] |= {entered: each * num_queued, "queued": each * num_queued}
+    groups = {}
+    for i in range(num_queued):
+        held = HeldGroup(f"lease-{i}", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, bodies.keep(b"body"))
+        groups[held.lease_id] = GroupEntry(held).facts()
+    buffer = Buffer(settings(**plain), rows(100), PromptStream(100, seed=0), bodies=bodies)
+    entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
+    buffer.load({**entries, "group": groups}, small, {}, SAMPLING, 0.0)
+    return buffer
+
+
+def cycles(buffer: Buffer, count: int) -> None:
+    for _ in range(count):
+        cycle(buffer)
+
+
+def cycle(buffer: Buffer) -> None:
+    """Two groups come in, two are trained."""
+    learner = buffer.learner
+    assert learner is not None
+    step, version = learner.step, learner.version
+    for lease in leases(buffer, 2, version):
+        put(buffer, lease, version)
+    assert not isinstance(buffer.take(LINEAGE, step, version, 2, 0.0), NotReady)
+    buffer.ack(LINEAGE, step, version + 1, TrainedFacts(True, 4, {}, 12, {}), snapshot=False, now=0.0)
+    announce(buffer, version + 1)
+    buffer.heartbeat("g0", {}, buffer.stats().generators, 0.0)
+    buffer.ledger_file()
+
+
+def calls_of(work: Callable[[], None]) -> int:
+    """Function calls, those into C included."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def peak_bytes_of(work: Callable[[], None]) -> int:
+    """The most that was allocated at once; a copy of what is queued would show here and not among the calls."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("on_stale", ["wait", pytest.param("mask", marks=pytest.mark.slow)])
+def test_a_group_costs_the_same_whatever_is_queued(on_stale):
+    few, many = make_full_buffer(NUM_FEW, on_stale), make_full_buffer(NUM_MANY, on_stale)
+    for buffer in (few, many):
+        cycles(buffer, 1)  # what happens once
+    for measure in (calls_of, peak_bytes_of):
+        cost_few, cost_many = (measure(partial(cycles, b, NUM_CYCLES)) for b in (few, many))
+        assert cost_many <= 2 * cost_few, measure.__name__
+    assert many.stats().depth == NUM_MANY
+
+
+def test_a_lease_that_ended_leaves_nothing_behind_but_its_fate():
+    table = LeaseTable(10.0, Changes(is_wanted=False))
+    lease = leases(make_buffer(), 1)[0]
+    for _ in range(3):
+        table.add(HeldLease(lease, "g0", 0, 10, 0.0, 0.0))
+        table.close(lease.lease_id, "returned")
+    assert table._by_version == []

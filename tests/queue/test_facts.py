@@ -1,0 +1,176 @@
+"""Facts read from a frame's columns say what the decoded group says, rollout by rollout."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.codec import decode_group, encode_group
+from async_rl.errors import WireError
+from async_rl.queue.facts import read_facts, why_unfit
+from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
+
+NEWEST = 5
+"""The learner's version in these tests."""
+LEASE = Lease("id", "train", Prompt(7, 0, 0, (), {}), 2, Sampling(1.0, 1.0, 0, 8, 8, ()), "line", 0, 1, 1, 0)
+
+
+def mostly(usual: object, *odd: object) -> st.SearchStrategy:
+    """``usual`` in nineteen of twenty, or groups would hardly ever be fit."""
+    return st.integers(0, 19).flatmap(lambda n: st.sampled_from(odd) if n == 7 else st.just(usual))
+
+
+@st.composite
+def sequences(draw: st.DrawFn, logprobs: list[float], versions: list[int]) -> TokenSequence:
+    """Of these logprobs and versions; often with a token that is not sampled, at times with none that is."""
+    length = draw(st.integers(0, 4))
+
+    def column(values: list, dtype: type) -> np.ndarray:
+        return np.array(draw(st.lists(st.sampled_from(values), min_size=length, max_size=length)), dtype)
+
+    return TokenSequence(
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=column([True, False], np.bool_),
+        behavior_logprobs=column(logprobs, np.float32),
+        versions=column(versions, np.int32),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    logprobs = draw(st.sampled_from([[-0.5, -1.5], [-0.5, -1.5], [-0.5, math.nan, math.inf, -math.inf]]))
+    versions = draw(st.sampled_from([[0, 3, NEWEST], [0, 3, NEWEST], [3, NEWEST + 1], [3, NO_VERSION], [3, -2]]))
+    rollouts = st.builds(
+        Rollout,
+        st.lists(sequences(logprobs, versions), min_size=draw(st.integers(0, 1)), max_size=3).map(tuple),
+        st.dictionaries(
+            st.sampled_from(["correct", "format", "overlong"]),
+            st.one_of(st.floats(-2, 2), mostly(1, math.nan, math.inf)),
+        ),
+        st.one_of(st.sampled_from([0, 0.0, 0.5, 1.0]), mostly(1.0, math.nan, math.inf, 1.5, -0.1)),
+        st.sampled_from(["stop", "length", "error"]),
+    )
+    return Group(
+        lease_id="id",
+        kind=draw(mostly("train", "eval")),
+        position=draw(mostly(7, 8)),
+        generator_id="g0",
+        lineage=draw(mostly("line", "other")),
+        temperature=1.0,
+        rollouts=tuple(draw(st.lists(rollouts, max_size=4))),
+    )
+
+
+def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
+    """The same judgement, from the decoded group."""
+    if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
+        return (
+            f"expected {lease.kind} position {lease.prompt.position} of lineage {lease.lineage}, got {group.kind} "
+            f"{group.position} of {group.lineage}"
+        )
+    if len(group.rollouts) != lease.group_size:
+        return f"expected {lease.group_size} rollouts, got {len(group.rollouts)}"
+    if all(rollout.finish_reason == "error" for rollout in group.rollouts):
+        return "every rollout failed"
+    for index, rollout in enumerate(group.rollouts):
+        numbers = (rollout.accuracy, *rollout.reward_parts.values())
+        if not all(math.isfinite(x) for x in numbers) or not 0.0 <= rollout.accuracy <= 1.0:
+            return f"rollout {index} has a reward that is not finite, or an accuracy outside 0..1"
+        if rollout.num_sampled == 0 and rollout.finish_reason != "error":
+            return f"rollout {index} has no sampled token"
+        for sequence in rollout.sequences:
+            if not np.isfinite(sequence.behavior_logprobs[sequence.loss_mask]).all():
+                return f"rollout {index} has a behavior logprob that is not finite"
+    versions = sampled_versions(group)
+    if versions and not 0 <= min(versions) <= max(versions) <= NEWEST:
+        return f"the group was sampled by versions {min(versions)}..{max(versions)}, known are 0..{NEWEST}"
+    return ""
+
+
+def sampled_versions(group: Group) -> list[int]:
+    return [int(v) for rollout in group.rollouts for s in rollout.sequences for v in s.versions[s.loss_mask]]
+
+
+def check_against_decoded(body: bytes) -> None:
+    group, facts = decode_group(body), read_facts(body)
+    assert (facts.lease_id, facts.kind, facts.position) == (group.lease_id, group.kind, group.position)
+    assert (facts.generator_id, facts.lineage) == (group.generator_id, group.lineage)
+    assert (facts.num_rollouts, facts.num_tokens) == (len(group.rollouts), group.num_sampled)
+    versions = sampled_versions(group)
+    assert facts.oldest_version == min(versions, default=NO_VERSION)
+    assert facts.newest_version == max(versions, default=NO_VERSION)
+    if not versions or facts.oldest_version >= 0:
+        assert facts.oldest_version == group.oldest_version
+    assert facts.every_rollout_failed == all(r.finish_reason == "error" for r in group.rollouts)
+    np.testing.assert_equal(facts.reward, float(sum(r.reward for r in group.rollouts)))
+    np.testing.assert_equal(facts.accuracy, float(sum(r.accuracy for r in group.rollouts)))
+    np.testing.assert_allclose(facts.accuracy / max(1, facts.num_rollouts), group.mean_accuracy, rtol=1e-12)
+    assert [type(x) for x in (facts.num_tokens, facts.oldest_version, facts.accuracy)] == [int, int, float]
+    for size in {LEASE.group_size, facts.num_rollouts}:
+        lease = replace(LEASE, group_size=size)
+        assert why_unfit(facts, lease, newest_version=NEWEST) == why_unfit_by_rollouts(group, lease)
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups())
+def test_facts_and_judgement_are_those_of_the_decoded_group(group: Group):
+    check_against_decoded(encode_group(group))
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups(), st.data())
+def test_a_mutated_frame_is_refused_exactly_where_it_can_not_be_decoded(group: Group, data: st.DataObject):
+    frame = bytearray(encode_group(group))
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    body = bytes(frame[: data.draw(st.integers(len(frame) - 20, len(frame)))])
+    refusal = refusal_of(decode_group, body)
+    assert refusal_of(read_facts, body) == refusal
+    if not refusal:
+        check_against_decoded(body)
+
+
+def refusal_of(read: Callable[[bytes], object], body: bytes) -> str:
+    try:
+        read(body)
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+def fit_group(num_rollouts: int = 2, *, tokens: int = 3) -> Group:
+    sequence = TokenSequence(
+        token_ids=np.arange(tokens + 1, dtype=np.int32),
+        loss_mask=np.arange(tokens + 1) > 0,
+        behavior_logprobs=np.full(tokens + 1, -0.5, np.float32),
+        versions=np.array([NO_VERSION, *range(tokens)], np.int32),
+    )
+    rollouts = tuple(
+        Rollout((sequence,), {"correct": 1.0, "overlong": -0.25}, 1.0, "stop") for _ in range(num_rollouts)
+    )
+    return Group("id", "train", 7, "g0", "line", 1.0, rollouts)
+
+
+def test_the_facts_of_a_group_worked_by_hand():
+    # Two rollouts of three sampled tokens by versions 0, 1, 2; each earns 1 - 0.25.
+    facts = read_facts(encode_group(fit_group()))
+    assert (facts.num_rollouts, facts.num_tokens, facts.oldest_version, facts.newest_version) == (2, 6, 0, 2)
+    assert (facts.reward, facts.accuracy, facts.every_rollout_failed, facts.unfit) == (1.5, 2.0, False, "")
+
+
+def test_a_group_of_versions_the_learner_has_not_reached_is_unfit_only_until_it_has():
+    facts = read_facts(encode_group(fit_group()))
+    assert why_unfit(facts, LEASE, newest_version=1) == "the group was sampled by versions 0..2, known are 0..1"
+    assert why_unfit(facts, LEASE, newest_version=2) == ""
+
+
+def test_what_lies_off_the_mask_is_nobodys_concern():
+    group = fit_group()
+    for rollout in group.rollouts:
+        sequence = rollout.sequences[0]
+        sequence.behavior_logprobs[0], sequence.versions[0] = math.nan, 99
+    facts = read_facts(encode_group(group))
+    assert (facts.newest_version, why_unfit(facts, LEASE, newest_version=2)) == (2, "")

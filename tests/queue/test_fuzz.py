@@ -1,0 +1,266 @@
+"""Mutants of every valid message: at the handlers with every right that a key gives, and at a real server.
+
+The server must go on serving, a legitimate client must keep half of its rate, memory must not grow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.codec import encode_group
+from async_rl.errors import AsyncRLError
+from async_rl.keys import ClientKeys, make_keys
+from async_rl.queue.buffer import Buffer
+from async_rl.queue.client import GeneratorQueue, LearnerQueue
+from async_rl.queue.gate import Sizes
+from async_rl.queue.handlers import Handlers, Waiting
+from async_rl.queue.journal import pack
+from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
+from async_rl.queue.protocol import as_array
+from async_rl.wire import decode, encode
+from tests.queue.builders import LINEAGE, all_trained, group, leases, make_buffer, make_config, rows
+from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
+from tests.queue.mutants import corpus, mutants
+from tests.queue.test_security import is_answered
+
+SEED = 20_261_121
+RATE = 1000
+"""Mutants a second, at most. Client, server and fuzzer share two cores; without a bound, and with the fuzzer as
+important to the scheduler as the client, it would be the scheduler that is measured."""
+WINDOW = 500
+"""Mutants in one window with the fuzzer on; a window without it, half as long, follows."""
+MAX_GROWTH_BYTES = 20 << 20
+
+
+def test_the_corpus_has_every_type_that_the_server_knows():
+    known = {name.removeprefix("_on_") for name in dir(Handlers) if name.startswith("_on_")}
+    assert set(corpus()) == known
+
+
+def fresh_handlers() -> tuple[Handlers, dict[str, bytes]]:
+    """A queue in the middle of a run, and messages that are its own learner's and generator's."""
+    buffer = make_buffer(num_rows=50)
+    buffer.hello("fuzz", "h", "fake", 0.0)
+    held = leases(buffer, 3, generator="fuzz")
+    handlers = Handlers(buffer, make_config("unused"), {"test": rows(2)}, "run")
+    frames = corpus(lineage=LINEAGE, generator_id="fuzz", run_id="run", step=0)
+    body = as_array(encode_group(group(held[0], generator="fuzz")))
+    frames["return"] = encode(
+        "return", {"request_id": "r", "generator_id": "fuzz", "lease_id": held[0].lease_id}, [body]
+    )
+    return handlers, frames
+
+
+def handle(handlers: Handlers, frame: bytes, sizes: Sizes, now: float) -> bool:
+    """As the server does it. Whether it was answered with something else than a refusal."""
+    try:
+        message = decode(frame, sizes.limits)
+        sizes.check(message, len(frame))
+        handlers.generator_of(message, b"peer", now)
+        answer = handlers.handle(message, now)
+        reply = answer.attempt(now, True) if isinstance(answer, Waiting) else answer
+    except AsyncRLError:
+        return False
+    if reply is not None:
+        encode(reply.type, {**reply.fields, **handlers.notice("fuzz")}, reply.arrays)
+    return True
+
+
+def test_no_mutant_breaks_the_books_even_with_every_right():
+    sizes, answered = Sizes(1 << 20), 0
+    handlers, frames = fresh_handlers()
+    source = mutants(frames, SEED)
+    for number, frame in enumerate(itertools.islice(source, 6000)):
+        if number % 50 == 0:
+            # What ended or took over the run is undone, so that the next ones find one to break.
+            handlers, _ = fresh_handlers()
+        answered += handle(handlers, frame, sizes, number * 0.01)
+        buffer: Buffer = handlers.buffer
+        buffer.check()
+        assert pack({"buffer": buffer.save(), "handlers": handlers.save()})
+        json.dumps(buffer.status(number * 0.01), allow_nan=False)
+        json.dumps(buffer.ledger_file(), allow_nan=False)
+    assert answered > 1000
+
+
+class Fuzzer:
+    """``tests.queue.fuzzer`` in a process of its own."""
+
+    def __init__(self, address: str, key_file: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.queue.fuzzer", address, str(SEED), str(key_file)], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def begin(self, count: int) -> None:
+        """Returns once the mutants are made, and are being sent."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{count} {RATE}\n")
+        self._process.stdin.flush()
+        assert self._line() == "ready"
+
+    def is_done(self) -> bool:
+        """Whether the last mutant was sent."""
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def result(self) -> dict[str, int]:
+        return json.loads(self._line())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the fuzzer ended"
+        return line.strip()
+
+
+class Client:
+    """A legitimate learner and generator: a step of training, then many small requests, over and over."""
+
+    def __init__(self, address: str, keys: ClientKeys) -> None:
+        self.learner = LearnerQueue(address, DEADLINE_S, keys)
+        self.generator = GeneratorQueue(address, "g0", keys)
+        self.num_answers = self.step = 0
+        attach(self.learner, num_steps=10**6)
+        self.generator.hello(DEADLINE_S, "fake")
+
+    def work(self) -> None:
+        """One round; every answer counts."""
+        self._train()
+        for _ in range(40):
+            assert self.learner.ping() == "run"
+        self.num_answers += 40
+
+    def _train(self) -> None:
+        self.generator.request_leases(LINEAGE, self.step, 2, 5.0)
+        held = [lease for event in self._until(LeasesGranted, 1) for lease in event.leases]
+        for lease in held:
+            self.generator.return_group(group(lease, self.step, generator="g0"))
+        assert {event.verdict for event in self._until(Returned, len(held))} == {"queued"}
+        assert isinstance(self.learner.take(LINEAGE, self.step, self.step, DEADLINE_S), Batch)
+        self.learner.ack(LINEAGE, self.step, self.step + 1, all_trained())
+        self.step += 1
+        self.learner.announce(Announcement(LINEAGE, self.step, "digest", "tcp://127.0.0.1:1"))
+        self.num_answers += 4 + len(held)
+
+    def _until(self, kind: type, count: int) -> list[Any]:
+        heard: list[Any] = []
+
+        def enough() -> bool:
+            heard.extend(event for event in self.generator.poll(1.0) if isinstance(event, kind))
+            return len(heard) >= count
+
+        wait_until(enough, f"{count} of {kind.__name__}")
+        return heard
+
+    def close(self) -> None:
+        self.generator.close()
+        self.learner.close()
+
+
+def memory_bytes(pid: int) -> int:
+    """What the process holds in memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+@contextmanager
+def fuzzed_server(servers: Any, tmp_path: Path, **queue: Any) -> Iterator[tuple[Server, Client, Fuzzer]]:
+    make_keys(tmp_path / "keys", ["client", "fuzzer"])
+    keys = ClientKeys.load(tmp_path / "keys" / "client.key")
+    config = make_config(str(tmp_path / "run"), queue={"keys": str(tmp_path / "keys"), **queue})
+    server = servers.start(config, "--run-id", "run", "--rows", "1000")
+    client, fuzzer = Client(server.address, keys), Fuzzer(server.address, tmp_path / "keys" / "fuzzer.key")
+    try:
+        yield server, client, fuzzer
+    finally:
+        client.close()
+        fuzzer.close()
+
+
+def fuzz(client: Client, fuzzer: Fuzzer, num_mutants: int) -> tuple[dict[str, int], float]:
+    """Windows with and without mutants in turn: what was sent, and the client's rate with them over that without."""
+    totals: dict[str, int] = {}
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(num_mutants // WINDOW):
+        for is_on in (True, False):
+            if is_on:
+                fuzzer.begin(WINDOW)
+            before, started = client.num_answers, time.monotonic()
+            is_over = fuzzer.is_done if is_on else lambda end=started + WINDOW / RATE / 2: time.monotonic() >= end
+            while not is_over():
+                client.work()
+            rates[is_on].append((client.num_answers - before) / (time.monotonic() - started))
+            if is_on:
+                for key, value in fuzzer.result().items():
+                    totals[key] = totals.get(key, 0) + value
+    # Medians: the machine has other work, too, and that comes in bursts.
+    usual = statistics.median(rates[False])
+    ratio = statistics.median(rates[True]) / usual
+    print(f"rate with mutants {ratio:.2f} of {usual:.0f}/s without; {totals}")
+    return totals, ratio
+
+
+def check_unmoved(servers: Any, tmp_path: Path, num_mutants: int) -> None:
+    """All mutants reach the parser: the limit on malformed messages is lifted."""
+    with fuzzed_server(servers, tmp_path, max_malformed_per_minute=10**6) as (server, client, fuzzer):
+        fuzz(client, fuzzer, WINDOW)
+        before = memory_bytes(server.process.pid)
+        totals, ratio = fuzz(client, fuzzer, num_mutants)
+        growth = memory_bytes(server.process.pid) - before
+        print(f"memory grew by {growth / 2**20:.1f} MiB")
+        status = client.learner.status()
+        make_keys(tmp_path / "other")
+        stranger = ClientKeys.load(tmp_path / "other" / "client.key")
+        assert not is_answered(server.address, stranger.for_server(client_key(tmp_path).server), 0.5)
+        client.work()
+    server.process.terminate()
+    _, log = server.process.communicate(timeout=DEADLINE_S)
+    assert "by a bug" not in log, log[-5000:]
+    assert totals["sent"] == num_mutants
+    assert totals["decodable"] >= 0.3 * totals["sent"]
+    assert totals["answers"] >= 0.8 * totals["sent"]
+    assert status["limited"] == 0
+    assert status["malformed"] >= 0.3 * totals["sent"]
+    assert "broken" not in json.loads((tmp_path / "run" / "ledger.json").read_text())
+    assert growth < MAX_GROWTH_BYTES, f"grew by {growth >> 20} MiB"
+    assert ratio >= 0.5
+
+
+def client_key(tmp_path: Path) -> ClientKeys:
+    return ClientKeys.load(tmp_path / "keys" / "client.key")
+
+
+def test_five_thousand_mutants_leave_the_server_serving(servers, tmp_path):
+    check_unmoved(servers, tmp_path, 10 * WINDOW)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_mutants_leave_the_server_serving(servers, tmp_path):
+    check_unmoved(servers, tmp_path, 200 * WINDOW)
+
+
+def test_a_peer_that_sends_mutants_is_soon_unheard(servers, tmp_path):
+    with fuzzed_server(servers, tmp_path) as (_, client, fuzzer):
+        totals, ratio = fuzz(client, fuzzer, 4 * WINDOW)
+        status = client.learner.status()
+    # 64 malformed ones are forgiven, and mutants that are well-formed all the same come between them.
+    assert 64 <= status["malformed"] < 100
+    assert status["limited"] > totals["sent"] - 400
+    assert ratio >= 0.5

@@ -1,0 +1,463 @@
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from async_rl.errors import ConfigError, QueueError
+from async_rl.queue.bodies import Place
+from async_rl.queue.changes import Change
+from async_rl.queue.journal import Journal, Saved, file_system_of, is_network_file_system, pack, unpack
+from tests.queue.test_segments import HEADER, file_size_limit
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def put(key: str, place: Place) -> Change:
+    return Change("group", key, {"place": asdict(place)})
+
+
+def delete(key: str) -> Change:
+    return Change("group", key, None)
+
+
+def reopened(directory: Path, segment_bytes: int = 1 << 20) -> tuple[Journal, Saved, dict[str, Place]]:
+    """A journal that went on where the last one stopped, and the places of its groups."""
+    journal = Journal(directory, segment_bytes=segment_bytes)
+    saved = journal.load()
+    assert saved is not None
+    places = {key: Place(**fields["place"]) for key, fields in saved.entries["group"].items()}
+    journal.adopt(places.values())
+    return journal, saved, places
+
+
+def segment_names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("segment-*"))
+
+
+# Records.
+
+
+def test_what_was_committed_is_there_after_a_restart(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        assert journal.load() is None
+        place = journal.keep(b"body")
+        journal.commit(
+            [put("a", place), Change("lease", "l", {"none": None, "x": 0.5})], {"queue": b"1", "other": b"2"}
+        )
+        journal.commit([Change("lease", "l", {"x": 1.5})], {"queue": b"3"})
+    journal, saved, places = reopened(tmp_path)
+    with closing(journal):
+        assert places == {"a": place}
+        assert saved.entries["lease"] == {"l": {"x": 1.5}}
+        assert saved.entries["fate"] == {}
+        assert saved.state == {"queue": b"3", "other": b"2"}
+        assert journal.read(place) == b"body"
+
+
+def test_of_changes_of_one_record_the_last_counts(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        fields = {"x": 1}
+        journal.commit([Change("fate", "a", None), Change("fate", "a", fields)], {})
+        journal.commit([Change("fate", "b", fields), Change("fate", "b", None)], {})
+        saved = journal.load()
+    assert saved is not None
+    assert saved.entries["fate"] == {"a": fields}
+
+
+def test_an_empty_commit_is_a_commit(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        journal.commit([], {})
+    journal, saved, places = reopened(tmp_path)
+    journal.close()
+    assert (places, saved.state) == ({}, {})
+
+
+def test_a_commit_before_adoption_would_free_bodies_and_is_a_bug(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        journal.commit([put("a", journal.keep(b"body"))], {})
+    with closing(Journal(tmp_path)) as journal, pytest.raises(AssertionError):
+        journal.commit([], {})
+
+
+def test_plain_data_is_packed_with_any_keys():
+    plain = {"attempts": {17: [1, 2]}, "none": None, "digest": 2**64 - 1}
+    assert unpack(pack(plain)) == plain
+
+
+def test_the_log_stays_bounded(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        for number in range(3000):
+            journal.commit([Change("fate", str(number % 10), {"number": number})], {"queue": bytes(4096)})
+        # A log of 1000 pages of 4 KiB and little more.
+        assert (tmp_path / "index.sqlite-wal").stat().st_size < 5 << 20
+        assert (tmp_path / "index.sqlite").stat().st_size < 1 << 20
+
+
+# Bodies and disk space.
+
+
+def test_files_go_with_the_commit_not_with_the_release(tmp_path: Path):
+    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+        place = journal.keep(b"body")
+        journal.commit([put("a", place)], {})
+        journal.release(place)
+        assert segment_names(tmp_path) == ["segment-00000001"]
+        journal.commit([delete("a")], {})
+        assert segment_names(tmp_path) == []
+        assert journal.num_bytes == journal.live_bytes == 0
+
+
+def test_bodies_that_no_committed_record_names_are_gone_after_a_restart(tmp_path: Path):
+    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+        place = journal.keep(b"named")
+        journal.commit([put("a", place)], {})
+        journal.keep(b"not named")
+    journal, _, places = reopened(tmp_path, segment_bytes=1)
+    with closing(journal):
+        journal.commit([], {})
+        assert segment_names(tmp_path) == ["segment-00000001"]
+        assert journal.read(places["a"]) == b"named"
+
+
+def test_a_long_lived_body_among_thousands_of_short_ones_pins_little(tmp_path: Path):
+    # Each round keeps 50 bodies of 24 + 100 bytes, lets go of the last round's, and adds a body that stays: of 3000
+    # short ones 50 are live in the end, and 61 that stay.
+    segment_bytes = 4096
+    with closing(Journal(tmp_path, segment_bytes=segment_bytes)) as journal:
+        long_lived = {"first": journal.keep(b"first" * 20)}
+        journal.commit([put("first", long_lived["first"])], {})
+        short: list[Place] = []
+        for number in range(60):
+            for place in short:
+                journal.release(place)
+            short = [journal.keep(bytes(100)) for _ in range(50)]
+            name = f"stays {number}"
+            long_lived[name] = journal.keep(name.encode())
+            journal.commit([put(name, long_lived[name])], {})
+            assert journal.num_bytes <= journal.live_bytes + max(2 * segment_bytes, journal.live_bytes)
+            assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("segment-*"))
+        assert "segment-00000001" not in segment_names(tmp_path)
+        assert journal.read(long_lived["first"]) == b"first" * 20
+    journal, _, places = reopened(tmp_path, segment_bytes=segment_bytes)
+    with closing(journal):
+        assert places == long_lived
+        assert journal.read(places["first"]) == b"first" * 20
+        assert journal.read(places["stays 3"]) == b"stays 3"
+
+
+def moved_rows(directory: Path) -> int:
+    with closing(sqlite3.connect(directory / "index.sqlite")) as index:
+        return index.execute("SELECT count(*) FROM moved").fetchone()[0]
+
+
+def moved_body(directory: Path) -> Place:
+    """Commit a body that was copied forward, and nothing else."""
+    # It shares a full file with more dead bytes than two files may have.
+    with closing(Journal(directory, segment_bytes=1000)) as journal:
+        place = journal.keep(b"body")
+        journal.release(journal.keep(bytes(2000)))
+        journal.commit([put("a", place)], {})
+    assert moved_rows(directory) == 1
+    return place
+
+
+def test_where_a_body_was_moved_is_forgotten_with_it(tmp_path: Path):
+    place = moved_body(tmp_path)
+    journal, _, _ = reopened(tmp_path)
+    with closing(journal):
+        journal.release(place)
+        journal.commit([delete("a")], {})
+    assert moved_rows(tmp_path) == 0
+
+
+def test_where_a_body_was_moved_is_forgotten_if_nobody_adopts_it(tmp_path: Path):
+    moved_body(tmp_path)
+    with closing(Journal(tmp_path)) as journal:
+        journal.adopt([])
+        journal.commit([delete("a")], {})
+    assert moved_rows(tmp_path) == 0
+    assert segment_names(tmp_path) == []
+
+
+def test_a_restart_never_uses_the_number_of_a_file_again(tmp_path: Path):
+    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+        place = journal.keep(b"body")
+        journal.release(place)
+        journal.commit([], {})
+    assert segment_names(tmp_path) == []
+    journal, _, _ = reopened(tmp_path)
+    with closing(journal):
+        assert journal.keep(b"body").segment == place.segment + 1
+
+
+def test_a_damaged_byte_is_an_error_that_names_the_file(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        place = journal.keep(b"body")
+        with (tmp_path / "segment-00000001").open("r+b") as file:
+            file.seek(HEADER)
+            file.write(b"B")
+        with pytest.raises(QueueError, match="segment-00000001, offset 0"):
+            journal.read(place)
+
+
+def test_a_commit_that_the_disk_refuses_leaves_the_last_one(tmp_path: Path):
+    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+        place = journal.keep(b"body")
+        journal.commit([put("a", place)], {"queue": b"old"})
+        journal.release(place)
+        changes, state = [delete("a"), Change("lease", "l", {})], {"queue": bytes(1 << 20)}
+        with file_size_limit(1 << 18), pytest.raises(QueueError, match=str(tmp_path)):
+            journal.commit(changes, state)
+        saved = journal.load()
+        assert saved is not None
+        assert (saved.state, set(saved.entries["group"]), saved.entries["lease"]) == ({"queue": b"old"}, {"a"}, {})
+        assert segment_names(tmp_path) == ["segment-00000001"]
+        journal.commit(changes, state)
+        saved = journal.load()
+        assert saved is not None
+        assert (len(saved.state["queue"]), saved.entries["lease"]) == (1 << 20, {"l": {}})
+        assert segment_names(tmp_path) == []
+
+
+def test_a_record_that_cannot_be_written_down_fails_its_commit_whole(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        with pytest.raises(TypeError):
+            journal.commit([Change("fate", "a", {}), Change("fate", "b", {"x": object()})], {})
+        journal.commit([Change("fate", "c", {})], {})
+        saved = journal.load()
+    assert saved is not None
+    assert set(saved.entries["fate"]) == {"c"}
+
+
+# Random histories against a model.
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """Bodies are kept, released and committed; processes end in good order, or by a crash: then all they leave is
+    their files."""
+
+    SEGMENT_BYTES = 300
+
+    @initialize()
+    def start(self) -> None:
+        self.home = Path(tempfile.mkdtemp())
+        self.num_directories, self.num_kept = 0, 0
+        self.bodies: dict[str, bytes] = {}
+        self.places: dict[str, Place] = {}
+        self.changes: list[Change] = []
+        self.committed: dict[str, bytes] | None = None
+        self.journal = Journal(self.home / "0", segment_bytes=self.SEGMENT_BYTES)
+
+    @rule(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=12))
+    def keep(self, sizes: list[int]) -> None:
+        for size in sizes:
+            self.num_kept += 1
+            key, body = str(self.num_kept), bytes([self.num_kept % 256]) * size
+            self.places[key], self.bodies[key] = self.journal.keep(body), body
+            self.changes.append(put(key, self.places[key]))
+
+    @precondition(lambda self: self.bodies)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        for key in data.draw(st.lists(st.sampled_from(sorted(self.bodies)), unique=True, min_size=1)):
+            self.journal.release(self.places.pop(key))
+            del self.bodies[key]
+            self.changes.append(delete(key))
+
+    @rule()
+    def commit(self) -> None:
+        self.journal.commit(self.changes, {"count": str(len(self.bodies)).encode()})
+        self.changes, self.committed = [], dict(self.bodies)
+        dead = self.journal.num_bytes - self.journal.live_bytes
+        assert self.journal.live_bytes == sum(HEADER + len(body) for body in self.bodies.values())
+        assert dead <= max(2 * self.SEGMENT_BYTES, self.journal.live_bytes)
+        self.check()
+
+    @rule(crash=st.booleans())
+    def reopen(self, crash: bool) -> None:
+        directory = self.home / str(self.num_directories)
+        if crash:
+            self.num_directories += 1
+            shutil.copytree(directory, self.home / str(self.num_directories))
+            directory = self.home / str(self.num_directories)
+        self.journal.close()
+        self.changes = []
+        if self.committed is None:
+            self.bodies, self.places = {}, {}
+            self.journal = Journal(directory, segment_bytes=self.SEGMENT_BYTES)
+            assert self.journal.load() is None
+            return
+        self.journal, saved, self.places = reopened(directory, segment_bytes=self.SEGMENT_BYTES)
+        self.bodies = dict(self.committed)
+        assert saved.state == {"count": str(len(self.bodies)).encode()}
+        self.check()
+
+    def check(self) -> None:
+        assert {key: self.journal.read(place) for key, place in self.places.items()} == self.bodies
+
+    def teardown(self) -> None:
+        if hasattr(self, "journal"):
+            self.journal.close()
+            shutil.rmtree(self.home)
+
+
+TestRandomHistories = JournalMachine.TestCase
+TestRandomHistories.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+# Other processes.
+
+COMMITS = """
+import os, sys
+from dataclasses import asdict
+from pathlib import Path
+from async_rl.queue.bodies import Place
+from async_rl.queue.changes import Change
+from async_rl.queue.journal import Journal
+
+journal = Journal(Path(sys.argv[1]), segment_bytes=4096)
+saved = journal.load()
+number, places = 0, {}
+if saved is not None:
+    number = int(saved.state["number"])
+    places = {int(key): Place(**fields["place"]) for key, fields in saved.entries["group"].items()}
+    journal.adopt(places.values())
+while True:
+    number += 1
+    places[number] = journal.keep(b"%d," % number * (number % 40 + 100))
+    changes = [Change("group", str(number), {"place": asdict(places[number])})]
+    for old in (number - 5, number - 500):
+        if old in places and (old % 50 or old == number - 500):
+            journal.release(places.pop(old))
+            changes.append(Change("group", str(old), None))
+    journal.commit(changes, {"number": b"%d" % number})
+    os.write(1, b"%d\\n" % number)
+"""
+"""Every commit adds a group and deletes the one five before; every fiftieth stays for 500. Each is then reported."""
+
+
+def process(script: str, directory: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script, str(directory)], stdout=subprocess.PIPE, cwd=ROOT)
+
+
+def test_every_reported_commit_outlives_sigkill(tmp_path: Path):
+    moments = random.Random(3)
+    number = 0
+    for _ in range(6):
+        child = process(COMMITS, tmp_path)
+        assert child.stdout is not None
+        for _ in range(moments.randrange(1, 900)):
+            child.stdout.readline()
+        child.kill()
+        reported = [int(line) for line in child.stdout.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        assert child.wait() == -signal.SIGKILL
+        journal, saved, places = reopened(tmp_path, segment_bytes=4096)
+        with closing(journal):
+            before, number = number, int(saved.state["number"])
+            assert number > before
+            assert not reported or reported[-1] <= number <= reported[-1] + 1
+            live = [n for n in range(1, number + 1) if n > number - 5 or (n % 50 == 0 and n > number - 500)]
+            assert sorted(map(int, places)) == live
+            for key, place in places.items():
+                assert journal.read(place) == f"{key},".encode() * (int(key) % 40 + 100)
+    assert number > 1000
+
+
+def test_a_directory_has_one_owner(tmp_path: Path):
+    child = process(COMMITS, tmp_path)
+    assert child.stdout is not None
+    child.stdout.readline()
+    # The child goes on until its pipe is full, and waits there.
+    with pytest.raises(QueueError, match=rf"process {child.pid} owns it"):
+        Journal(tmp_path)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    Journal(tmp_path).close()
+
+
+def test_a_closed_journal_gives_its_directory_back_and_a_refused_one_holds_nothing(tmp_path: Path):
+    with closing(Journal(tmp_path, identity="run 1")), pytest.raises(QueueError, match=f"process {os.getpid()} owns"):
+        Journal(tmp_path, identity="run 1")
+    with pytest.raises(QueueError, match=r"expected the journal of 'run 2', got that of 'run 1'; .*--fresh"):
+        Journal(tmp_path, identity="run 2")
+    Journal(tmp_path, identity="run 1").close()
+
+
+def test_an_owner_without_an_identity_comes_before_and_after_one_that_has_it(tmp_path: Path):
+    for identity in ("", "run 1", "", "run 1"):
+        Journal(tmp_path, identity=identity).close()
+    with pytest.raises(QueueError, match="expected the journal of 'run 2', got that of 'run 1'"):
+        Journal(tmp_path, identity="run 2")
+
+
+def test_a_journal_may_be_built_in_one_thread_and_used_in_another(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        thread = threading.Thread(target=journal.commit, args=([Change("fate", "a", {})], {}))
+        thread.start()
+        thread.join()
+        saved = journal.load()
+    assert saved is not None
+    assert saved.entries["fate"] == {"a": {}}
+
+
+# The directory.
+
+
+def test_a_file_that_is_no_index_is_refused(tmp_path: Path):
+    (tmp_path / "index.sqlite").write_bytes(b"not a database" * 1000)
+    with pytest.raises(QueueError, match=r"file is not a database"):
+        Journal(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_a_config_error(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"queue\.journal_dir: can't use"):
+        Journal(tmp_path / "file" / "queue")
+
+
+MOUNTS = r"""
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
+36 27 0:31 / /home rw,relatime shared:1 master:2 - nfs4 filer:/home rw,vers=4.2
+37 36 0:32 / /home/local rw - xfs /dev/sdb rw
+38 27 0:33 / /mnt/my\040disk rw - fuse.sshfs me@host:/ rw
+39 27 0:34 / /data rw - ext4 /dev/sdc rw
+40 39 0:35 / /data rw - lustre 10.0.0.1@tcp:/scratch rw
+"""
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [
+        ("/var/run", "ext4"),
+        ("/home", "nfs4"),
+        ("/home/me/runs", "nfs4"),
+        ("/home/local/runs", "xfs"),
+        ("/homework", "ext4"),
+        ("/mnt/my disk/runs", "fuse.sshfs"),
+        ("/data/x", "lustre"),
+        ("/proc/self", "proc"),
+    ],
+)
+def test_the_file_system_of_a_path_is_that_of_its_longest_latest_mount(path: str, expected: str):
+    assert file_system_of(Path(path), MOUNTS.strip()) == expected
+
+
+def test_shared_file_systems_are_told_from_local_ones():
+    shared = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "afs", "fuse.sshfs", "fuse.juicefs")
+    assert all(map(is_network_file_system, shared))
+    assert not any(map(is_network_file_system, ("ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "9p", "fuseblk")))

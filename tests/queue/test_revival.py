@@ -1,0 +1,166 @@
+"""A queue server that dies: what was lost with it is sent again at once, and a learner starts its own again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.errors import QueueError
+from async_rl.queue import connection
+from async_rl.queue.client import LearnerQueue
+from async_rl.queue.connection import Connection
+from async_rl.queue.server import Reviver, answering_run, ensure_queue, finish_queue
+from tests.queue.builders import make_config
+from tests.queue.conftest import ROOT, attach, wait_until
+
+COMMAND = (sys.executable, "-m", "tests.queue.serve")
+
+
+def pid_of(config: Config) -> int:
+    return json.loads((Path(config.run.dir) / "queue.json").read_text())["pid"]
+
+
+def test_requests_that_a_dead_server_took_along_are_repeated_as_soon_as_the_next_is_there(
+    servers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(connection, "RESEND_S", 1000.0)
+    config = make_config(str(tmp_path / "run"))
+    first = servers.start(config, "--run-id", "run")
+    client = Connection(first.address, "client")
+    try:
+        client.post("ping", {})
+        assert client.poll(10.0)
+        assert client.is_connected
+        first.process.send_signal(signal.SIGSTOP)
+        client.post("ping", {})  # it reaches the socket of a process that will never read it
+        assert not client.poll(0.2)
+        assert client.is_connected
+        first.process.kill()
+        first.process.wait()
+        assert not client.poll(0.2)
+        assert not client.is_connected
+        servers.start(config, "--run-id", "run")
+        ((request, answer),) = client.poll(30.0)
+        assert request is not None
+        assert answer.type == "pong"
+    finally:
+        client.close()
+
+
+def test_a_learner_brings_its_killed_server_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config, log = make_config(str(tmp_path / "run")), tmp_path / "queue.log"
+    address = ensure_queue(config, "run", False, log, command=COMMAND)
+    first = pid_of(config)
+    revive = Reviver(config, "run", False, log, address, command=COMMAND)
+    queue = LearnerQueue(address, revive=revive)
+    try:
+        attach(queue)
+        assert not revive()
+        os.kill(first, signal.SIGKILL)  # nobody waits for it, so its id stays taken
+        assert queue.status()["lineage"] == "line-a"
+        assert pid_of(config) != first
+    finally:
+        queue.close()
+        os.kill(pid_of(config), signal.SIGKILL)
+
+
+def test_a_server_that_can_t_have_its_port_back_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config, log = make_config(str(tmp_path / "run")), tmp_path / "queue.log"
+    address = ensure_queue(config, "run", False, log, command=COMMAND)
+    first = pid_of(config)
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        try:
+            with pytest.raises(QueueError, match=f"expected the queue server back at {address}.*its port was taken"):
+                Reviver(config, "run", False, log, address, command=COMMAND)()
+        finally:
+            os.kill(pid_of(config), signal.SIGKILL)
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(ROOT)
+    config, log, once = make_config(str(tmp_path / "run")), tmp_path / "queue.log", tmp_path / "died"
+    script = f'[ -e {once} ] || {{ touch {once}; kill -KILL $$; }}; exec {sys.executable} -m tests.queue.serve "$@"'
+    with caplog.at_level("WARNING"):
+        ensure_queue(config, "run", False, log, command=("sh", "-c", script, "sh"))
+    second = pid_of(config)
+    os.kill(second, signal.SIGKILL)
+    os.waitpid(second, 0)
+    assert "killed by signal 9 before it answered" in caplog.text
+    with pytest.raises(QueueError, match="ended with code -9"):
+        ensure_queue(config, "run", False, log, command=("sh", "-c", "kill -KILL $$"))
+
+
+def test_a_server_that_dies_of_each_request_is_not_started_for_ever():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        queue = LearnerQueue(f"tcp://127.0.0.1:{probe.getsockname()[1]}", revive=lambda: True)
+    with pytest.raises(QueueError, match="died 6 times before it had answered 'ping'"):
+        queue.ping()
+    queue.close()
+
+
+def test_a_learner_that_died_before_its_farewell_tells_its_queue_when_it_is_started_again(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    server = servers.start(config, "--run-id", "run")
+    attach(servers.learner(server.address))
+    finish_queue(config, "another run")
+    assert server.process.poll() is None
+    finish_queue(config, "run")
+    assert "ended: the run is finished" in server.process.communicate(timeout=30)[0]
+    finish_queue(config, "run")  # nobody is there any more: nothing to do
+
+
+def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_path, caplog):
+    config = make_config(str(tmp_path / "run"))
+    first = servers.start(config, "--run-id", "run")
+    queue = servers.learner(first.address)
+    attach(queue)
+    first.process.kill()
+    first.process.wait()
+    with caplog.at_level("INFO"):
+        queue._connection.poll(0.0)
+        request = queue._connection.post("ping", {})
+        wait_until(lambda: not queue._watch_connection("ping", 60.0) and bool(caplog.messages), "a warning")
+        servers.start(config, "--run-id", "run")
+        queue._await(request, "ping", 0.0)
+    told = [message for message in caplog.messages if "queue at" in message]
+    assert told[0].startswith(f"no connection to the queue at {first.address}; 'ping' waits for it")
+    assert told[1].startswith(f"the queue at {first.address} is back after")
+    assert len(told) == 2
+
+
+def test_a_server_that_was_started_by_hand_is_brought_back_too(servers, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config, log = make_config(str(tmp_path / "run")), tmp_path / "queue.log"
+    first = servers.start(config)  # nobody told it which run it serves
+    queue = LearnerQueue(first.address, revive=Reviver(config, "run", False, log, first.address, command=COMMAND))
+    try:
+        attach(queue)
+        first.process.kill()
+        first.process.wait()
+        assert queue.status()["lineage"] == "line-a"
+    finally:
+        queue.close()
+        os.kill(pid_of(config), signal.SIGKILL)
+
+
+def test_a_journal_of_no_run_yet_is_taken_over_by_the_first_that_names_one(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    first = servers.start(config)
+    servers.generator(first.address).request_leases("", 0, 1, 0.0)  # something to write down
+    assert answering_run(first.address, 10.0) == ""
+    first.process.kill()
+    first.process.wait()
+    second = servers.start(config, "--run-id", "run")
+    assert answering_run(second.address, 10.0) == "run"

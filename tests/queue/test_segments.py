@@ -1,0 +1,188 @@
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import QueueError
+from async_rl.queue.bodies import Place, digest_of
+from async_rl.queue.segments import Segments, Spot
+
+HEADER = 24
+"""Bytes: magic, length and digest, 8 each."""
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """The system cuts a write there, and refuses the next one, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_bodies_are_read_as_they_were_kept(tmp_path: Path):
+    segments = Segments(tmp_path, 1000)
+    places = [segments.keep(body) for body in (b"one", b"", bytearray(b"three"), memoryview(b"four"))]
+    assert [segments.read(place) for place in places] == [b"one", b"", b"three", b"four"]
+    # 3 + 0 + 5 + 4 bytes behind four headers.
+    assert segments.num_bytes == segments.live_bytes == 12 + 4 * HEADER
+    segments.close()
+
+
+def test_a_file_can_be_checked_alone(tmp_path: Path):
+    segments = Segments(tmp_path, 1000)
+    segments.keep(b"one")
+    segments.keep(b"second")
+    segments.close()
+    data = (tmp_path / "segment-00000001").read_bytes()
+    digest = digest_of(b"second").to_bytes(8, "little")
+    assert data[HEADER : HEADER + 3] == b"one"
+    assert data[HEADER + 3 :] == b"ARLBODY1" + (6).to_bytes(8, "little") + digest + b"second"
+
+
+def test_a_file_ends_once_it_is_long_enough(tmp_path: Path):
+    # Two bodies of 24 + 26 bytes make 100; the third goes to the next file, a huge one fills a file alone.
+    segments = Segments(tmp_path, 100)
+    places = [segments.keep(bytes(size)) for size in (26, 26, 5000, 1)]
+    assert [(place.segment, place.offset) for place in places] == [(1, 0), (1, 50), (2, 0), (3, 0)]
+    segments.close()
+
+
+def test_a_damaged_byte_is_named_by_file_and_offset(tmp_path: Path):
+    segments = Segments(tmp_path, 1000)
+    whole, hurt = segments.keep(b"whole"), segments.keep(b"body")
+    path = tmp_path / "segment-00000001"
+    data = bytearray(path.read_bytes())
+    data[hurt.offset + HEADER + 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(QueueError, match=rf"segment-00000001, offset {hurt.offset}: .* damaged"):
+        segments.read(hurt)
+    assert segments.read(whole) == b"whole"
+    segments.close()
+
+
+def test_a_torn_tail_is_left_alone_and_never_written_over(tmp_path: Path):
+    first = Segments(tmp_path, 1000)
+    place = first.keep(b"whole")
+    first.close()
+    with (tmp_path / "segment-00000001").open("ab") as file:
+        file.write(b"ARLBODY1 and no more")
+    second = Segments(tmp_path, 1000)
+    second.adopt(place, Spot(place.segment, place.offset))
+    new = second.keep(b"new")
+    assert (new.segment, new.offset) == (2, 0)
+    assert second.read(place) == b"whole"
+    assert second.num_bytes - second.live_bytes == len(b"ARLBODY1 and no more")
+    second.close()
+
+
+def test_a_body_behind_the_end_of_its_file_is_not_adopted(tmp_path: Path):
+    first = Segments(tmp_path, 1000)
+    place = first.keep(b"body")
+    first.close()
+    os.truncate(tmp_path / "segment-00000001", 20)
+    second = Segments(tmp_path, 1000)
+    with pytest.raises(QueueError, match=r"segment-00000001: expected 28 bytes or more, .* got 20 bytes"):
+        second.adopt(place, Spot(1, 0))
+    with pytest.raises(QueueError, match=r"segment-00000009: .* got no file"):
+        second.adopt(place, Spot(9, 0))
+    second.close()
+
+
+def test_a_number_is_never_used_twice(tmp_path: Path):
+    segments = Segments(tmp_path, 1, after=7)
+    place = segments.keep(b"a")
+    assert place.segment == 8
+    segments.release(place)
+    segments.settle([])
+    assert names(tmp_path) == []
+    assert segments.keep(b"b").segment == 9
+    segments.close()
+
+
+def test_files_go_when_settled_and_only_those_without_a_live_body(tmp_path: Path):
+    segments = Segments(tmp_path, 60)
+    # Two bodies a file: 1 holds a and b, 2 holds c and d, 3 (open) holds e.
+    a, b, c, d, e = (segments.keep(letter * 6) for letter in (b"a", b"b", b"c", b"d", b"e"))
+    for place in (a, b, c, e):
+        segments.release(place)
+    assert names(tmp_path) == ["segment-00000001", "segment-00000002", "segment-00000003"]
+    segments.settle([])
+    assert names(tmp_path) == ["segment-00000002", "segment-00000003"]
+    assert segments.read(d) == b"d" * 6
+    segments.release(d)
+    segments.settle([])
+    assert names(tmp_path) == ["segment-00000003"]
+    segments.close()
+
+
+def test_what_was_released_or_never_adopted_is_not_read(tmp_path: Path):
+    segments = Segments(tmp_path, 1000)
+    place = segments.keep(b"body")
+    segments.release(place)
+    for gone in (place, Place(5, 0, 4, 0)):
+        with pytest.raises(QueueError, match="no live body at offset 0"):
+            segments.read(gone)
+        with pytest.raises(QueueError, match="no live body at offset 0"):
+            segments.release(gone)
+    segments.close()
+
+
+def test_the_emptiest_files_are_copied_forward_and_places_stay(tmp_path: Path):
+    # Files of four bodies of 24 + 26 bytes. Of six files the first keeps three live bodies, the others one each:
+    # 8 * 50 live, 16 * 50 dead, which is more than two files and more than what is live.
+    segments = Segments(tmp_path, 200)
+    places = [segments.keep(bytes([number]) * 26) for number in range(24)]
+    live = [place for number, place in enumerate(places) if number < 3 or (number > 3 and number % 4 == 0)]
+    for place in set(places) - set(live):
+        segments.release(place)
+    moves = segments.copy_forward()
+    # 400 dead bytes may stay: three of the five emptiest files go, 450 dead bytes with them.
+    assert len(moves) == 3
+    assert len(names(tmp_path)) == 7
+    segments.settle(moves)
+    assert len(names(tmp_path)) == 4
+    assert (segments.live_bytes, segments.num_bytes - segments.live_bytes) == (400, 350)
+    assert "segment-00000001" in names(tmp_path)
+    for place in live:
+        assert segments.read(place) == bytes([places.index(place)]) * 26
+    moved = moves[0].place
+    segments.release(moved)
+    assert moved not in segments.moved
+    segments.close()
+
+
+def test_copies_that_are_not_settled_change_nothing(tmp_path: Path):
+    # Three bodies a file, of which one is live: 4 * 50 live and 8 * 50 dead bytes, 100 more than two files may have.
+    segments = Segments(tmp_path, 150)
+    places = [segments.keep(bytes([number]) * 26) for number in range(12)]
+    for number, place in enumerate(places):
+        if number % 3:
+            segments.release(place)
+    assert [move.place for move in segments.copy_forward()] == [places[0]]
+    assert segments.moved == {}
+    assert (segments.live_bytes, segments.num_bytes) == (200, 650)
+    assert [segments.read(place) for place in places[::3]] == [bytes([number]) * 26 for number in range(0, 12, 3)]
+    segments.close()
+
+
+def test_a_full_disk_is_named_and_leaves_the_file_as_it_was(tmp_path: Path):
+    segments = Segments(tmp_path, 1 << 20)
+    first = segments.keep(b"first")
+    # The header and 71 bytes of the body fit.
+    with file_size_limit(first.length + HEADER + 95), pytest.raises(QueueError, match=str(tmp_path)):
+        segments.keep(bytes(1000))
+    assert (tmp_path / "segment-00000001").stat().st_size == segments.num_bytes == 29
+    second = segments.keep(b"second")
+    assert (second.segment, second.offset) == (1, 29)
+    assert [segments.read(place) for place in (first, second)] == [b"first", b"second"]
+    segments.close()

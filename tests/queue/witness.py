@@ -1,0 +1,205 @@
+"""A queue server as seen from outside: the buffer, the records that its journal would keep, and what must hold.
+
+Nothing is read but the buffer's public face and those records. ``world.World`` adds the clients, and tells the books
+where prompts ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from async_rl.config import OnStale
+from async_rl.queue.bodies import MemoryBodies, Place
+from async_rl.queue.buffer import Buffer
+from async_rl.queue.changes import Changes, Kind
+from async_rl.queue.facts import GroupFacts
+from async_rl.queue.journal import pack, unpack
+from async_rl.queue.messages import Verdict
+from async_rl.queue.state import LearnerSide
+from async_rl.queue.stream import PromptStream
+from tests.queue import builders
+from tests.queue.builders import SAMPLING, rows
+
+EVAL_ROWS = rows(2)
+WORST_CASE = builders.settings().worst_case_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """One run's settings. ``max_groups``: worst cases that fit into ``queue.max_bytes``."""
+
+    on_stale: OnStale = "drop"
+    max_staleness: int = 1
+    updates: int = 1
+    is_filtered: bool = True
+    refill: bool = True
+    max_groups: float = 100.0
+    max_attempts: int = 4
+    num_rows: int = 12
+    epochs: int | None = None
+    num_steps: int = 20
+
+
+@dataclass(slots=True)
+class Books:
+    """Where prompts ended, in the history that survives."""
+
+    trained: set[int] = field(default_factory=set)
+    filtered: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
+    too_long: set[int] = field(default_factory=set)
+
+    def copy(self) -> Books:
+        return Books(set(self.trained), set(self.filtered), set(self.skipped), set(self.too_long))
+
+    @property
+    def ended(self) -> list[int]:
+        return [*self.trained, *self.filtered, *self.skipped, *self.too_long]
+
+
+class Witness:
+    """One server at a time, and the body store. ``sent`` is what came back for every lease."""
+
+    def __init__(self, knobs: Knobs) -> None:
+        self.knobs = knobs
+        self.settings = builders.settings(
+            max_staleness=knobs.max_staleness, updates_per_batch=knobs.updates, on_stale=knobs.on_stale,
+            filter_range=(0.01, 0.99) if knobs.is_filtered else None, refill=knobs.refill,
+            max_bytes=int(knobs.max_groups * WORST_CASE), max_attempts=knobs.max_attempts, max_filtered=10_000,
+            lease_timeout_s=10.0, wait_s=7.0,
+        )  # fmt: skip
+        self.now = 0.0
+        self.num_servers = 0
+        self.books = Books()
+        self.sent: dict[str, tuple[GroupFacts, bytes]] = {}
+        self.start_server()
+
+    def start_server(self, bodies: MemoryBodies | None = None) -> None:
+        """An empty one, with the bodies of the last or none."""
+        self.num_servers += 1
+        self.bodies = MemoryBodies() if bodies is None else bodies
+        self.entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
+        self.buffer = self._new_buffer()
+        self._remember()
+
+    def _new_buffer(self) -> Buffer:
+        self.changes = Changes()
+        stream = PromptStream(self.knobs.num_rows, seed=0, epochs=self.knobs.epochs)
+        return Buffer(
+            self.settings, rows(self.knobs.num_rows), stream, instance=str(self.num_servers), bodies=self.bodies,
+            changes=self.changes,
+        )  # fmt: skip
+
+    def _remember(self) -> None:
+        self._revision, self._small = self.buffer.revision, {**self.buffer.save(), "now": None}
+
+    def reload(self, clock: float) -> None:
+        """The server dies; another, whose clock may be any, goes on from its records."""
+        entries: dict[Kind, dict[str, Any]] = {kind: _written(fields) for kind, fields in self.entries.items()}
+        small, depth, bodies = _written(self.buffer.save()), self.buffer.stats().depth, self.bodies
+        self.now = clock
+        self.start_server(bodies)
+        places = self.buffer.load(entries, small, {"test": EVAL_ROWS}, SAMPLING, self.now)
+        assert len(set(places)) == len(places) == len(bodies)
+        for change in self.changes.drain():
+            assert change.fields is not None
+            assert _written(change.fields) == entries[change.kind][change.key]
+        self.entries = entries
+        assert _written(self.buffer.save()) == small
+        assert self.buffer.stats().depth == depth
+        self._remember()
+        self.settle()
+
+    @property
+    def learner(self) -> LearnerSide:
+        assert self.buffer.learner is not None
+        return self.buffer.learner
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        return self.buffer.stats().ledger["groups"]
+
+    @property
+    def held_ids(self) -> frozenset[str]:
+        """Groups that are queued or taken."""
+        return frozenset(lease_id for lease_id, fields in self.entries["group"].items() if fields["is_held"])
+
+    @property
+    def lease_versions(self) -> list[int]:
+        """The oldest version that a token of a training lease can have."""
+        leases = [f for f in self.entries["lease"].values() if f["evaluation"] is None]
+        return [max(f["version"], f["min_version"]) for f in leases]
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether an evaluation keeps training from leases."""
+        answered = Counter(key.rpartition(",")[0] + "]" for key in self.entries["answer"])
+        return any(f["exclusive"] and answered[key] < 2 for key, f in self.entries["evaluation"].items())
+
+    def settle(self) -> None:
+        """Write down what changed, as the server does, and hold the buffer against the books."""
+        self.is_sound = False
+        changes = self.changes.drain()
+        small = {**self.buffer.save(), "now": None}
+        if self.buffer.revision == self._revision:
+            # The server writes nothing down, and wakes nobody, while the revision stands still.
+            assert not changes
+            assert small == self._small
+        for change in changes:
+            if change.fields is None:
+                self.entries[change.kind].pop(change.key, None)
+            else:
+                self.entries[change.kind][change.key] = change.fields
+        self._revision, self._small = self.buffer.revision, small
+        self.buffer.check()
+        self._check_prompts(small)
+        self._check_bodies()
+        self.is_sound = True
+
+    def _check_prompts(self, small: Mapping[str, Any]) -> None:
+        """Every prompt drawn is at one place, or ended in one way."""
+        held = [fields["position"] for fields in self.entries["group"].values() if fields["is_held"]]
+        in_flight = [f["position"] for f in self.entries["lease"].values() if f["evaluation"] is None]
+        places = [*small["again"], *held, *in_flight, *self.books.ended]
+        assert len(set(places)) == len(places), "a prompt is at two places"
+        assert all(position < small["position"] for position in places)
+        dropped = small["ledger"]["groups"]["dropped"]
+        set_aside = dropped["poison"] + dropped["too_slow"] + dropped["unused_at_end"]
+        assert len(places) + set_aside == small["position"], "a prompt got lost"
+
+    def _check_bodies(self) -> None:
+        """Every body is needed, and readable; those in use and those to come fit into ``queue.max_bytes``."""
+        groups, answers = self.entries["group"], self.entries["answer"].values()
+        pinned = {lease_id for pin in self.entries["pin"].values() for lease_id in pin["lease_ids"]}
+        assert groups.keys() == self.held_ids | pinned
+        assert len(self.bodies) == len(groups) + sum(answer["place"] is not None for answer in answers)
+        for lease_id in pinned:
+            assert self.bodies.read(Place(**groups[lease_id]["place"])) == self.sent[lease_id][1]
+        in_use = sum(groups[lease_id]["place"]["length"] for lease_id in self.held_ids)
+        num_training = len(self.lease_versions)
+        assert in_use + num_training * WORST_CASE <= self.settings.max_bytes
+
+    def foretold(self, facts: GroupFacts) -> Verdict:
+        """What a returned group is to be told."""
+        lease = self.entries["lease"].get(facts.lease_id)
+        version = self.learner.version
+        if lease is None or lease["generator_id"] != facts.generator_id:
+            fate = self.entries["fate"].get(facts.lease_id, {}).get("fate")
+            late: dict[Any, Verdict] = {"returned": "duplicate", "rolled_back": "old_lineage"}
+            return late.get(fate, "unknown_lease")
+        if facts.unfit or facts.num_rollouts != 2 or facts.newest_version > version:
+            return "refused"
+        if facts.kind == "eval":
+            return "eval_done" if facts.oldest_version >= lease["min_version"] else "stale"
+        bound = facts.newest_version if self.settings.on_stale == "mask" else facts.oldest_version
+        if version + self.settings.updates_per_batch - 1 - bound > self.settings.max_staleness:
+            return "stale"
+        return "filtered" if self.knobs.is_filtered and self.knobs.refill and facts.accuracy != 1 else "queued"
+
+
+def _written(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from a disk."""
+    return unpack(pack(plain))
