@@ -85,9 +85,9 @@ class QueueConfig(Section):
     advertise: str | None = Field(default=None, description="what others connect to; none: the bound address")
     max_staleness: int = Field(default=4, ge=0, le=1024, description="versions")
     on_stale: OnStale = Field(
-        default="drop",
-        description="drop groups above the bound; wait, before a step, for those that it would make stale; or mask "
-        "only their tokens above it",
+        default="mask",
+        description="tokens above the bound leave the loss; or drop their whole group; or wait, before a step, for "
+        "groups that it would make too old, then drop",
     )
     wait_s: float = Field(default=60.0, gt=0, description='longest wait of a step under on_stale = "wait"')
     filter_range: tuple[float, float] | None = Field(

@@ -13,7 +13,7 @@ def reuse_freed_memory() -> None:
     """Keep up to 128 MiB of freed memory at hand instead of giving it back at once.
 
     By default glibc gives a freed block of a few hundred KiB back to the system, and every message pays anew for the
-    page faults of its copies: half of what a 256 KiB group costs a process here. Elsewhere this does nothing.
+    page faults of its copies: up to half of what a 256 KiB group costs a process. Elsewhere this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -43,7 +43,7 @@ class BufferSettings:
     max_attempts: int = 3
     seed: int = 0
     generator_timeout_s: float = 30.0
-    on_stale: OnStale = "drop"
+    on_stale: OnStale = "mask"
     wait_s: float = 60.0
     accepts_changed_data: bool = False
 

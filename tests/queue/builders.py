@@ -41,6 +41,7 @@ def settings(**changes: Any) -> BufferSettings:
         "sampling": SAMPLING,
         "max_bytes": 1 << 20,
         "lease_timeout_s": 10.0,
+        "on_stale": "drop",
     }
     return BufferSettings(**(plain | changes))
 
