@@ -195,7 +195,7 @@ def _running(config: Config, run_id: str) -> str | None:
 
 
 def _start(
-    config: Config, run_id: str, insecure: bool, log_path: Path, command: Sequence[str], *, starts_left: int = 2
+    config: Config, run_id: str, insecure: bool, log_path: Path, command: Sequence[str], *, starts_left: int = 5
 ) -> str:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     config_path = log_path.with_suffix(".toml")

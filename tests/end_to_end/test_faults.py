@@ -64,7 +64,8 @@ def test_each_role_killed_at_each_fault_point_loses_and_repeats_no_prompt(tmp_pa
 @pytest.mark.slow
 def test_roles_killed_at_random_moments_lose_and_repeat_no_prompt(tmp_path: Path, seed: int, num_kills: int):
     num_rows, poison = 162, (3, 100)
-    config = fault_config(tmp_path, num_rows=num_rows, poison=poison)
+    on_stale = ("drop", "mask", "wait")[seed % 3]
+    config = fault_config(tmp_path, num_rows=num_rows, poison=poison, queue={"on_stale": on_stale, "wait_s": 1.0})
     moments = random.Random(seed)
     plan: list[tuple[int, float, Victim]] = [
         (moments.randrange(1, num_rows // 4), moments.random(), RANDOM_VICTIMS[number % len(RANDOM_VICTIMS)])
