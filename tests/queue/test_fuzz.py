@@ -252,6 +252,7 @@ def test_five_thousand_mutants_leave_the_server_serving(servers, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_hundred_thousand_mutants_leave_the_server_serving(servers, tmp_path):
     check_unmoved(servers, tmp_path, 200 * WINDOW)
 
