@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.end_to_end.harness import Role, check_ledger, metrics, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import (
+    Role,
+    check_ledger,
+    metrics,
+    processes_of,
+    roles,
+    state_of,
+    steps,
+    wait_until,
+    write_config,
+)
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 Victim = Literal["queue", "learner", "generator"]
@@ -243,29 +253,6 @@ def trained_rows(run_dir: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in whole]
-
-
-def state_of(pid: int) -> str | None:
-    """The kernel's letter for a process's state: T is stopped, Z dead and not waited for; None if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
-
-
-def processes_of(marker: str) -> list[int]:
-    """Living processes whose environment holds ``marker``."""
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue  # it ended between the listing and the look
-        if marker.encode() in environment.split(b"\0") and state_of(int(entry.name)) not in (None, "Z"):
-            found.append(int(entry.name))
-    return found
 
 
 def kill_all(marker: str) -> None:

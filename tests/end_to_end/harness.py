@@ -124,3 +124,26 @@ def check_ledger(run_dir: Path) -> dict[str, Any]:
     counted = tokens["trained"] + sum(tokens["masked"].values()) + tokens["filtered"] + sum(tokens["dropped"].values())
     assert tokens["received"] == counted + tokens["queued"] + tokens["taken"], tokens
     return ledger
+
+
+def state_of(pid: int) -> str | None:
+    """The kernel's letter for a process's state: T is stopped, Z dead and not waited for; None if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def processes_of(marker: str) -> list[int]:
+    """Living processes whose environment holds ``marker``."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue  # it ended between the listing and the look
+        if marker.encode() in environment.split(b"\0") and state_of(int(entry.name)) not in (None, "Z"):
+            found.append(int(entry.name))
+    return found

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.faults import FAULT_POINTS
-from tests.end_to_end.faults_harness import Victim, fault_config, fault_run, judge, processes_of
-from tests.end_to_end.harness import wait_until
+from tests.end_to_end.faults_harness import Victim, fault_config, fault_run, judge
+from tests.end_to_end.harness import processes_of, wait_until
 
 VICTIMS: tuple[Victim, ...] = ("learner", "queue", "generator")
 RANDOM_VICTIMS: tuple[Victim, ...] = ("learner", "queue", "generator", "queue", "generator")

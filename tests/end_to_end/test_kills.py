@@ -11,8 +11,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.end_to_end.harness import Role, check_ledger, metrics, queue_address, roles, steps, wait_until, write_config
-from tests.end_to_end.test_launch_run import processes_of
+from tests.end_to_end.harness import (
+    Role,
+    check_ledger,
+    metrics,
+    processes_of,
+    queue_address,
+    roles,
+    steps,
+    wait_until,
+    write_config,
+)
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 _T = TypeVar("_T")

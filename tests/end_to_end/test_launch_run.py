@@ -13,26 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 RECIPES = ("gsm8k_qwen2.5_0.5b", "one_node_8gpu")
-
-
-def processes_of(marker: str) -> list[int]:
-    """Process ids whose environment or command line holds ``marker``."""
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue  # it ended between the listing and the look
-        if marker.encode() in text and state != "Z":
-            found.append(int(entry.name))
-    return found
 
 
 def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_path: Path):
