@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "error"]
+FINISH_REASONS: frozenset[FinishReason] = frozenset(get_args(FinishReason))
 LeaseKind = Literal["train", "eval"]
 
 Int32Array = npt.NDArray[np.int32]

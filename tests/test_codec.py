@@ -1,5 +1,7 @@
 """Leases and groups survive the wire; groups that don't fit together are refused."""
 
+from dataclasses import replace
+
 import msgpack
 import numpy as np
 import pytest
@@ -51,9 +53,23 @@ def test_a_group_survives_the_wire(lengths: list[list[int]]):
 @pytest.mark.parametrize("lengths", [[4], [6], [5, 1], [-5], ["5"], [True]])
 def test_sequence_lengths_that_do_not_add_up_are_refused(lengths: list):
     message = decode(encode_group(group([[5]])))
-    rollout = {**message.fields["rollouts"][0], "lengths": lengths}
-    with pytest.raises(WireError, match="sequence length"):
-        decode_group(encode("group", {**message.fields, "rollouts": [rollout]}, message.arrays))
+    with pytest.raises(WireError, match="'lengths' to be counts that add up to 5"):
+        decode_group(encode("group", {**message.fields, "lengths": lengths}, message.arrays))
+
+
+@pytest.mark.parametrize("counts", [[2], [1, 1], [2, -1], ["1"], [True], []])
+def test_numbers_of_sequences_that_do_not_add_up_are_refused(counts: list):
+    message = decode(encode_group(group([[5]])))
+    with pytest.raises(WireError, match="'num_sequences' to be counts that add up to 1"):
+        decode_group(encode("group", {**message.fields, "num_sequences": counts}, message.arrays))
+
+
+def test_a_reward_part_that_only_some_rollouts_have_stays_with_them():
+    sent = group([[2], [3]])
+    parts: list[dict[str, float]] = [{"correct": 1.0}, {"correct": 0.0, "overlong": -0.5}]
+    rollouts = tuple(replace(r, reward_parts=p) for r, p in zip(sent.rollouts, parts, strict=True))
+    received = decode_group(encode_group(replace(sent, rollouts=rollouts)))
+    assert [r.reward_parts for r in received.rollouts] == parts
 
 
 def test_arrays_of_another_dtype_are_refused():
@@ -65,7 +81,7 @@ def test_arrays_of_another_dtype_are_refused():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("kind", "other"), ("position", "7"), ("position", True), ("weights_digest", {"0": 1}), ("rollouts", ["x"])],
+    [("kind", "other"), ("position", "7"), ("position", True), ("weights_digest", {"0": 1}), ("lengths", "x")],
 )
 def test_a_field_of_the_wrong_kind_is_refused(key: str, value: object):
     message = decode(encode_group(group([[5]])))
@@ -85,22 +101,26 @@ def test_a_mask_of_other_bytes_than_0_and_1_is_refused():
     ("key", "value", "message"),
     [
         ("lengths", 5, "'lengths' to be list"),
-        ("reward_parts", {"correct": "1"}, "names to numbers"),
-        ("accuracy", "1", "'accuracy' to be float"),
-        ("finish_reason", "bored", "unknown finish reason"),
-        ("extracted", 42, "text or nothing"),
+        ("reward_parts", {"correct": ["1"]}, "'reward_parts.correct' to be a list of 1 NoneType or float or int"),
+        ("reward_parts", {"correct": 1.0}, "'reward_parts.correct' to be a list"),
+        ("reward_parts", {7: [1.0]}, "names to lists of numbers"),
+        ("accuracy", ["1"], "'accuracy' to be a list of 1 float or int"),
+        ("accuracy", [True], "'accuracy' to be a list"),
+        ("accuracy", [1.0, 1.0], "'accuracy' to be a list of 1"),
+        ("finish_reason", ["bored"], "unknown finish reason"),
+        ("finish_reason", [["stop"]], "'finish_reason' to be a list of 1 str"),
+        ("extracted", [42], "'extracted' to be a list"),
     ],
 )
-def test_a_rollout_with_a_value_of_the_wrong_kind_is_refused(key: str, value: object, message: str):
+def test_a_column_with_a_value_of_the_wrong_kind_is_refused(key: str, value: object, message: str):
     sent = decode(encode_group(group([[5]])))
-    rollout = {**sent.fields["rollouts"][0], key: value}
     with pytest.raises(WireError, match=message):
-        decode_group(encode("group", {**sent.fields, "rollouts": [rollout]}, sent.arrays))
+        decode_group(encode("group", {**sent.fields, key: value}, sent.arrays))
 
 
 def test_whole_numbers_come_back_as_floats():
     sent = decode(encode_group(group([[5]])))
-    rollout = {**sent.fields["rollouts"][0], "reward_parts": {"correct": 1}, "accuracy": 1}
-    received = decode_group(encode("group", {**sent.fields, "rollouts": [rollout], "temperature": 1}, sent.arrays))
+    whole = {"reward_parts": {"correct": [1]}, "accuracy": [1], "temperature": 1}
+    received = decode_group(encode("group", {**sent.fields, **whole}, sent.arrays))
     numbers = (received.temperature, received.rollouts[0].accuracy, received.rollouts[0].reward_parts["correct"])
     assert [type(number) for number in numbers] == [float, float, float]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -48,37 +49,43 @@ def read_facts(body: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupFacts:
         WireError: where ``decode_group`` does.
     """
     group = decode_flat_group(body, limits)
-    fields, rollouts = group.fields, group.rollouts
+    fields = group.fields
     versions = group.versions[group.loss_mask]
-    every_rollout_failed = all(rollout["finish_reason"] == "error" for rollout in rollouts)
+    every_rollout_failed = group.finish_reason.count("error") == group.num_rollouts
+    reward = float(sum(sum(filter(None, values)) for values in group.reward_parts.values()))
+    accuracy = float(sum(group.accuracy))
     return GroupFacts(
         lease_id=fields["lease_id"],
         kind=fields["kind"],
         position=fields["position"],
         generator_id=fields["generator_id"],
         lineage=fields["lineage"],
-        num_rollouts=len(rollouts),
+        num_rollouts=group.num_rollouts,
         num_tokens=versions.size,
         oldest_version=int(versions.min()) if versions.size else NO_VERSION,
         newest_version=int(versions.max()) if versions.size else NO_VERSION,
-        reward=float(sum(sum(map(float, rollout["reward_parts"].values())) for rollout in rollouts)),
-        accuracy=float(sum(rollout["accuracy"] for rollout in rollouts)),
+        reward=reward,
+        accuracy=accuracy,
         every_rollout_failed=every_rollout_failed,
-        unfit="every rollout failed" if every_rollout_failed else _first_fault(group),
+        unfit="every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy),
     )
 
 
-def _first_fault(group: FlatGroup) -> str:
-    """Of the first rollout with one; empty if there is none."""
+def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
+    """Of its rewards, then of the first rollout with one; empty if there is none."""
+    # A sum is finite only if all its terms are; and if it overflows, none of them means anything.
+    if not math.isfinite(sum_of_scores):
+        return "a reward is not finite, or too large"
+    if group.num_rollouts and not 0.0 <= min(group.accuracy) <= max(group.accuracy) <= 1.0:
+        return f"expected accuracies in 0..1, got {min(group.accuracy)} to {max(group.accuracy)}"
     # As byte strings, searched in C: a numpy call for each rollout costs ten times as much.
     sampled = group.loss_mask.tobytes()
     not_finite = np.less(np.isfinite(group.behavior_logprobs), group.loss_mask).tobytes().find(b"\1")
+    lengths = iter(group.lengths)
     end = 0
-    for index, rollout in enumerate(group.rollouts):
-        start, end = end, end + sum(rollout["lengths"])
-        if not 0.0 <= rollout["accuracy"] <= 1.0 or not all(map(math.isfinite, rollout["reward_parts"].values())):
-            return f"rollout {index} has a reward that is not finite, or an accuracy outside 0..1"
-        if rollout["finish_reason"] != "error" and sampled.find(b"\1", start, end) < 0:
+    for index, (count, finish_reason) in enumerate(zip(group.num_sequences, group.finish_reason, strict=True)):
+        start, end = end, end + sum(islice(lengths, count))
+        if finish_reason != "error" and sampled.find(b"\1", start, end) < 0:
             return f"rollout {index} has no sampled token"
         if start <= not_finite < end:
             return f"rollout {index} has a behavior logprob that is not finite"

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any, get_args
 
 from async_rl.codec import field, group_pieces
 from async_rl.errors import AddressError, QueueError, WireError
@@ -29,14 +30,16 @@ from async_rl.queue.messages import (
 )
 from async_rl.queue.protocol import announcement_from_fields, granted_from_fields, strings
 from async_rl.records import Group
-from async_rl.wire import Message
+from async_rl.wire import Message, Pieces
 
 _HELLO_WAIT_S = 5.0
 _HELLO_MARGIN_S = 0.5
 """The last answer is asked for so long before the wait is over, so that its reason is heard."""
-_VERDICTS: tuple[Verdict, ...] = (
-    "queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused",
-)  # fmt: skip
+_VERDICTS: frozenset[Any] = frozenset(get_args(Verdict))
+_RETURN_BYTES = 1 << 20
+_RETURN_GROUPS = 64
+"""Groups that finish between two polls share a message, up to so many bytes and groups: most of what a small group
+costs everyone is its message."""
 
 
 class GeneratorQueue:
@@ -53,6 +56,8 @@ class GeneratorQueue:
         self._finished = False
         self._is_known = False
         self._early: list[GeneratorEvent] = []
+        self._returning: list[tuple[str, Pieces]] = []
+        self._num_unanswered = 0
 
     def hello(self, wait_s: float, backend: str, host: str = "") -> Welcome:
         """Introduce this generator; waits for a queue, and a learner attached to it, up to ``wait_s``.
@@ -92,7 +97,7 @@ class GeneratorQueue:
     @property
     def num_unanswered_returns(self) -> int:
         """Groups and failures that the queue has not answered yet."""
-        return self._connection.num_outstanding("return", "fail")
+        return self._num_unanswered
 
     @property
     def silent_s(self) -> float:
@@ -122,13 +127,17 @@ class GeneratorQueue:
             self._connection.post("heartbeat", fields)
 
     def return_group(self, group: Group) -> None:
-        """Hand a finished group over; a ``Returned`` event says what became of it."""
-        fields = {"generator_id": self.generator_id, "lease_id": group.lease_id}
-        self._connection.post("return", fields, [group_pieces(group)])
+        """Hand a finished group over: sent with the next ``poll``. A ``Returned`` event says what became of it."""
+        self._returning.append((group.lease_id, group_pieces(group)))
+        self._num_unanswered += 1
+        num_bytes = sum(pieces.num_bytes for _, pieces in self._returning)
+        if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:
+            self._send_returns()
 
     def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
         """Give a lease back unsampled; a ``Returned`` event answers."""
         fields = {"generator_id": self.generator_id, "lease_id": lease_id, "cause": cause, "detail": detail[:2000]}
+        self._num_unanswered += 1
         self._connection.post("fail", fields)
 
     def poll(self, timeout_s: float) -> list[GeneratorEvent]:
@@ -137,6 +146,7 @@ class GeneratorQueue:
         Raises:
             QueueError: the server refused a request.
         """
+        self._send_returns()
         events, self._early = self._early, []
         for request, message in self._connection.poll(0.0 if events else timeout_s):
             events += self._events(request, message)
@@ -147,6 +157,13 @@ class GeneratorQueue:
         if self._is_known:
             self._connection.send_once("bye", {"generator_id": self.generator_id})
         self._connection.close()
+
+    def _send_returns(self) -> None:
+        if not self._returning:
+            return
+        returning, self._returning = self._returning, []
+        fields = {"generator_id": self.generator_id, "lease_ids": [lease_id for lease_id, _ in returning]}
+        self._connection.post("return", fields, [pieces for _, pieces in returning])
 
     def _answer_to(self, request_id: str, deadline: float) -> Message | None:
         while (left_s := deadline - time.monotonic()) > 0:
@@ -165,7 +182,9 @@ class GeneratorQueue:
         if message.type == "leases":
             events.append(granted_from_fields(message.fields))
         elif message.type == "returned":
-            events.append(Returned(field(message.fields, "lease_id", str), _verdict(message)))
+            returned = _returned(message)
+            self._num_unanswered -= len(returned)
+            events += returned
         return events
 
     def _notice(self, message: Message) -> list[GeneratorEvent]:
@@ -186,12 +205,12 @@ class GeneratorQueue:
         return events
 
 
-def _verdict(message: Message) -> Verdict:
-    verdict = field(message.fields, "verdict", str)
-    for known in _VERDICTS:
-        if verdict == known:
-            return known
-    raise WireError(f"unknown verdict {verdict!r}")
+def _returned(message: Message) -> list[Returned]:
+    verdicts = field(message.fields, "verdicts", dict)
+    for verdict in verdicts.values():
+        if not isinstance(verdict, str) or verdict not in _VERDICTS:
+            raise WireError(f"unknown verdict {verdict!r}")
+    return [Returned(lease_id, verdict) for lease_id, verdict in verdicts.items()]
 
 
 def _welcome(message: Message) -> Welcome:

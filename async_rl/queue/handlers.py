@@ -16,10 +16,11 @@ from async_rl.codec import field, prompt_fields
 from async_rl.config import Config
 from async_rl.errors import QueueError, WireError
 from async_rl.queue.admission import eval_sampling
+from async_rl.queue.bodies import Bytes
 from async_rl.queue.buffer import Buffer
 from async_rl.queue.evals import Row
 from async_rl.queue.facts import read_facts
-from async_rl.queue.messages import Acked, FailureCause, LeasesGranted, NotReady
+from async_rl.queue.messages import Acked, FailureCause, LeasesGranted, NotReady, Verdict
 from async_rl.queue.protocol import (
     announcement_fields,
     announcement_from_fields,
@@ -292,20 +293,26 @@ class Handlers:
         return Reply("heartbeat", {"cancelled": list(cancelled)})
 
     def _on_return(self, message: Message, now: float) -> Reply:
-        fields = message.fields
-        generator_id, lease_id = field(fields, "generator_id", str), field(fields, "lease_id", str)
-        if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
-            raise WireError("expected one uint8 array, the encoded group")
-        body = message.arrays[0].data
+        generator_id = field(message.fields, "generator_id", str)
+        lease_ids = strings(field(message.fields, "lease_ids", list))
+        if len(message.arrays) != len(lease_ids) or any(a.dtype != np.uint8 or a.ndim != 1 for a in message.arrays):
+            raise WireError(f"expected {len(lease_ids)} uint8 arrays, the encoded groups, got {len(message.arrays)}")
+        verdicts: dict[str, Verdict] = {}
+        why: dict[str, str] = {}
+        for lease_id, body in zip(lease_ids, message.arrays, strict=True):
+            verdicts[lease_id], reason = self._receive_group(generator_id, lease_id, body.data, now)
+            if reason:
+                why[lease_id] = reason
+        return Reply("returned", {"verdicts": verdicts, "why": why})
+
+    def _receive_group(self, generator_id: str, lease_id: str, body: Bytes, now: float) -> tuple[Verdict, str]:
         try:
             group = read_facts(body)
             if group.lease_id != lease_id:
                 raise WireError(f"expected the group of lease {lease_id}, got {group.lease_id}")
         except WireError as error:
-            verdict, why = self.buffer.refuse(generator_id, lease_id, now), str(error)
-        else:
-            verdict, why = self.buffer.put_explained(generator_id, group, body, now)
-        return Reply("returned", {"lease_id": lease_id, "verdict": verdict, "why": why})
+            return self.buffer.refuse(generator_id, lease_id, now), str(error)
+        return self.buffer.put_explained(generator_id, group, body, now)
 
     def _on_fail(self, message: Message, now: float) -> Reply:
         fields = message.fields
@@ -314,7 +321,7 @@ class Handlers:
         if cause not in known:
             raise WireError(f"expected a cause of {known}, got {cause!r}")
         verdict = self.buffer.fail(field(fields, "generator_id", str), lease_id, cause, now)
-        return Reply("returned", {"lease_id": lease_id, "verdict": verdict, "why": field(fields, "detail", str)})
+        return Reply("returned", {"verdicts": {lease_id: verdict}, "why": {lease_id: field(fields, "detail", str)}})
 
     def _on_bye(self, message: Message, now: float) -> Reply:
         generator_id = field(message.fields, "generator_id", str)

@@ -74,7 +74,7 @@ def corpus(
             {**mine, "progress": {lease.lease_id: 5}, "stats": {n: getattr(_STATS, n) for n in _STATS.__slots__}}, (),
         ),
         "return": (
-            {**mine, "lease_id": lease.lease_id}, [as_array(encode_group(group(lease, generator=generator_id)))],
+            {**mine, "lease_ids": [lease.lease_id]}, [as_array(encode_group(group(lease, generator=generator_id)))],
         ),
         "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
         "bye": (mine, ()),

@@ -58,7 +58,7 @@ def fresh_handlers() -> tuple[Handlers, dict[str, bytes]]:
     frames = corpus(lineage=LINEAGE, generator_id="fuzz", run_id="run", step=0)
     body = as_array(encode_group(group(held[0], generator="fuzz")))
     frames["return"] = encode(
-        "return", {"request_id": "r", "generator_id": "fuzz", "lease_id": held[0].lease_id}, [body]
+        "return", {"request_id": "r", "generator_id": "fuzz", "lease_ids": [held[0].lease_id]}, [body]
     )
     return handlers, frames
 

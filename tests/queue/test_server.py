@@ -125,6 +125,7 @@ def test_waiting_requests_are_answered_by_the_event_they_wait_for(servers, tmp_p
     thread.start()
     for lease in held:
         generator.return_group(group(lease))
+    events_until(generator, Returned, len(held))
     thread.join(15)
     assert isinstance(taken[0], Batch)
     learner.ack("line-a", 0, 1, all_trained())
@@ -196,7 +197,7 @@ def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
         encode("lease", {"generator_id": "g", "lineage": "line-a", "version": 0, "max_leases": "many", "wait_s": 0.0}),
         encode("heartbeat", {"generator_id": "g", "progress": {"a": -1}, "stats": {}}),
         encode("hello", {"generator_id": 7}),
-        encode("return", {"generator_id": "g", "lease_id": "x"}),
+        encode("return", {"generator_id": "g", "lease_ids": ["x"]}),
     ]
 
     def answer():
@@ -213,8 +214,8 @@ def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
         peer.send_multipart([good, good])
         assert answer().type == "error"
         # A return whose body is no group is a refused return, not a broken message.
-        peer.send(encode("return", {"generator_id": "g", "lease_id": "x", "request_id": "y"}, [body]))
-        assert answer().fields["verdict"] == "refused"
+        peer.send(encode("return", {"generator_id": "g", "lease_ids": ["x"], "request_id": "y"}, [body]))
+        assert answer().fields["verdicts"] == {"x": "refused"}
     finally:
         peer.close()
         context.term()
