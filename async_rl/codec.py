@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -73,19 +73,57 @@ def prompt_from_fields(fields: Mapping[str, Any]) -> Prompt:
     )
 
 
-def lease_fields(lease: Lease) -> dict[str, Any]:
-    fields = {name: getattr(lease, name) for name in Lease.__slots__}
-    fields["prompt"] = prompt_fields(lease.prompt)
-    sampling = lease.sampling
-    # ``asdict`` would cost ten times as much, for every lease.
-    fields["sampling"] = {name: getattr(sampling, name) for name in Sampling.__slots__}
-    fields["sampling"]["stop"] = list(sampling.stop)
-    return fields
+def leases_fields(leases: Iterable[Lease]) -> dict[str, Any]:
+    """``samplings`` are the different ones, of which each lease names its own by index: mostly all have the same."""
+    samplings: dict[Sampling, int] = {}
+    # Spelled out: a loop over the names, or ``asdict``, would cost four to twenty times as much, for every lease.
+    entries = [
+        {
+            "lease_id": lease.lease_id,
+            "kind": lease.kind,
+            "prompt": prompt_fields(lease.prompt),
+            "group_size": lease.group_size,
+            "sampling": samplings.setdefault(lease.sampling, len(samplings)),
+            "lineage": lease.lineage,
+            "min_version": lease.min_version,
+            "max_staleness": lease.max_staleness,
+            "attempt": lease.attempt,
+            "seed": lease.seed,
+        }
+        for lease in leases
+    ]
+    return {"leases": entries, "samplings": [_sampling_fields(sampling) for sampling in samplings]}
 
 
-def lease_from_fields(fields: Mapping[str, Any]) -> Lease:
-    sampling = field(fields, "sampling", dict)
-    kind = field(fields, "kind", str)
+def leases_from_fields(fields: Mapping[str, Any]) -> tuple[Lease, ...]:
+    """The inverse of ``leases_fields``.
+
+    Raises:
+        WireError: something is missing or of the wrong kind.
+    """
+    samplings = [_sampling_from_fields(entry) for entry in field(fields, "samplings", list)]
+    return tuple(_lease_from_fields(entry, samplings) for entry in field(fields, "leases", list))
+
+
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in Sampling.__slots__} | {"stop": list(sampling.stop)}
+
+
+def _sampling_from_fields(fields: Mapping[str, Any]) -> Sampling:
+    return Sampling(
+        temperature=field(fields, "temperature", float),
+        top_p=field(fields, "top_p", float),
+        top_k=field(fields, "top_k", int),
+        max_new_tokens=field(fields, "max_new_tokens", int),
+        max_prompt_tokens=field(fields, "max_prompt_tokens", int),
+        stop=tuple(field(fields, "stop", list)),
+    )
+
+
+def _lease_from_fields(fields: Mapping[str, Any], samplings: Sequence[Sampling]) -> Lease:
+    kind, sampling = field(fields, "kind", str), field(fields, "sampling", int)
+    if not 0 <= sampling < len(samplings):
+        raise WireError(f"expected one of {len(samplings)} samplings, got number {sampling}")
     if kind not in ("train", "eval"):
         raise WireError(f"expected a lease of kind 'train' or 'eval', got {reprlib.repr(kind)}")
     return Lease(
@@ -93,14 +131,7 @@ def lease_from_fields(fields: Mapping[str, Any]) -> Lease:
         kind=kind,
         prompt=prompt_from_fields(field(fields, "prompt", dict)),
         group_size=field(fields, "group_size", int),
-        sampling=Sampling(
-            temperature=field(sampling, "temperature", float),
-            top_p=field(sampling, "top_p", float),
-            top_k=field(sampling, "top_k", int),
-            max_new_tokens=field(sampling, "max_new_tokens", int),
-            max_prompt_tokens=field(sampling, "max_prompt_tokens", int),
-            stop=tuple(field(sampling, "stop", list)),
-        ),
+        sampling=samplings[sampling],
         lineage=field(fields, "lineage", str),
         min_version=field(fields, "min_version", int),
         max_staleness=field(fields, "max_staleness", int),

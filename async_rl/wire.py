@@ -31,6 +31,8 @@ _PREFIX = struct.Struct("<4sI")
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", "<f8")}
 _CONTAINERS = frozenset((dict, list))
 _KEYS = frozenset((str, int, bool))
+_SMALL_HEADER_BYTES = 1024
+"""Up to here lies cost little: no list has more items than there are bytes, and nested ones at most 3 MB together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +160,18 @@ def _header(view: memoryview, limits: Limits) -> tuple[str, dict[str, Any], list
 
 def _unpacked(raw: memoryview, limits: Limits) -> Any:
     try:
-        # Without building anything: a list of a million items is allocated only where a million items follow.
-        claims = msgpack.Unpacker(max_buffer_size=len(raw))
-        claims.feed(raw)
-        claims.skip()
+        if len(raw) > _SMALL_HEADER_BYTES:
+            # Without building anything: a list of a million items is allocated only where a million items follow.
+            claims = msgpack.Unpacker(max_buffer_size=len(raw))
+            claims.feed(raw)
+            claims.skip()
+        most = min(limits.max_items, len(raw))
         return msgpack.unpackb(
             raw,
             raw=False,
             strict_map_key=False,
-            max_array_len=limits.max_items,
-            max_map_len=limits.max_items,
+            max_array_len=most,
+            max_map_len=most,
             max_ext_len=0,
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -175,20 +179,19 @@ def _unpacked(raw: memoryview, limits: Limits) -> Any:
 
 
 def _check_nesting(fields: dict[Any, Any], depth: int) -> None:
-    """Level by level: one call for all, and none for what is neither a list nor a map."""
+    """Level by level, and most of it in C: this runs over every item of every message."""
     level: list[Any] = [fields]
     for _ in range(depth):
         deeper: list[Any] = []
         for container in level:
             values = container
             if type(container) is dict:
-                for key in container:
-                    if type(key) not in _KEYS:
-                        raise WireError(f"expected text or integer keys, got {type(key).__name__}")
+                if not _KEYS.issuperset(map(type, container)):
+                    unfit = next(type(key) for key in container if type(key) not in _KEYS)
+                    raise WireError(f"expected text or integer keys, got {unfit.__name__}")
                 values = container.values()
-            for value in values:
-                if type(value) in _CONTAINERS:
-                    deeper.append(value)
+            if not _CONTAINERS.isdisjoint(map(type, values)):
+                deeper += [value for value in values if type(value) in _CONTAINERS]
         if not deeper:
             return
         level = deeper

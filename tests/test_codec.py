@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.codec import decode_group, encode_group, lease_fields, lease_from_fields
+from async_rl.codec import decode_group, encode_group, leases_fields, leases_from_fields
 from async_rl.errors import WireError
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence
 from async_rl.wire import decode, encode
@@ -31,10 +31,24 @@ def group(lengths: list[list[int]]) -> Group:
     return Group("lease", "train", 7, "generator", "lineage", 0.9, rollouts, {0: "abc"}, 1.5)
 
 
-def test_a_lease_survives_msgpack():
-    prompt = Prompt(5, 3, 1, ({"role": "user", "content": "1+1"},), {"gt_answer": "2"})
-    lease = Lease("id", "eval", prompt, 8, Sampling(0.6, 1.0, 0, 10, 20, ("</answer>",)), "l", 2, 4, 1, 2**62)
-    assert lease_from_fields(msgpack.unpackb(msgpack.packb(lease_fields(lease)))) == lease
+PROMPT = Prompt(5, 3, 1, ({"role": "user", "content": "1+1"},), {"gt_answer": "2"})
+LEASE = Lease("id", "eval", PROMPT, 8, Sampling(0.6, 1.0, 0, 10, 20, ("</answer>",)), "l", 2, 4, 1, 2**62)
+
+
+def test_leases_survive_msgpack_and_share_what_they_sample_with():
+    greedy = replace(LEASE, lease_id="other", sampling=Sampling(1.0, 1.0, 0, 10, 20, ()))
+    leases = (LEASE, greedy, replace(LEASE, lease_id="third"))
+    fields = leases_fields(leases)
+    assert ([entry["sampling"] for entry in fields["leases"]], len(fields["samplings"])) == ([0, 1, 0], 2)
+    assert leases_from_fields(msgpack.unpackb(msgpack.packb(fields))) == leases
+
+
+@pytest.mark.parametrize("number", [-1, 1, True, "0"])
+def test_a_lease_with_a_sampling_that_did_not_come_is_refused(number: object):
+    fields = leases_fields([LEASE])
+    fields["leases"][0]["sampling"] = number
+    with pytest.raises(WireError, match="expected"):
+        leases_from_fields(fields)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))

@@ -41,7 +41,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, num_groups: i
             return report.not_ready(state, learner, num_groups)
         if _must_wait(state, learner):
             return report.not_ready(state, learner, num_groups)
-        learner.taken = state.queued.pop_first(num_groups)
+        learner.hold(state.queued.pop_first(num_groups))
         for group in learner.taken:
             state.ledger.take(group.num_rollouts, group.num_tokens)
         learner.waits_since = None
@@ -136,7 +136,7 @@ def _settle(state: QueueState, learner: LearnerSide, facts: TrainedFacts) -> Non
     if facts.stepped:
         rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)
         state.ledger.train(len(taken), rollouts, tokens, facts)
-    learner.taken = ()
+    learner.hold(())
     for group in taken:
         state.attempts.pop(group.position, None)
         if facts.stepped:

@@ -220,8 +220,7 @@ class Buffer:
         learner = state.attached(lineage)
         if learner.finished:
             return
-        taken, learner.taken = learner.taken, ()
-        for group in taken:
+        for group in learner.hold(()):
             state.drop_group(group, "taken", "unused_at_end")
         state.end_training()
         for held in state.leases:

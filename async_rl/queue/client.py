@@ -155,7 +155,7 @@ class LearnerQueue:
         if len(entries) != len(reply.arrays):
             raise WireError(f"a batch of {len(entries)} groups came with {len(reply.arrays)} bodies")
         groups = [_taken(entry, body) for entry, body in zip(entries, reply.arrays, strict=True)]
-        return Batch(tuple(groups), stats_from_fields(field(reply.fields, "stats", dict)))
+        return Batch(tuple(groups))
 
     def ack(self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False) -> Acked:
         """The step that was taken as ``step`` is done, and the learner is at ``version``."""

@@ -87,8 +87,10 @@ class Endpoint:
             peer = bytes(frames[0].buffer)
             if self._gate.lets_in(peer, now):
                 self._current = frames[-1]
-                yield peer, [memoryview(frame.buffer) for frame in frames[1:]]
-                self._current = None
+                try:
+                    yield peer, [memoryview(frame.buffer) for frame in frames[1:]]
+                finally:
+                    self._current = None
 
     def note_malformed(self, peer: bytes, now: float) -> None:
         """A message of this peer was malformed; one that sends too many is not heard for a while."""

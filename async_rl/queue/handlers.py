@@ -215,8 +215,7 @@ class Handlers:
                 }
                 for g in answer
             ]
-            batch = {"groups": groups, "stats": stats_fields(self.buffer.stats())}
-            return Reply("batch", batch, [as_array(g.body) for g in answer])
+            return Reply("batch", {"groups": groups}, [as_array(g.body) for g in answer])
 
         return Waiting(_wait_s(message), attempt)
 

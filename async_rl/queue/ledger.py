@@ -209,6 +209,17 @@ def _by_cause(account: Account) -> dict[str, int]:
     return {**_NONE_DROPPED, **account.dropped}
 
 
+@dataclass(slots=True)
+class Sums:
+    """Over groups; ``reward`` and ``accuracy`` are summed over their rollouts."""
+
+    groups: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    reward: float = 0.0
+    accuracy: float = 0.0
+
+
 class Outcomes:
     """Sums over groups by what became of them, so that a bias in what is dropped can be seen. Additive.
 
@@ -218,22 +229,23 @@ class Outcomes:
     FATES = ("received", "trained", "filtered", "dropped", "cancelled")
 
     def __init__(self) -> None:
-        self._sums: dict[str, Counter[str]] = {fate: Counter() for fate in self.FATES}
+        self._sums = {fate: Sums() for fate in self.FATES}
 
     def add(self, fate: str, *, rollouts: int, tokens: int, reward: float, accuracy: float) -> None:
-        """``reward`` and ``accuracy`` are sums over the group's rollouts."""
+        """One group; ``reward`` and ``accuracy`` are sums over its rollouts."""
         sums = self._sums[fate]
-        sums.update(groups=1, rollouts=rollouts, tokens=tokens)
-        for key, value in (("reward", reward), ("accuracy", accuracy)):
-            sums[key] += value  # type: ignore[assignment]
+        sums.groups += 1
+        sums.rollouts += rollouts
+        sums.tokens += tokens
+        sums.reward += reward
+        sums.accuracy += accuracy
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Mapping[str, Any]]) -> Self:
         """The inverse of ``as_dict``."""
         outcomes = cls()
-        for fate, sums in plain.items():
-            outcomes._sums[fate].update(sums)
+        outcomes._sums |= {fate: Sums(**sums) for fate, sums in plain.items()}
         return outcomes
 
     def as_dict(self) -> dict[str, dict[str, float]]:
-        return {fate: dict(sums) for fate, sums in self._sums.items()}
+        return {fate: {name: getattr(sums, name) for name in Sums.__slots__} for fate, sums in self._sums.items()}

@@ -134,7 +134,6 @@ class Batch:
     """Answer to a take: exactly ``num_groups`` groups, in order of (named version, stream position)."""
 
     groups: tuple[TakenGroup, ...]
-    stats: QueueStats
 
 
 @dataclass(frozen=True, slots=True)

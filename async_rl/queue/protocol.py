@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.codec import field, lease_fields, lease_from_fields
+from async_rl.codec import field, leases_fields, leases_from_fields
 from async_rl.errors import WireError
 from async_rl.queue.messages import (
     Announcement,
@@ -76,19 +76,14 @@ def announcement_from_fields(fields: Mapping[str, Any]) -> Announcement:
 
 
 def granted_fields(granted: LeasesGranted) -> dict[str, Any]:
-    return {
-        "leases": [lease_fields(lease) for lease in granted.leases],
-        "reason": granted.reason,
-        "activate": granted.activate,
-    }
+    return {**leases_fields(granted.leases), "reason": granted.reason, "activate": granted.activate}
 
 
 def granted_from_fields(fields: Mapping[str, Any]) -> LeasesGranted:
     activate = fields.get("activate")
     if activate is not None and not isinstance(activate, int):
         raise WireError(f"expected 'activate' to be a version or nothing, got {activate!r}")
-    leases = tuple(lease_from_fields(entry) for entry in field(fields, "leases", list))
-    return LeasesGranted(leases, field(fields, "reason", str), activate)
+    return LeasesGranted(leases_from_fields(fields), field(fields, "reason", str), activate)
 
 
 def not_ready_fields(answer: NotReady) -> dict[str, Any]:

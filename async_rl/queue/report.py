@@ -46,6 +46,7 @@ def check(state: QueueState) -> None:
     _compare(
         {
             "queued bytes": (state.queued.num_bytes, sum(g.place.length for g in queued)),
+            "held bytes": (state.group_bytes, sum(g.place.length for g in (*queued, *state.taken))),
             "queued tokens": (state.queued.num_tokens, sum(g.num_tokens for g in queued)),
             "reserved": (state.leases.reserved, sum(lease.reserved for lease in leases)),
             "training leases": (state.leases.num_training, sum(lease.evaluation is None for lease in leases)),

@@ -98,7 +98,7 @@ def _restore_groups(state: QueueState, snapshot: Snapshot | None) -> None:
     key = None if snapshot is None else snapshot_key(snapshot.lineage, snapshot.step)
     state.queued = Shelf(kept)
     if state.learner is not None:
-        state.learner.taken = ()
+        state.learner.hold(())
     for group in kept:
         state.changes.put("group", group.lease_id, GroupEntry(group))
     released = state.pins.add(key, kept) if key is not None else []

@@ -125,10 +125,10 @@ def _load_groups(state: QueueState, entries: Entries, small: Mapping[str, Any]) 
             version=plain["version"],
             fork_version=plain["fork_version"],
             announcement=None if announced is None else Announcement(**announced),
-            taken=tuple(groups[lease_id] for lease_id in plain["taken"]),
             acked=None if plain["acked"] is None else (plain["acked"][0], plain["acked"][1]),
             finished=plain["finished"],
         )
+        state.learner.hold(tuple(groups[lease_id] for lease_id in plain["taken"]))
         held -= set(plain["taken"])
     for lease_id in held:
         state.queued.add(groups[lease_id])

@@ -49,8 +49,10 @@ _LEDGER_GAP_S = 0.1
 """Steps that come faster share one writing of the ledger."""
 _MAX_PARKED = 2 * MAX_GENERATORS + 64
 """A hello and a lease request of every generator; beyond, requests are answered at once."""
-_DRAIN = 256
-"""Messages handled before parked requests are tried again."""
+_DRAIN_S = 0.003
+"""Messages are handled for so long before their replies go out. Longer, and the learner waits behind generators'
+returns; shorter, and every message pays for a commit of its own."""
+_MAX_DRAIN = 256
 
 
 @dataclass(slots=True)
@@ -175,8 +177,10 @@ class QueueServer:
 
     def _drain(self) -> None:
         now = time.monotonic()
-        for identity, frames in self._endpoint.receive(_DRAIN, now):
+        for identity, frames in self._endpoint.receive(_MAX_DRAIN, now):
             self._receive(identity, frames)
+            if time.monotonic() - now >= _DRAIN_S:
+                break
         self._endpoint.note_refused(now)
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:

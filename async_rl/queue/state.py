@@ -44,9 +44,16 @@ class LearnerSide:
     fork_version: int
     announcement: Announcement | None = None
     taken: tuple[HeldGroup, ...] = ()
+    taken_bytes: int = 0
     acked: tuple[int, bytes | None] | None = None
     waits_since: float | None = None
     finished: bool = False
+
+    def hold(self, groups: tuple[HeldGroup, ...]) -> tuple[HeldGroup, ...]:
+        """``groups`` are taken from here on; those that were before."""
+        before, self.taken = self.taken, groups
+        self.taken_bytes = sum(group.place.length for group in groups)
+        return before
 
     @property
     def steps_left(self) -> int:
@@ -129,7 +136,7 @@ class QueueState:
     @property
     def group_bytes(self) -> int:
         """Bodies that are queued or taken."""
-        return self.queued.num_bytes + sum(g.place.length for g in self.taken)
+        return self.queued.num_bytes + (0 if self.learner is None else self.learner.taken_bytes)
 
     @property
     def taken(self) -> tuple[HeldGroup, ...]:

@@ -75,7 +75,7 @@ class BufferQueue:
         if isinstance(answer, NotReady):
             return answer
         groups = [TakenGroup(decode_group(g.body), g.prompt, g.queued_s, g.arrival_version, g.masked) for g in answer]
-        return Batch(tuple(groups), self.buffer.stats())
+        return Batch(tuple(groups))
 
     def ack(self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False) -> Acked:
         self._told("ack")
