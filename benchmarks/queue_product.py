@@ -192,9 +192,8 @@ def _learner(address: str, keys: str | None, load: Load, options: ProductOptions
             raise RuntimeError(batch.reason)
         if (measured := meter.arrive([taken.group.sampling_time_s for taken in batch.groups])) is not None:
             break
-        queue.ack(_LINEAGE, step, step + 1, facts)
+        queue.ack(_LINEAGE, step, step + 1, facts, next_take_s=_WAIT_S)
         step += 1
-        queue.begin_take(_LINEAGE, step, step, _WAIT_S)
         if step % options.sync_every == 0:
             queue.announce(Announcement(_LINEAGE, step, "digest", "tcp://127.0.0.1:1"))
     pipe.send(measured)

@@ -30,6 +30,9 @@ class TakenBody:
 def take(state: QueueState, lineage: str, step: int, version: int, num_groups: int) -> tuple[TakenBody, ...] | NotReady:
     """As ``Buffer.take``."""
     learner = state.attached(lineage)
+    if learner.taken and step == learner.step + 1:
+        # Sent right behind the ack, which was held up on its way: it will come again.
+        return NotReady(f"waits for the ack of step {learner.step}", report.stats(state))
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
             f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "

@@ -87,6 +87,7 @@ class LearnerQueue:
         self._lineage: str | None = None
         self._begun_take: tuple[tuple[str, int, int], str] | None = None
         self._answers: dict[str, Message] = {}
+        self._unheeded: set[str] = set()
 
     def attach(
         self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
@@ -115,8 +116,9 @@ class LearnerQueue:
         self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
 
     def announce(self, announcement: Announcement) -> None:
-        """A version was published."""
-        self._call("announce", {"announcement": announcement_fields(announcement), "lineage": announcement.lineage})
+        """A version was published. Returns at once; if the queue refuses it, the next method that blocks raises."""
+        fields = {"announcement": announcement_fields(announcement), "lineage": announcement.lineage}
+        self._unheeded.add(self._connection.post("announce", fields))
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
         """Ask for an evaluation of a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
@@ -157,11 +159,19 @@ class LearnerQueue:
         groups = [_taken(entry, body) for entry, body in zip(entries, reply.arrays, strict=True)]
         return Batch(tuple(groups))
 
-    def ack(self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False) -> Acked:
-        """The step that was taken as ``step`` is done, and the learner is at ``version``."""
+    def ack(
+        self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
+        next_take_s: float | None = None,
+    ) -> Acked:  # fmt: skip
+        """The step that was taken as ``step`` is done, and the learner is at ``version``.
+
+        ``next_take_s``: the take of the next step is begun right behind (``begin_take``, with so long a wait).
+        """
         fields = {"lineage": lineage, "step": step, "version": version, "snapshot": snapshot}
-        reply = self._call("ack", {**fields, "facts": facts_fields(facts)})
-        return _acked(reply)
+        request_id = self._connection.post("ack", {**fields, "facts": facts_fields(facts)})
+        if next_take_s is not None:
+            self.begin_take(lineage, step + 1, version, next_take_s)
+        return _acked(self._await(request_id, "ack", 0.0))
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
         """The checkpoint after ``step`` steps is whole: the queue may forget what only older ones need."""
@@ -211,7 +221,10 @@ class LearnerQueue:
                     f"see logs/queue.log in the run directory; {self._connection.keys_hint}"
                 )
             for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
-                if request is not None:
+                if request is not None and request.request_id in self._unheeded:
+                    self._unheeded.remove(request.request_id)
+                    raise_error(answer)
+                elif request is not None:
                     self._answers[request.request_id] = answer
             if request_id in self._answers:
                 continue

@@ -77,7 +77,10 @@ class BufferQueue:
         groups = [TakenGroup(decode_group(g.body), g.prompt, g.queued_s, g.arrival_version, g.masked) for g in answer]
         return Batch(tuple(groups))
 
-    def ack(self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False) -> Acked:
+    def ack(
+        self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
+        next_take_s: float | None = None,
+    ) -> Acked:  # fmt: skip
         self._told("ack")
         acked = self.buffer.ack(lineage, step, version, facts, snapshot=snapshot, now=0.0)
         self.buffer.check()

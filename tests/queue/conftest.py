@@ -100,3 +100,4 @@ def attach(queue: LearnerQueue, lineage: str = "line-a", *, snapshot: bytes | No
         snapshot=snapshot, **plain,
     )  # type: ignore[arg-type]  # fmt: skip
     queue.announce(Announcement(lineage, int(str(plain["fork_version"])), "digest-0", "tcp://127.0.0.1:1"))
+    queue.ping()  # Announced by now, for whoever looks from another connection.

@@ -180,6 +180,14 @@ def test_an_ack_repeated_changes_nothing():
     assert before["trained"] == 2
 
 
+def test_a_take_that_overtakes_the_ack_before_it_waits():
+    buffer = make_buffer()
+    fill_and_take(buffer)
+    early = buffer.take(LINEAGE, 1, 1, 2, 0.0)
+    assert isinstance(early, NotReady)
+    assert early.reason == "waits for the ack of step 0"
+
+
 def test_a_take_of_another_step_or_version_is_refused():
     buffer = make_buffer()
     for step, version in ((1, 0), (0, 1)):
