@@ -23,7 +23,7 @@ from async_rl.records import (
     Sampling,
     TokenSequence,
 )
-from async_rl.wire import DEFAULT_LIMITS, Limits, Pieces, decode, encode_pieces
+from async_rl.wire import DEFAULT_LIMITS, Limits, Pieces, decode, encode
 
 _T = TypeVar("_T")
 _COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
@@ -141,12 +141,7 @@ def _lease_from_fields(fields: Mapping[str, Any], samplings: Sequence[Sampling])
 
 
 def encode_group(group: Group) -> bytes:
-    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread."""
-    return b"".join(group_pieces(group).pieces)
-
-
-def group_pieces(group: Group) -> Pieces:
-    """``encode_group`` for the inside of another frame: nothing is copied before that one is put together.
+    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread.
 
     Rollouts travel as columns, as ``FlatGroup`` has them: a fixed number of lists is packed, checked and summed up
     much faster than a map for each.
@@ -176,7 +171,7 @@ def group_pieces(group: Group) -> Pieces:
         _column("<f4", [s.behavior_logprobs for s in sequences]),
         _column("<i4", [s.versions for s in sequences]),
     ]
-    return Pieces("|u1", encode_pieces("group", fields, arrays))
+    return encode("group", fields, arrays)
 
 
 def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:

@@ -1,12 +1,14 @@
-"""Frames: one message is one contiguous byte string, read without copying its arrays.
+"""Frames: one message is one contiguous byte string, read without copying its arrays, and its parts.
 
 Layout (little-endian)::
 
     magic "ARL1" | uint32 header length | msgpack header | padding | array 0 | padding | array 1 ...
 
-The header is ``[schema, type, fields, [[dtype, shape, offset], ...]]``; offsets count from the end of the padded
-header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits``, and against the
-bytes that are really there, before anything is allocated. Arrays are read-only views into the frame.
+The header is ``[schema, type, fields, [[dtype, shape, offset], ...], number of parts]``; offsets count from the end of
+the padded header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits``, and
+against the bytes that are really there, before anything is allocated. Arrays are read-only views into the frame.
+*Parts* are byte strings that travel behind the frame as frames of their own, for whoever passes them on unread: nobody
+on the way has to copy them. Who sends and receives frames sees to them; here they are only counted.
 Errors quote through ``reprlib``: what they quote may be huge, or nested deeper than ``repr`` can go.
 """
 
@@ -15,8 +17,8 @@ from __future__ import annotations
 import math
 import reprlib
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -31,6 +33,7 @@ _PREFIX = struct.Struct("<4sI")
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", "<f8")}
 _CONTAINERS = frozenset((dict, list))
 _KEYS = frozenset((str, int, bool))
+_NO_HEADER = "header is not [schema, type, fields, arrays, number of parts]"
 _SMALL_HEADER_BYTES = 1024
 """Up to here lies cost little: no list has more items than there are bytes, and nested ones at most 3 MB together."""
 
@@ -52,11 +55,24 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A decoded frame; ``arrays`` are read-only views into it."""
+    """A decoded frame; ``arrays`` are read-only views into it. ``parts`` are the ``num_parts`` that came behind it."""
 
     type: str
     fields: Mapping[str, Any]
     arrays: tuple[np.ndarray, ...] = ()
+    num_parts: int = 0
+    parts: tuple[memoryview, ...] = ()
+
+    def with_parts(self, parts: Iterable[memoryview]) -> Message:
+        """This message, whole.
+
+        Raises:
+            WireError: not as many as it says.
+        """
+        found = tuple(parts)
+        if len(found) != self.num_parts:
+            raise WireError(f"expected {self.num_parts} parts behind the frame, got {len(found)}")
+        return replace(self, parts=found) if found else self
 
 
 Piece = bytes | memoryview
@@ -80,17 +96,14 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def encode(type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = ()) -> bytes:
-    """One frame. Arrays are written C-contiguous and little-endian.
+def encode(
+    type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = (), *, num_parts: int = 0
+) -> bytes:
+    """One frame, which ``num_parts`` parts will follow. Arrays are written C-contiguous and little-endian.
 
     Raises:
         WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64.
     """
-    return b"".join(encode_pieces(type_, fields, arrays))
-
-
-def encode_pieces(type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = ()) -> list[Piece]:
-    """``encode`` before its pieces are joined; the arrays are not copied unless they are not contiguous."""
     table: list[list[Any]] = []
     bodies: list[Piece] = []
     offset = 0
@@ -107,11 +120,11 @@ def encode_pieces(type_: str, fields: Mapping[str, Any], arrays: Sequence[np.nda
         bodies += (*pieces, bytes(padded - num_bytes))
         offset += padded
     try:
-        header: bytes = msgpack.Packer(use_bin_type=True).pack([SCHEMA_VERSION, type_, dict(fields), table])
+        header: bytes = msgpack.Packer(use_bin_type=True).pack([SCHEMA_VERSION, type_, dict(fields), table, num_parts])
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"fields of a {type_!r} message are not plain data: {error}") from error
     size = _PREFIX.size + len(header)
-    return [_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies]
+    return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies])
 
 
 def _itemsize(dtype: str, type_: str) -> int:
@@ -127,12 +140,11 @@ def decode(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMIT
         WireError: the frame is malformed, oversized, nested too deeply, of another schema, or lies about a length.
     """
     view = memoryview(frame).toreadonly()
-    type_, fields, table, start = _header(view, limits)
-    arrays = tuple(_array(view, start, entry) for entry in table)
-    return Message(type_, fields, arrays)
+    (_, type_, fields, table, num_parts), start = _header(view, limits)
+    return Message(type_, fields, tuple(_array(view, start, entry) for entry in table), num_parts)
 
 
-def _header(view: memoryview, limits: Limits) -> tuple[str, dict[str, Any], list[Any], int]:
+def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
     if len(view) > limits.max_bytes:
         raise WireError(f"expected at most {limits.max_bytes} bytes, got {len(view)}")
     if len(view) < _PREFIX.size:
@@ -143,19 +155,19 @@ def _header(view: memoryview, limits: Limits) -> tuple[str, dict[str, Any], list
     if length > limits.max_header_bytes or _PREFIX.size + length > len(view):
         raise WireError(f"header claims {length} bytes, frame has {len(view)}")
     header = _unpacked(view[_PREFIX.size : _PREFIX.size + length], limits)
-    if not isinstance(header, list) or len(header) != 4:
-        raise WireError("header is not [schema, type, fields, arrays]")
-    schema, type_, fields, table = header
+    if not isinstance(header, list) or len(header) != 5:
+        raise WireError(_NO_HEADER)
+    schema, type_, fields, table, num_parts = header
     if schema != SCHEMA_VERSION:
         raise WireError(
             f"expected schema {SCHEMA_VERSION}, got {reprlib.repr(schema)}; run one async-rl version everywhere"
         )
-    if not isinstance(type_, str) or not isinstance(fields, dict) or not isinstance(table, list):
-        raise WireError("header is not [schema, type, fields, arrays]")
-    if len(table) > limits.max_arrays:
-        raise WireError(f"expected at most {limits.max_arrays} arrays, got {len(table)}")
+    if [type(item) for item in (type_, fields, table, num_parts)] != [str, dict, list, int]:
+        raise WireError(_NO_HEADER)
+    if len(table) > limits.max_arrays or not 0 <= num_parts <= limits.max_arrays:
+        raise WireError(f"expected at most {limits.max_arrays} arrays, and parts, got {len(table)} and {num_parts}")
     _check_nesting(fields, limits.max_depth - 1)
-    return type_, fields, table, _padded(_PREFIX.size + length)
+    return header, _padded(_PREFIX.size + length)
 
 
 def _unpacked(raw: memoryview, limits: Limits) -> Any:

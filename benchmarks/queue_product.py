@@ -209,7 +209,7 @@ def _generator(address: str, keys: str | None, load: Load, generator_id: str, pi
     leases: deque[Lease] = deque()
     pacer, version, made = Pacer(load.rate), 0, rollouts(num_tokens, 0)
     while True:
-        if len(leases) < most:
+        if len(leases) <= most // 2:
             queue.request_leases(_LINEAGE, version, most, _WAIT_S)
         while leases and queue.num_unanswered_returns < most and not pacer.left_s():
             lease = leases.popleft()

@@ -67,20 +67,24 @@ def frame_with(header: object, body: bytes = b"") -> bytes:
         (struct.pack("<4sI", b"ARL1", 1000), "header claims 1000 bytes"),
         (frame_with(b"\xc1"), "not msgpack"),
         (frame_with({"a": 1}), r"not \[schema"),
-        (frame_with([2, "t", {}, []]), "expected schema 1, got 2"),
-        (frame_with([1, 5, {}, []]), r"not \[schema"),
-        (frame_with([1, "t", {}, [["<i4", [4], 0]]], bytes(8)), "claims bytes up to"),
-        (frame_with([1, "t", {}, [["<i4", [-1], 0]]]), "impossible shape"),
-        (frame_with([1, "t", {}, [["<i4", [2**39, 2**39], 0]]]), "claims bytes up to"),
-        (frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]]]), "impossible shape .* too big"),
-        (frame_with([1, "t", {}, [["<i4", [0], 3]]]), "impossible offset 3"),
-        (frame_with([1, "t", {}, [["<i4", [0], -16]]]), "impossible offset -16"),
-        (frame_with([1, "t", {}, [["|O", [1], 0]]]), "expected an array entry"),
-        (frame_with([1, "t", {}, [["<i4", [1] * 5, 0]]]), "expected an array entry"),
-        (frame_with([1, "t", {}, [["<i4", 1, 0]]]), "expected an array entry"),
-        (frame_with([1, "t", {}, [[["<i4"], [1], 0]]]), "expected an array entry"),
-        (frame_with([1, "t", {}, ["x"]]), "expected an array entry"),
-        (frame_with([1, "t", {1.5: 2}, []]), "text or integer keys"),
+        (frame_with([2, "t", {}, [], 0]), "expected schema 1, got 2"),
+        (frame_with([1, 5, {}, [], 0]), r"not \[schema"),
+        (frame_with([1, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "claims bytes up to"),
+        (frame_with([1, "t", {}, [["<i4", [-1], 0]], 0]), "impossible shape"),
+        (frame_with([1, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "claims bytes up to"),
+        (frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]), "impossible shape .* too big"),
+        (frame_with([1, "t", {}, [["<i4", [0], 3]], 0]), "impossible offset 3"),
+        (frame_with([1, "t", {}, [["<i4", [0], -16]], 0]), "impossible offset -16"),
+        (frame_with([1, "t", {}, [["|O", [1], 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, ["x"], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, []]), r"not \[schema"),
+        (frame_with([1, "t", {}, [], True]), r"not \[schema"),
+        (frame_with([1, "t", {}, [], -1]), "at most 65536 arrays, and parts, got 0 and -1"),
+        (frame_with([1, "t", {}, [], 65_537]), "got 0 and 65537"),
+        (frame_with([1, "t", {1.5: 2}, [], 0]), "text or integer keys"),
     ],
 )
 def test_a_malformed_frame_is_refused(frame: bytes, message: str):
@@ -92,7 +96,7 @@ def test_limits_hold_on_size_arrays_and_nesting():
     limits = Limits(max_bytes=200, max_arrays=1, max_depth=3)
     with pytest.raises(WireError, match="at most 200 bytes"):
         decode(encode("t", {"x": b"0" * 300}), limits)
-    with pytest.raises(WireError, match="at most 1 arrays, got 2"):
+    with pytest.raises(WireError, match="at most 1 arrays, and parts, got 2 and 0"):
         decode(encode("t", {}, [np.zeros(1, np.int32)] * 2), limits)
     decode(encode("t", {"a": {"b": 1}}), limits)
     with pytest.raises(WireError, match="nested too deeply"):
@@ -100,13 +104,14 @@ def test_limits_hold_on_size_arrays_and_nesting():
 
 
 def test_the_bytes_of_a_frame_are_fixed():
-    frame = encode("t", {"a": [1, "b"]}, [np.array([[1, -2]], np.int32), np.array([True]), np.array(0.5)])
-    # 8 bytes of prefix and 42 of header end at 50, so array 0 begins at 64.
+    frame = encode("t", {"a": [1, "b"]}, [np.array([[1, -2]], np.int32), np.array([True]), np.array(0.5)], num_parts=2)
+    # 8 bytes of prefix and 43 of header end at 51, so array 0 begins at 64.
     header = (
-        b"\x94\x01\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [1, "t", {"a": [1, "b"]}, 3 arrays:
+        b"\x95\x01\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [1, "t", {"a": [1, "b"]}, 3 arrays:
         b"\x93\xa3<i4\x92\x01\x02\x00"  # ["<i4", [1, 2], 0]
         b"\x93\xa3|b1\x91\x01\x10"  # ["|b1", [1], 16]
         b"\x93\xa3<f8\x90\x20"  # ["<f8", [], 32]
+        b"\x02"  # 2 parts
     )
     arrays = [b"\x01\0\0\0\xfe\xff\xff\xff", b"\x01", b"\0\0\0\0\0\0\xe0\x3f"]
     assert frame == frame_with(header, b"".join(body.ljust(16, b"\0") for body in arrays))
@@ -123,18 +128,18 @@ def test_arrays_that_are_not_contiguous_are_sent_by_value():
 def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
     for one_deeper in (b"\x91", b"\x81\xa1a"):
         with pytest.raises(WireError, match="StackError"):
-            decode(frame_with(b"\x94\x01\xa1t" + one_deeper * 100_000 + b"\x90\x90"))
+            decode(frame_with(b"\x95\x01\xa1t" + one_deeper * 100_000 + b"\x90\x90\x00"))
         # 500 levels are within msgpack's own limit.
         with pytest.raises(WireError, match="nested too deeply"):
-            decode(frame_with(b"\x94\x01\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90"))
+            decode(frame_with(b"\x95\x01\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90\x00"))
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (b"\x94", b"\xa1t\x80\x90", "expected schema 1"),
-        (b"\x94\x01\xa1t\x80\x91", b"", "array entry"),
-        (b"\x94\x01\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00", "impossible shape"),
+        (b"\x95", b"\xa1t\x80\x90\x00", "expected schema 1"),
+        (b"\x95\x01\xa1t\x80\x91", b"\x00", "array entry"),
+        (b"\x95\x01\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00\x00", "impossible shape"),
     ],
 )
 def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, after: bytes, message: str):
@@ -144,7 +149,7 @@ def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, af
 
 def test_a_refusal_does_not_quote_megabytes():
     with pytest.raises(WireError) as refused:
-        decode(frame_with([1, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]]]))
+        decode(frame_with([1, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]], 0]))
     assert len(str(refused.value)) < 200
 
 
@@ -169,13 +174,34 @@ def test_nothing_is_allocated_for_what_a_header_only_claims(claim: bytes):
         tracemalloc.stop()
 
 
+def test_what_a_small_header_claims_is_bounded_by_its_size():
+    # 200 lists in one another, each of a claimed 1,000 items of 8 bytes: 1.6 MB, which are freed at once.
+    frame = frame_with((b"\xdd" + struct.pack(">I", 1_000)) * 200)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="not msgpack"):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_parts_make_a_message_whole():
+    message = decode(encode("t", {}, num_parts=2))
+    parts = memoryview(b"one"), memoryview(b"two")
+    assert message.with_parts(parts).parts == parts
+    for wrong in (parts[:1], (*parts, parts[0])):
+        with pytest.raises(WireError, match=f"expected 2 parts behind the frame, got {len(wrong)}"):
+            message.with_parts(wrong)
+
+
 def test_more_items_than_the_limit_are_refused():
-    limits = Limits(max_items=4)
-    decode(encode("t", {"x": [0] * 4}), limits)
+    limits = Limits(max_items=5)
+    decode(encode("t", {"x": [0] * 5}), limits)
     with pytest.raises(WireError, match="not msgpack"):
-        decode(encode("t", {"x": [0] * 5}), limits)
+        decode(encode("t", {"x": [0] * 6}), limits)
     with pytest.raises(WireError, match="not msgpack"):
-        decode(encode("t", {"x": {str(i): 0 for i in range(5)}}), limits)
+        decode(encode("t", {"x": {str(i): 0 for i in range(6)}}), limits)
 
 
 @settings(max_examples=300)

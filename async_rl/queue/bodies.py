@@ -13,11 +13,12 @@ from typing import Protocol
 import xxhash
 
 Bytes = bytes | bytearray | memoryview
+_COPY_BELOW_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one body lies. ``digest`` is its xxh3_64; a store says what ``segment`` and ``offset`` mean."""
+    """Where one body lies; a store says what ``segment`` and ``offset`` mean. ``digest``: its xxh3_64, 0 in memory."""
 
     segment: int
     offset: int
@@ -29,7 +30,7 @@ class BodyStore(Protocol):
     """Keeps bodies until they are released."""
 
     def keep(self, body: Bytes) -> Place:
-        """Store a copy of ``body``."""
+        """Store ``body``, which must not change any more."""
         ...
 
     def read(self, place: Place) -> Bytes:
@@ -45,6 +46,16 @@ class BodyStore(Protocol):
         ...
 
 
+def owned(body: Bytes) -> Bytes:
+    """``body`` in memory that may be kept: its own where it fills all of it, else a copy.
+
+    A part would keep its whole message. So may a small message: libzmq lets several share a buffer.
+    """
+    whole = body.obj if isinstance(body, memoryview) else body
+    is_whole = len(body) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(body)
+    return body if is_whole else bytes(body)
+
+
 def digest_of(body: Bytes) -> int:
     """xxh3_64 of the bytes."""
     return xxhash.xxh3_64_intdigest(body)
@@ -54,18 +65,18 @@ class MemoryBodies:
     """Bodies in memory; they die with the process."""
 
     def __init__(self) -> None:
-        self._bodies: dict[int, bytes] = {}
+        self._bodies: dict[int, Bytes] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._bodies)
 
     def keep(self, body: Bytes) -> Place:
-        number, kept = next(self._numbers), bytes(body)
-        self._bodies[number] = kept
-        return Place(0, number, len(kept), digest_of(kept))
+        number = next(self._numbers)
+        self._bodies[number] = owned(body)
+        return Place(0, number, len(body), digest=0)
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: Place) -> Bytes:
         return self._bodies[place.offset]
 
     def release(self, place: Place) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,8 +132,8 @@ class LearnerQueue:
         """
         keys = [[dataset, step] for dataset, step in received]
         reply = self._call("eval_results", {"lineage": lineage, "received": keys})
-        arrays = iter(reply.arrays)
-        return [_eval_result(entry, arrays, lineage) for entry in field(reply.fields, "results", list)]
+        bodies = iter(reply.parts)
+        return [_eval_result(entry, bodies, lineage) for entry in field(reply.fields, "results", list)]
 
     def await_eval(self, lineage: str, wait_s: float) -> str:
         """Wait for a finished evaluation that was not handed over yet: empty if there is one, else the reason."""
@@ -154,9 +154,9 @@ class LearnerQueue:
         if reply.type == "not_ready":
             return not_ready_from_fields(reply.fields)
         entries = field(reply.fields, "groups", list)
-        if len(entries) != len(reply.arrays):
-            raise WireError(f"a batch of {len(entries)} groups came with {len(reply.arrays)} bodies")
-        groups = [_taken(entry, body) for entry, body in zip(entries, reply.arrays, strict=True)]
+        if len(entries) != len(reply.parts):
+            raise WireError(f"a batch of {len(entries)} groups came with {len(reply.parts)} bodies")
+        groups = [_taken(entry, body) for entry, body in zip(entries, reply.parts, strict=True)]
         return Batch(tuple(groups))
 
     def ack(
@@ -259,11 +259,11 @@ class LearnerQueue:
         return True
 
 
-def _taken(entry: Any, body: np.ndarray) -> TakenGroup:
+def _taken(entry: Any, body: memoryview) -> TakenGroup:
     if not isinstance(entry, dict):
         raise WireError(f"expected a taken group to be a map, got {type(entry).__name__}")
     return TakenGroup(
-        group=decode_group(body.data),
+        group=decode_group(body),
         prompt=prompt_from_fields(field(entry, "prompt", dict)),
         queued_s=field(entry, "queued_s", float),
         arrival_version=field(entry, "arrival_version", int),
@@ -276,12 +276,12 @@ def _acked(reply: Message) -> Acked:
     return Acked(stats, reply.arrays[0].tobytes() if reply.arrays else None)
 
 
-def _eval_result(entry: Any, arrays: Any, lineage: str) -> EvalResult:
+def _eval_result(entry: Any, bodies: Iterator[memoryview], lineage: str) -> EvalResult:
     groups: list[tuple[Prompt, Group]] = []
     for item in field(entry, "prompts", list):
         prompt = prompt_from_fields(item)
         if field(item, "answered", bool):
-            group = decode_group(next(arrays).data)
+            group = decode_group(next(bodies))
         else:
             group = Group("", "eval", prompt.position, "", lineage, 0.0, ())
         groups.append((prompt, group))

@@ -21,7 +21,7 @@ from async_rl.address import check_address
 from async_rl.errors import AddressError, LineageError, QueueError
 from async_rl.keys import ClientKeys
 from async_rl.queue.protocol import COPY_BELOW_BYTES, RECEIVE_HIGH_WATER_MARK
-from async_rl.wire import Limits, Message, Pieces, decode, encode
+from async_rl.wire import Limits, Message, decode, encode
 
 RESEND_S = 5.0
 _RETRY_S = 0.02
@@ -35,7 +35,8 @@ class Outstanding:
     request_id: str
     type: str
     fields: dict[str, Any]
-    arrays: tuple[np.ndarray | Pieces, ...]
+    arrays: tuple[np.ndarray, ...]
+    parts: tuple[bytes, ...]
     wait_s: float
     due_at: float
     sent_at: float | None = None
@@ -100,14 +101,16 @@ class Connection:
         return sum(self._num_outstanding[type_] for type_ in types)
 
     def post(
-        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = (), *, wait_s: float = 0.0
-    ) -> str:
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, parts: Sequence[bytes] = (),
+        wait_s: float = 0.0,
+    ) -> str:  # fmt: skip
         """Line up a request; its id. ``wait_s`` is how long the server may hold the answer back."""
         request_id = f"{self._prefix}-{next(self._numbers)}"
         now = time.monotonic()
         self._outstanding[request_id] = request = Outstanding(
-            request_id, type_, {**fields, "request_id": request_id, "wait_s": wait_s}, tuple(arrays), wait_s, now
-        )
+            request_id, type_, {**fields, "request_id": request_id, "wait_s": wait_s}, tuple(arrays), tuple(parts),
+            wait_s, now,
+        )  # fmt: skip
         self._num_outstanding[type_] += 1
         self._try_send(request, now)
         return request_id
@@ -164,9 +167,12 @@ class Connection:
                 self._try_send(request, now)
 
     def _try_send(self, request: Outstanding, now: float) -> None:
-        frame = encode(request.type, request.fields, request.arrays)
+        frames = [encode(request.type, request.fields, request.arrays, num_parts=len(request.parts)), *request.parts]
         try:
-            self._socket.send(frame, zmq.NOBLOCK, copy=len(frame) < COPY_BELOW_BYTES)
+            # Only the first can be refused.
+            for left, frame in zip(reversed(range(len(frames))), frames):
+                flags = zmq.NOBLOCK | zmq.SNDMORE if left else zmq.NOBLOCK
+                self._socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)
         except zmq.Again:
             request.due_at = now + _RETRY_S
         else:
@@ -185,7 +191,11 @@ class Connection:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return received
-            message = decode(memoryview(frame.buffer), _LIMITS)
+            message = decode(frame.buffer, _LIMITS)
+            # All frames of one multipart message are there once its first is.
+            message = message.with_parts(
+                [self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)]
+            )
             request_id = message.fields.get("request_id")
             request = self._pop(request_id) if isinstance(request_id, str) else None
             # An answer to a repeat of something answered already says nothing new.

@@ -19,6 +19,7 @@ from async_rl.address import check_address, refuse_open_bind
 from async_rl.config import QueueConfig
 from async_rl.errors import AddressError
 from async_rl.keys import Guard, ServerKeys
+from async_rl.queue.bodies import Bytes
 from async_rl.queue.gate import BLOCKED_S, Gate, Sizes
 from async_rl.queue.protocol import COPY_BELOW_BYTES, RECEIVE_HIGH_WATER_MARK
 
@@ -109,15 +110,20 @@ class Endpoint:
             why = "no key, or one that is not in allowed.txt" if self._config.keys else "this server has no keys"
             logger.warning("refused %d handshakes (%d in all): %s", news, self._refused.count, why)
 
-    def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Hand messages to the socket, which wakes its thread once; what a peer does not read is dropped, for it asks
-        again. The peer reads them one by one all the same.
+    def send(self, peer: bytes, frames: Sequence[Bytes]) -> None:
+        """Hand messages, each frame with its parts behind it, to the socket, which wakes its thread once; what a peer
+        does not read is dropped, for it asks again. The peer reads them one by one all the same.
         """
         try:
             self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             for left, frame in zip(reversed(range(len(frames))), frames):
-                more = zmq.SNDMORE if left else 0
-                self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < COPY_BELOW_BYTES)
+                flags = zmq.NOBLOCK | zmq.SNDMORE if left else zmq.NOBLOCK
+                whole = frame.obj if isinstance(frame, memoryview) else None
+                if isinstance(whole, zmq.Frame) and len(whole) == len(frame):
+                    # It goes out as it came in: libzmq counts who uses it, and nothing is copied.
+                    self._socket.send(whole, flags, copy=False)
+                else:
+                    self._socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)
         except zmq.Again:
             self._untaken.count += 1
             if news := self._untaken.news(time.monotonic()):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_args
 
-from async_rl.codec import field, group_pieces
+from async_rl.codec import encode_group, field
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.keys import ClientKeys
 from async_rl.queue.connection import Connection, Outstanding, raise_error
@@ -30,7 +30,7 @@ from async_rl.queue.messages import (
 )
 from async_rl.queue.protocol import announcement_from_fields, granted_from_fields, strings
 from async_rl.records import Group
-from async_rl.wire import Message, Pieces
+from async_rl.wire import Message
 
 _HELLO_WAIT_S = 5.0
 _HELLO_MARGIN_S = 0.5
@@ -56,7 +56,7 @@ class GeneratorQueue:
         self._finished = False
         self._is_known = False
         self._early: list[GeneratorEvent] = []
-        self._returning: list[tuple[str, Pieces]] = []
+        self._returning: dict[str, bytes] = {}
         self._num_unanswered = 0
 
     def hello(self, wait_s: float, backend: str, host: str = "") -> Welcome:
@@ -128,9 +128,9 @@ class GeneratorQueue:
 
     def return_group(self, group: Group) -> None:
         """Hand a finished group over: sent with the next ``poll``. A ``Returned`` event says what became of it."""
-        self._returning.append((group.lease_id, group_pieces(group)))
+        self._returning[group.lease_id] = encode_group(group)
         self._num_unanswered += 1
-        num_bytes = sum(pieces.num_bytes for _, pieces in self._returning)
+        num_bytes = sum(map(len, self._returning.values()))
         if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:
             self._send_returns()
 
@@ -161,9 +161,9 @@ class GeneratorQueue:
     def _send_returns(self) -> None:
         if not self._returning:
             return
-        returning, self._returning = self._returning, []
-        fields = {"generator_id": self.generator_id, "lease_ids": [lease_id for lease_id, _ in returning]}
-        self._connection.post("return", fields, [pieces for _, pieces in returning])
+        returning, self._returning = self._returning, {}
+        fields = {"generator_id": self.generator_id, "lease_ids": list(returning)}
+        self._connection.post("return", fields, parts=list(returning.values()))
 
     def _answer_to(self, request_id: str, deadline: float) -> Message | None:
         while (left_s := deadline - time.monotonic()) > 0:

@@ -45,11 +45,12 @@ _OF_GENERATORS = frozenset({"hello", "lease", "heartbeat", "return", "fail", "by
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply's type, fields and arrays; the server adds ``request_id`` and the notice."""
+    """A reply's type, fields, arrays and parts; the server adds ``request_id`` and the notice."""
 
     type: str
     fields: Mapping[str, Any]
     arrays: Sequence[np.ndarray] = ()
+    parts: Sequence[Bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +175,12 @@ class Handlers:
         lineage = field(message.fields, "lineage", str)
         results = self.buffer.eval_results(lineage, eval_keys(field(message.fields, "received", list)))
         plain: list[dict[str, Any]] = []
-        arrays: list[np.ndarray] = []
+        parts: list[Bytes] = []
         for result in results:
             prompts = [{**prompt_fields(p), "answered": body is not None} for p, body in result.answers]
             plain.append({"dataset": result.dataset, "step": result.step, "prompts": prompts})
-            arrays += [as_array(body) for _, body in result.answers if body is not None]
-        return Reply("eval_results", {"results": plain}, arrays)
+            parts += [body for _, body in result.answers if body is not None]
+        return Reply("eval_results", {"results": plain}, parts=parts)
 
     def _on_await_eval(self, message: Message, now: float) -> Waiting:
         lineage = field(message.fields, "lineage", str)
@@ -215,7 +216,7 @@ class Handlers:
                 }
                 for g in answer
             ]
-            return Reply("batch", {"groups": groups}, [as_array(g.body) for g in answer])
+            return Reply("batch", {"groups": groups}, parts=[g.body for g in answer])
 
         return Waiting(_wait_s(message), attempt)
 
@@ -294,12 +295,12 @@ class Handlers:
     def _on_return(self, message: Message, now: float) -> Reply:
         generator_id = field(message.fields, "generator_id", str)
         lease_ids = strings(field(message.fields, "lease_ids", list))
-        if len(message.arrays) != len(lease_ids) or any(a.dtype != np.uint8 or a.ndim != 1 for a in message.arrays):
-            raise WireError(f"expected {len(lease_ids)} uint8 arrays, the encoded groups, got {len(message.arrays)}")
+        if len(message.parts) != len(lease_ids):
+            raise WireError(f"expected {len(lease_ids)} parts, the encoded groups, got {len(message.parts)}")
         verdicts: dict[str, Verdict] = {}
         why: dict[str, str] = {}
-        for lease_id, body in zip(lease_ids, message.arrays, strict=True):
-            verdicts[lease_id], reason = self._receive_group(generator_id, lease_id, body.data, now)
+        for lease_id, body in zip(lease_ids, message.parts, strict=True):
+            verdicts[lease_id], reason = self._receive_group(generator_id, lease_id, body, now)
             if reason:
                 why[lease_id] = reason
         return Reply("returned", {"verdicts": verdicts, "why": why})

@@ -26,6 +26,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
 from async_rl.faults import fault_point
 from async_rl.queue.admission import BufferSettings, eval_sampling
+from async_rl.queue.bodies import Bytes
 from async_rl.queue.buffer import Buffer
 from async_rl.queue.changes import Changes
 from async_rl.queue.endpoint import Endpoint
@@ -108,7 +109,7 @@ class QueueServer:
         self._buffer, self._config, self._on_ready = buffer, config, on_ready
         self._lifeline_fd, self._orphan_s = lifeline_fd, orphan_s
         self._parked: list[_Parked] = []
-        self._outbox: dict[bytes, list[bytes]] = {}
+        self._outbox: dict[bytes, list[Bytes]] = {}
         self._committed = -1
         self._told: tuple[Any, ...] = ()
         self._saved_welcome: WelcomePack | None = None
@@ -186,11 +187,12 @@ class QueueServer:
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
         request_id: str | None = None
         try:
-            if len(frames) != 1:
-                raise WireError(f"expected one frame, got {len(frames)}")
+            if not frames:
+                raise WireError("expected a frame, got none")
             message = decode(frames[0], self._endpoint.sizes.limits)
             request_id = _request_id(message)
-            self._endpoint.sizes.check(message, len(frames[0]))
+            message = message.with_parts(frames[1:])
+            self._endpoint.sizes.check(message, sum(map(len, frames)))
             self._handle(identity, request_id, message)
         except Exception as error:
             self._send(identity, request_id, None, self._failed(identity, error))
@@ -258,15 +260,16 @@ class QueueServer:
             ]
             extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
             fields["status"] = {**fields["status"], **extra}
-        self._send_frame(identity, encode(reply.type, fields, reply.arrays))
+        frame = encode(reply.type, fields, reply.arrays, num_parts=len(reply.parts))
+        self._send_frames(identity, [frame, *reply.parts])
 
     def _notice(self, generator_id: str | None, reply: Reply) -> dict[str, Any]:
         notice = self._handlers.notice(generator_id)
         own = reply.fields.get("cancelled", [])
         return {**notice, "cancelled": [*own, *notice.get("cancelled", [])]}
 
-    def _send_frame(self, identity: bytes, frame: bytes) -> None:
-        self._outbox.setdefault(identity, []).append(frame)
+    def _send_frames(self, identity: bytes, frames: Sequence[Bytes]) -> None:
+        self._outbox.setdefault(identity, []).extend(frames)
 
     def _send_outbox(self) -> None:
         outbox, self._outbox = self._outbox, {}
@@ -314,7 +317,7 @@ class QueueServer:
         for generator_id in told:
             identity = self._handlers.roster.identity(generator_id)
             if identity is not None:
-                self._send_frame(identity, encode("notice", self._handlers.notice(generator_id)))
+                self._send_frames(identity, [encode("notice", self._handlers.notice(generator_id))])
 
     # Life and files.
 

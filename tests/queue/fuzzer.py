@@ -27,24 +27,24 @@ def main() -> None:
     socket.linger = 0
     ClientKeys.load(key_file).identify(socket)
     socket.connect(address)
-    frames = corpus()
+    messages = corpus()
     # The first one names the generator that this connection speaks for.
-    socket.send(frames["hello"])
-    source, limits = mutants(frames, int(seed)), Sizes(1 << 20).limits
+    socket.send_multipart(messages["hello"])
+    source, limits = mutants(messages, int(seed)), Sizes(1 << 20).limits
     for line in sys.stdin:
         count, rate = map(int, line.split())
         batch = list(itertools.islice(source, count))
-        decodable = sum(gets_past_the_frame(frame, limits) for frame in batch)
+        decodable = sum(gets_past_the_frame(frames, limits) for frames in batch)
         print("ready", flush=True)
         answers, started = 0, time.monotonic()
-        for number, frame in enumerate(batch):
+        for number, frames in enumerate(batch):
             # As long as it is too early for this one, answers are read; they are read in any case.
             while True:
                 left_s = started + number / rate - time.monotonic()
                 if not socket.poll(max(0, int(left_s * 1000))) and left_s <= 0:
                     break
                 answers += _read(socket)
-            socket.send(frame)
+            socket.send_multipart(frames)
         print(json.dumps({"sent": count, "decodable": decodable, "answers": answers + _read(socket)}), flush=True)
     socket.close()
     context.term()

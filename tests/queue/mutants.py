@@ -22,6 +22,9 @@ from async_rl.records import Lease, Prompt
 from async_rl.wire import ALIGNMENT, Limits, decode, encode
 from tests.queue.builders import SAMPLING, group
 
+Frames = tuple[bytes, ...]
+"""A message: its frame, and its parts behind it."""
+
 _PREFIX = struct.Struct("<4sI")
 _LEAVES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**53, 2**63 - 1, 2**64 - 1, -(2**63), 0.0, -0.5, 1e308, float("nan"),
@@ -38,8 +41,8 @@ _TABLES: tuple[Any, ...] = (
 
 def corpus(
     lineage: str = "line-f", generator_id: str = "fuzz", run_id: str = "other", step: int = 10**6
-) -> dict[str, bytes]:
-    """One valid frame of every type, by type."""
+) -> dict[str, Frames]:
+    """One valid message of every type, by type."""
     own = {"request_id": "r-1", "wait_s": 0.0, "lineage": lineage}
     mine = {"request_id": "r-1", "wait_s": 0.0, "generator_id": generator_id}
     facts = TrainedFacts(True, 4, {"truncated": 1}, 12, {"stale": 2})
@@ -47,7 +50,7 @@ def corpus(
     lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
     announcement = announcement_fields(Announcement(lineage, step, "digest", "tcp://127.0.0.1:1"))
     at = {**own, "step": step, "version": step}
-    plain: dict[str, tuple[Mapping[str, Any], Sequence[np.ndarray]]] = {
+    plain: dict[str, tuple[Mapping[str, Any], Sequence[np.ndarray] | bytes]] = {
         "ping": ({"request_id": "r-1"}, ()),
         "status": ({"request_id": "r-1"}, ()),
         "attach": (
@@ -74,32 +77,42 @@ def corpus(
             {**mine, "progress": {lease.lease_id: 5}, "stats": {n: getattr(_STATS, n) for n in _STATS.__slots__}}, (),
         ),
         "return": (
-            {**mine, "lease_ids": [lease.lease_id]}, [as_array(encode_group(group(lease, generator=generator_id)))],
+            {**mine, "lease_ids": [lease.lease_id]}, encode_group(group(lease, generator=generator_id)),
         ),
         "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
         "bye": (mine, ()),
     }  # fmt: skip
-    return {type_: encode(type_, fields, arrays) for type_, (fields, arrays) in plain.items()}
+    return {type_: _message(type_, fields, rest) for type_, (fields, rest) in plain.items()}
+
+
+def _message(type_: str, fields: Mapping[str, Any], rest: Sequence[np.ndarray] | bytes) -> Frames:
+    """``rest`` are arrays, or one part."""
+    return (encode(type_, fields, num_parts=1), rest) if isinstance(rest, bytes) else (encode(type_, fields, rest),)
 
 
 _STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, 3, 1000)
 
 
-def mutants(frames: Mapping[str, bytes], seed: int) -> Iterator[bytes]:
+def mutants(messages: Mapping[str, Frames], seed: int) -> Iterator[Frames]:
     """Mutants without end, of all types in turn; one in fifty is a replay of the original."""
     rng = random.Random(seed)
-    types = sorted(frames)
+    types = sorted(messages)
+    others = {type_: frames[0] for type_, frames in messages.items()}
     number = 0
     while True:
         type_ = types[number % len(types)]
         number += 1
-        yield _mutant(rng, frames[type_], frames)
+        frame, *parts = messages[type_]
+        if parts and rng.random() < 0.5:
+            yield frame, *_mutated_parts(rng, parts)
+        else:
+            yield _mutant(rng, frame, others), *parts
 
 
-def gets_past_the_frame(frame: bytes, limits: Limits) -> bool:
-    """Whether ``wire.decode`` takes it."""
+def gets_past_the_frame(frames: Frames, limits: Limits) -> bool:
+    """Whether it is a whole message."""
     try:
-        decode(frame, limits)
+        decode(frames[0], limits).with_parts(map(memoryview, frames[1:]))
     except WireError:
         return False
     return True
@@ -115,6 +128,20 @@ def _mutant(rng: random.Random, frame: bytes, frames: Mapping[str, bytes]) -> by
     for _ in range(rng.choice((1, 1, 2, 4))):
         frame = mutate(rng, frame)
     return frame
+
+
+def _mutated_parts(rng: random.Random, parts: Sequence[bytes]) -> list[bytes]:
+    """A valid frame before something broken: mostly a broken group."""
+    match rng.randrange(8):
+        case 0:
+            return [*parts, rng.randbytes(9)]
+        case 1:
+            return list(parts[1:])
+        case 2:
+            return [_flip(rng, parts[0], b""), *parts[1:]]
+        case _:
+            mutate = _tolerant(rng.choice((_change_a_value, _nudge_a_number, _drop_a_field, _lie_about_arrays)))
+            return [mutate(rng, parts[0]), *parts[1:]]
 
 
 # Byte by byte.
@@ -153,7 +180,7 @@ _BYTE_LEVEL: tuple[Callable[[random.Random, bytes, bytes], bytes], ...] = (
 
 
 def _opened(frame: bytes) -> tuple[list[Any], bytes]:
-    """The header [schema, type, fields, table] and the bytes of the arrays; a mutated header may have other parts."""
+    """The header [schema, type, fields, table, number of parts] and the bytes of the arrays, mutated or not."""
     _, length = _PREFIX.unpack_from(frame)
     header = msgpack.unpackb(frame[_PREFIX.size : _PREFIX.size + length], strict_map_key=False)
     return header, frame[-(-(_PREFIX.size + length) // ALIGNMENT) * ALIGNMENT :]
@@ -235,32 +262,16 @@ def _lie_about_arrays(rng: random.Random, frame: bytes) -> bytes:
     return _closed(header, payload)
 
 
-def _lie_about_the_whole(rng: random.Random, frame: bytes) -> bytes:
+def _lie_about_parts(rng: random.Random, frame: bytes) -> bytes:
     header, payload = _opened(frame)
-    header[rng.choice((0, 2, 3))] = rng.choice(_LEAVES)
+    header[4] = rng.choice((0, 1, 2, -1, 10**6, 2**63, None, True, "1"))
     return _closed(header, payload)
 
 
-def _mutate_the_group(rng: random.Random, frame: bytes) -> bytes:
-    """A valid message around a broken group; other types lose a field instead."""
+def _lie_about_the_whole(rng: random.Random, frame: bytes) -> bytes:
     header, payload = _opened(frame)
-    if header[1] != "return" or not payload:
-        return _drop_a_field(rng, frame)
-    inner = payload[: header[3][0][1][0]] if _is_one_array(header[3]) else payload
-    try:
-        body = rng.choice((_change_a_value, _nudge_a_number, _drop_a_field, _lie_about_arrays))(rng, inner)
-    except (ValueError, struct.error, IndexError, TypeError):
-        body = _flip(rng, inner, inner)
-    header[3] = [["|u1", [len(body)], 0]]
-    return _closed(header, body)
-
-
-def _is_one_array(table: Any) -> bool:
-    match table:
-        case [["|u1", [int(length)], 0]]:
-            return length > 0
-        case _:
-            return False
+    header[rng.choice((0, 2, 3, 4))] = rng.choice(_LEAVES)
+    return _closed(header, payload)
 
 
 def _tolerant(mutate: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
@@ -280,8 +291,7 @@ _FIELD_LEVEL: tuple[Callable[[random.Random, bytes], bytes], ...] = tuple(
         _tolerant,
         (
             _change_a_value, _change_a_value, _change_a_value, _nudge_a_number, _drop_a_field, _add_fields,
-            _change_the_type, _nest, _grow, _lie_about_arrays, _lie_about_the_whole, _mutate_the_group,
-            _mutate_the_group,
+            _change_the_type, _nest, _grow, _lie_about_arrays, _lie_about_the_whole, _lie_about_parts,
         ),
     )
 )  # fmt: skip

@@ -28,11 +28,10 @@ from async_rl.queue.gate import Sizes
 from async_rl.queue.handlers import Handlers, Waiting
 from async_rl.queue.journal import pack
 from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
-from async_rl.queue.protocol import as_array
 from async_rl.wire import decode, encode
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_buffer, make_config, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
-from tests.queue.mutants import corpus, mutants
+from tests.queue.mutants import Frames, corpus, mutants
 from tests.queue.test_security import is_answered
 
 SEED = 20_261_121
@@ -49,25 +48,23 @@ def test_the_corpus_has_every_type_that_the_server_knows():
     assert set(corpus()) == known
 
 
-def fresh_handlers() -> tuple[Handlers, dict[str, bytes]]:
+def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:
     """A queue in the middle of a run, and messages that are its own learner's and generator's."""
     buffer = make_buffer(num_rows=50)
     buffer.hello("fuzz", "h", "fake", 0.0)
     held = leases(buffer, 3, generator="fuzz")
     handlers = Handlers(buffer, make_config("unused"), {"test": rows(2)}, "run")
-    frames = corpus(lineage=LINEAGE, generator_id="fuzz", run_id="run", step=0)
-    body = as_array(encode_group(group(held[0], generator="fuzz")))
-    frames["return"] = encode(
-        "return", {"request_id": "r", "generator_id": "fuzz", "lease_ids": [held[0].lease_id]}, [body]
-    )
-    return handlers, frames
+    messages = corpus(lineage=LINEAGE, generator_id="fuzz", run_id="run", step=0)
+    fields = {"request_id": "r", "generator_id": "fuzz", "lease_ids": [held[0].lease_id]}
+    messages["return"] = encode("return", fields, num_parts=1), encode_group(group(held[0], generator="fuzz"))
+    return handlers, messages
 
 
-def handle(handlers: Handlers, frame: bytes, sizes: Sizes, now: float) -> bool:
+def handle(handlers: Handlers, frames: Frames, sizes: Sizes, now: float) -> bool:
     """As the server does it. Whether it was answered with something else than a refusal."""
     try:
-        message = decode(frame, sizes.limits)
-        sizes.check(message, len(frame))
+        message = decode(frames[0], sizes.limits).with_parts(map(memoryview, frames[1:]))
+        sizes.check(message, sum(map(len, frames)))
         handlers.generator_of(message, b"peer", now)
         answer = handlers.handle(message, now)
         reply = answer.attempt(now, True) if isinstance(answer, Waiting) else answer
@@ -80,13 +77,13 @@ def handle(handlers: Handlers, frame: bytes, sizes: Sizes, now: float) -> bool:
 
 def test_no_mutant_breaks_the_books_even_with_every_right():
     sizes, answered = Sizes(1 << 20), 0
-    handlers, frames = fresh_handlers()
-    source = mutants(frames, SEED)
-    for number, frame in enumerate(itertools.islice(source, 6000)):
+    handlers, messages = fresh_handlers()
+    source = mutants(messages, SEED)
+    for number, frames in enumerate(itertools.islice(source, 6000)):
         if number % 50 == 0:
             # What ended or took over the run is undone, so that the next ones find one to break.
             handlers, _ = fresh_handlers()
-        answered += handle(handlers, frame, sizes, number * 0.01)
+        answered += handle(handlers, frames, sizes, number * 0.01)
         buffer: Buffer = handlers.buffer
         buffer.check()
         assert pack({"buffer": buffer.save(), "handlers": handlers.save()})

@@ -187,7 +187,6 @@ def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
     peer.setsockopt(zmq.LINGER, 0)
     peer.connect(server.address)
     good = encode("take", {"request_id": "x", "lineage": "line-a", "step": 0, "version": 0, "wait_s": 0.0})
-    body = np.zeros(8, np.uint8)
     bad = [
         b"",
         b"nonsense",
@@ -198,6 +197,7 @@ def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
         encode("heartbeat", {"generator_id": "g", "progress": {"a": -1}, "stats": {}}),
         encode("hello", {"generator_id": 7}),
         encode("return", {"generator_id": "g", "lease_ids": ["x"]}),
+        encode("return", {"generator_id": "g", "lease_ids": ["x"]}, num_parts=1),
     ]
 
     def answer():
@@ -214,7 +214,8 @@ def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
         peer.send_multipart([good, good])
         assert answer().type == "error"
         # A return whose body is no group is a refused return, not a broken message.
-        peer.send(encode("return", {"generator_id": "g", "lease_ids": ["x"], "request_id": "y"}, [body]))
+        fields = {"generator_id": "g", "lease_ids": ["x"], "request_id": "y"}
+        peer.send_multipart([encode("return", fields, num_parts=1), bytes(8)])
         assert answer().fields["verdicts"] == {"x": "refused"}
     finally:
         peer.close()
