@@ -1,7 +1,7 @@
 """Where the encoded groups lie: a store of byte strings that the buffer keeps, reads and releases by their place.
 
 The buffer itself holds facts only. ``MemoryBodies`` keeps everything in this process; ``journal.Journal`` keeps the
-bodies in segment files, so that they outlive it. No sockets, no threads.
+bodies in segment files, so that they outlive it, and ``RecentBodies`` saves reading them again. No sockets, no threads.
 """
 
 from __future__ import annotations
@@ -81,3 +81,28 @@ class MemoryBodies:
 
     def release(self, place: Place) -> None:
         del self._bodies[place.offset]
+
+
+class RecentBodies:
+    """Another store's bodies, of which up to ``max_bytes`` are in memory besides: most are read once, and soon."""
+
+    def __init__(self, store: BodyStore, max_bytes: int) -> None:
+        self._store, self._max_bytes = store, max_bytes
+        self._recent: dict[Place, Bytes] = {}
+        self.num_bytes = 0
+
+    def keep(self, body: Bytes) -> Place:
+        place = self._store.keep(body)
+        if self.num_bytes + place.length <= self._max_bytes:
+            self._recent[place] = owned(body)
+            self.num_bytes += place.length
+        return place
+
+    def read(self, place: Place) -> Bytes:
+        body = self._recent.get(place)
+        return self._store.read(place) if body is None else body
+
+    def release(self, place: Place) -> None:
+        self._store.release(place)
+        if self._recent.pop(place, None) is not None:
+            self.num_bytes -= place.length

@@ -26,7 +26,7 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
 from async_rl.faults import fault_point
 from async_rl.queue.admission import BufferSettings, eval_sampling
-from async_rl.queue.bodies import Bytes
+from async_rl.queue.bodies import Bytes, RecentBodies
 from async_rl.queue.buffer import Buffer
 from async_rl.queue.changes import Changes
 from async_rl.queue.endpoint import Endpoint
@@ -46,7 +46,7 @@ LEARNER_SILENCE_S = 20.0
 FINISH_GRACE_S = 10.0
 """After the end, generators have so long to hear of it."""
 LEDGER_EVERY_S = 1.0
-_LEDGER_GAP_S = 0.1
+_LEDGER_GAP_S = 0.25
 """Steps that come faster share one writing of the ledger."""
 _MAX_PARKED = 2 * MAX_GENERATORS + 64
 """A hello and a lease request of every generator; beyond, requests are answered at once."""
@@ -54,6 +54,8 @@ _DRAIN_S = 0.003
 """Messages are handled for so long before their replies go out. Longer, and the learner waits behind generators'
 returns; shorter, and every message pays for a commit of its own."""
 _MAX_DRAIN = 256
+_RECENT_BYTES = 256 << 20
+"""Groups in memory beside the journal."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ class QueueServer:
         self._changes = Changes(is_wanted=self._journal is not None)
         buffer = Buffer(
             settings, train_rows, stream, data_digest=data_digest, instance=secrets.token_hex(2),
-            bodies=self._journal, changes=self._changes,
+            bodies=None if self._journal is None else RecentBodies(self._journal, _RECENT_BYTES), changes=self._changes,
         )  # fmt: skip
         limited = {name: rows[: config.eval.max_rows] for name, rows in eval_rows.items()}
         self._handlers = Handlers(buffer, config, limited, run_id)
