@@ -20,7 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 from async_rl.address import check_address
 from async_rl.errors import AddressError, LineageError, QueueError
 from async_rl.keys import ClientKeys
-from async_rl.queue.protocol import COPY_BELOW_BYTES, RECEIVE_HIGH_WATER_MARK
+from async_rl.queue.frames import send_frames
+from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
 from async_rl.wire import Limits, Message, decode, encode
 
 RESEND_S = 5.0
@@ -169,10 +170,7 @@ class Connection:
     def _try_send(self, request: Outstanding, now: float) -> None:
         frames = [encode(request.type, request.fields, request.arrays, num_parts=len(request.parts)), *request.parts]
         try:
-            # Only the first can be refused.
-            for left, frame in zip(reversed(range(len(frames))), frames):
-                flags = zmq.NOBLOCK | zmq.SNDMORE if left else zmq.NOBLOCK
-                self._socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)
+            send_frames(self._socket, frames)
         except zmq.Again:
             request.due_at = now + _RETRY_S
         else:

@@ -20,8 +20,9 @@ from async_rl.config import QueueConfig
 from async_rl.errors import AddressError
 from async_rl.keys import Guard, ServerKeys
 from async_rl.queue.bodies import Bytes
+from async_rl.queue.frames import send_frames
 from async_rl.queue.gate import BLOCKED_S, Gate, Sizes
-from async_rl.queue.protocol import COPY_BELOW_BYTES, RECEIVE_HIGH_WATER_MARK
+from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
 
 logger = logging.getLogger(__name__)
 
@@ -115,15 +116,7 @@ class Endpoint:
         does not read is dropped, for it asks again. The peer reads them one by one all the same.
         """
         try:
-            self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-            for left, frame in zip(reversed(range(len(frames))), frames):
-                flags = zmq.NOBLOCK | zmq.SNDMORE if left else zmq.NOBLOCK
-                whole = frame.obj if isinstance(frame, memoryview) else None
-                if isinstance(whole, zmq.Frame) and len(whole) == len(frame):
-                    # It goes out as it came in: libzmq counts who uses it, and nothing is copied.
-                    self._socket.send(whole, flags, copy=False)
-                else:
-                    self._socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)
+            send_frames(self._socket, [peer, *frames])
         except zmq.Again:
             self._untaken.count += 1
             if news := self._untaken.news(time.monotonic()):

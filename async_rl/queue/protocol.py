@@ -27,8 +27,6 @@ from async_rl.queue.messages import (
 
 RECEIVE_HIGH_WATER_MARK = 64
 """Messages of one peer that may wait in memory."""
-COPY_BELOW_BYTES = 1 << 20
-"""Smaller frames are copied into the socket: telling Python that a shared one was sent takes a thread its turn."""
 EXTRA_MESSAGE_BYTES = 256 << 20
 """What a message may be larger than the queue: tokenizer files and headers."""
 MAX_NAME_LENGTH = 256
