@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.address import check_address
+from async_rl.config_section import Section
 from async_rl.errors import AddressError
+from async_rl.loss_config import LossConfig
 
 RewardType = Literal["boxed", "think_answer_tags"]
 OnStale = Literal["drop", "wait", "mask"]
@@ -24,12 +26,6 @@ _SYSTEM_PROMPTS: dict[str, str] = {
         "<answer> 123 </answer>. The user asks a maths problem.\n\n"
     ),
 }
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, strict about types, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -75,7 +71,12 @@ class SamplingConfig(Section):
 class RewardConfig(Section):
     type: RewardType = "boxed"
     scale: float = Field(default=1.0, gt=0, description="reward of a correct answer")
-    soft_overlong: bool = Field(default=True, description="DAPO eq. 13, times scale")
+    soft_overlong: bool = Field(default=True, description="punish long answers, on a line over cache_length tokens")
+    overlong: Literal["dapo", "zero_at_limit"] = Field(
+        default="dapo",
+        description="dapo: eq. 13, times scale, so cut answers lose 1 scale; zero_at_limit: the line only where there "
+        "is an answer, and a reward of 0 for cut answers, even without soft_overlong",
+    )
     cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
     time_limit_s: float = Field(default=5.0, gt=0, description="per answer")
 
@@ -127,22 +128,6 @@ class QueueConfig(Section):
         return value
 
 
-class LossConfig(Section):
-    preset: Literal["dapo"] = "dapo"
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    clip_high: float = Field(default=0.28, ge=0)
-    skip_threshold: float | None = Field(
-        default=20.0, gt=1, description="a sequence whose mean pi/mu is above leaves the loss; 0 in TOML: off"
-    )
-    aggregation: Literal["token"] = "token"
-    mask_truncated: bool = Field(default=True, description="answers cut at max_new_tokens leave the loss")
-
-    @field_validator("skip_threshold", mode="before")
-    @classmethod
-    def _zero_is_off(cls, value: object) -> object:
-        return None if value == 0 and not isinstance(value, bool) else value
-
-
 class OptimizerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
@@ -159,6 +144,9 @@ class LearnerConfig(Section):
     groups_per_step: int = Field(default=32, ge=1)
     updates_per_batch: int = Field(
         default=1, ge=1, description="optimizer steps on each batch, on disjoint parts of it"
+    )
+    n_behind: int | None = Field(
+        default=None, ge=0, le=1024, description="for studies: train on samples exactly so many versions old"
     )
     max_tokens: int = Field(default=16384, ge=1, description="tokens in one packed micro-batch of one rank")
     nproc: int = Field(default=1, ge=1, description="ranks that launch starts")
@@ -283,9 +271,22 @@ class Config(Section):
                 f"learner.updates_per_batch: expected a divisor of learner.groups_per_step = "
                 f"{self.learner.groups_per_step}, got {self.learner.updates_per_batch}"
             )
+        self._check_n_behind()
         low_high = self.queue.filter_range
         if low_high is not None and low_high[0] >= low_high[1]:
             raise ValueError(f"queue.filter_range: expected [low, high] with low < high, got {list(low_high)}")
+
+    def _check_n_behind(self) -> None:
+        lag = self.learner.n_behind
+        if lag is None:
+            return
+        for key, value, needed in (
+            ("queue.max_staleness", self.queue.max_staleness, lag),
+            ("weights.sync_every", self.weights.sync_every, 1),
+            ("learner.updates_per_batch", self.learner.updates_per_batch, 1),
+        ):
+            if value != needed:
+                raise ValueError(f"{key}: under learner.n_behind = {lag} expected {needed}, got {value}")
 
     def _check_sampling_keys(self) -> None:
         longest = self.sampling.max_new_tokens
@@ -293,6 +294,16 @@ class Config(Section):
             raise ValueError(
                 f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
                 f"{self.reward.cache_length}"
+            )
+        if self.sampling.group_size == 1 and self.loss.advantage != "global_norm":
+            raise ValueError(
+                f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; an "
+                f"answer alone has no baseline but the step's (global_norm)"
+            )
+        best_k = self.loss.best_k
+        if best_k is not None and best_k > self.sampling.group_size:
+            raise ValueError(
+                f"loss.best_k: expected at most sampling.group_size = {self.sampling.group_size}, got {best_k}"
             )
         for key, off in (("top_p", 1.0), ("top_k", 0)):
             value = getattr(self.sampling, key)

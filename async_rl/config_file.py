@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from async_rl.config import Config, GeneratorConfig
 from async_rl.errors import ConfigError
+from async_rl.loss_config import OFF_VALUES
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -122,8 +123,7 @@ def config_to_toml(config: Config) -> str:
     data = config.model_dump(mode="json", exclude_none=True)
     if config.queue.filter_range is None:
         data["queue"]["filter_range"] = []
-    if config.loss.skip_threshold is None:
-        data["loss"]["skip_threshold"] = 0
+    data["loss"] = {**OFF_VALUES, **data["loss"]}
     return tomli_w.dumps(data)
 
 

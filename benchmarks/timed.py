@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import tomli_w
 import torch
 
 from async_rl.config import Config
 from async_rl.config_file import load_config
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.start import Parts, train_with
 
@@ -75,6 +76,9 @@ class TimedEngine:
             stepped=True, reason="", loss=0.0, grad_norm=0.0, lr=0.0, tokens_trained=tokens, ratio_mean=1.0,
             ratio_max=1.0, clip_fraction=0.0, ess=1.0, entropy=0.0, mean_abs_log_ratio=0.0,
         )  # fmt: skip
+
+    def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
+        return {s.sequence_id: np.zeros(int(s.loss_mask.sum()), np.float32) for s in sequences}
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weights", self._weights

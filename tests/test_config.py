@@ -80,6 +80,8 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: s
         ({"learner": {"updates_per_batch": 8}}, "learner.updates_per_batch"),
         ({"learner": {"updates_per_batch": 3}}, "learner.updates_per_batch"),
         ({"reward": {"cache_length": 64}, "sampling": {"max_new_tokens": 64}}, "reward.cache_length"),
+        ({"loss": {"best_k": 9}, "sampling": {"group_size": 8}}, "loss.best_k"),
+        ({"sampling": {"group_size": 1}}, "sampling.group_size"),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p"),
         ({"sampling": {"top_k": 5}}, "sampling.top_k"),
         ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
@@ -213,3 +215,14 @@ def test_only_loopback_may_be_bound_without_saying_so():
 
 def test_the_host_towards_loopback_is_loopback():
     assert is_loopback(local_host_towards("tcp://127.0.0.1:9"))
+
+
+def test_a_lag_that_is_held_needs_a_bound_that_is_equal_and_every_version_published():
+    assert a_config().learner.n_behind is None
+    held = {"n_behind": 2}
+    assert "queue.max_staleness: under learner.n_behind = 2 expected 2, got 4" in refusal(learner=held)
+    bound = {"max_staleness": 2}
+    assert "weights.sync_every: under learner.n_behind" in refusal(learner=held, queue=bound, weights={"sync_every": 2})
+    assert "learner.updates_per_batch: under" in refusal(learner={**held, "updates_per_batch": 2}, queue=bound)
+    assert a_config(learner=held, queue=bound).learner.n_behind == 2
+    assert a_config(learner={"n_behind": 0}, queue={"max_staleness": 0}).learner.n_behind == 0

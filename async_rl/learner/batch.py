@@ -1,4 +1,4 @@
-"""Taken groups to trainable sequences: advantages, masks with their causes, and the staleness of every token.
+"""Taken groups to trainable sequences: masks with their causes, and the staleness of every token.
 
 Called by the trainer on rank 0, once a step; leaves plain arrays for the engine and the facts for the ledger. The
 first cause that applies, in the order of ``MASK_CAUSES``, is the one counted.
@@ -7,8 +7,8 @@ first cause that applies, in the order of ``MASK_CAUSES``, is the one counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,32 +17,43 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup, TrainedFacts
 from async_rl.records import Group, Rollout, TokenSequence
 
-MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "stale", "skip_threshold", "step_skipped")
+MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold", "step_skipped")
 """Why a rollout, or some of its tokens, leave the loss: sampled by weights this run did not publish; its engine failed;
-its group's accuracy is outside ``queue.filter_range`` with ``queue.refill = false``; cut at ``max_new_tokens``; tokens
-above the staleness bound under ``queue.on_stale = "mask"``; ratio over the threshold; its optimizer step was skipped
-(the whole batch's, or one of ``learner.updates_per_batch``)."""
-
-Advantages = Callable[[np.ndarray], np.ndarray]
+its group's accuracy is outside ``queue.filter_range`` with ``queue.refill = false``; cut at ``max_new_tokens``; not
+among the ``loss.best_k`` of its group; tokens above the staleness bound under ``queue.on_stale = "mask"``; ratio over
+the threshold; its optimizer step was skipped (the whole batch's, or one of ``learner.updates_per_batch``)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
     """One step's sequences, split into ``updates_per_batch`` parts, and where each came from.
 
-    ``rollout_of``, ``sequence_tokens`` and ``arrival_versions`` map a sequence id to its rollout's index in the step,
-    to its tokens under the loss mask, and to the newest announced version when its group arrived. ``rollout_tokens``
-    are all sampled ones; ``stale_tokens`` of them were masked in rollouts that are trained on. ``masked`` maps a
-    rollout's index to its cause.
+    Attributes:
+        updates: the sequences that are trained on. Their advantages are 0 until ``with_advantages``.
+        rollout_of: sequence id to the index of its rollout in the step.
+        sequence_tokens: sequence id to its tokens under the loss mask.
+        arrival_versions: sequence id to the newest announced version when its group arrived.
+        group_sizes: rollouts of each group; they lie in the step's order, group after group.
+        rewards: float64 [R], one a rollout, masked ones included.
+        accuracies: float64 [R].
+        rollout_tokens: all sampled tokens of each rollout.
+        stale_tokens: of them, those masked as stale in rollouts that are trained on.
+        masked: index of a rollout to the cause that takes it out of the loss.
+        reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats, where it is part of the
+            reward or the advantage.
     """
 
     updates: tuple[tuple[TrainSequence, ...], ...]
     rollout_of: Mapping[int, int]
     sequence_tokens: Mapping[int, int]
     arrival_versions: Mapping[int, int]
+    group_sizes: tuple[int, ...]
+    rewards: np.ndarray
+    accuracies: np.ndarray
     rollout_tokens: tuple[int, ...]
     stale_tokens: int
     masked: Mapping[int, str]
+    reference_kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +81,16 @@ class _Builder:
 def prepare_batch(
     taken: Sequence[TakenGroup],
     *,
-    advantages: Advantages,
     mask_truncated: bool,
     num_updates: int,
     known_weights: Callable[[Group], bool],
     oldest_version: int | None = None,
 ) -> PreparedBatch:
-    """Sequences of ``taken``, in order, in ``num_updates`` equal parts. Masked rollouts still count in baselines.
+    """Sequences of ``taken``, in order, in ``num_updates`` equal parts, with advantages of 0.
 
-    Tokens that a version before ``oldest_version`` sampled leave the loss (none: all stay).
+    ``advantages.with_advantages`` fills those in, once the reference model was asked where it is needed. Masked
+    rollouts leave no sequences, but count in baselines. Tokens that a version before ``oldest_version`` sampled leave
+    the loss (none: all stay).
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -86,20 +98,41 @@ def prepare_batch(
     for start in range(0, len(taken), per_update):
         sequences: list[TrainSequence] = []
         for item in taken[start : start + per_update]:
-            rewards = np.array([r.reward for r in item.group.rollouts], dtype=np.float64)
             trusted = known_weights(item.group)
-            for rollout, advantage in zip(item.group.rollouts, advantages(rewards), strict=True):
+            for rollout in item.group.rollouts:
                 cause = _mask_cause(rollout, item, trusted=trusted, mask_truncated=mask_truncated)
-                sequences += _sequences(builder, item, rollout, float(advantage), cause)
+                sequences += _sequences(builder, item, rollout, cause)
         updates.append(tuple(sequences))
+    rollouts = [rollout for item in taken for rollout in item.group.rollouts]
     return PreparedBatch(
         updates=tuple(updates),
         rollout_of=builder.rollout_of,
         sequence_tokens=builder.sequence_tokens,
         arrival_versions=builder.arrival_versions,
+        group_sizes=tuple(len(item.group.rollouts) for item in taken),
+        rewards=np.array([r.reward for r in rollouts], dtype=np.float64),
+        accuracies=np.array([r.accuracy for r in rollouts], dtype=np.float64),
         rollout_tokens=tuple(builder.rollout_tokens),
         stale_tokens=builder.stale_tokens,
         masked=builder.masked,
+    )
+
+
+def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) -> PreparedBatch:
+    """``prepared`` without the sequences of ``rollouts`` (indices of ones that are trained on), masked for ``cause``.
+
+    All their tokens are of ``cause`` then, also those that were stale: the cause must come first in ``MASK_CAUSES``.
+    """
+    if not rollouts:
+        return prepared
+    gone = {sequence for sequence, rollout in prepared.rollout_of.items() if rollout in rollouts}
+    sampled = sum(prepared.rollout_tokens[rollout] for rollout in rollouts)
+    return replace(
+        prepared,
+        updates=tuple(tuple(s for s in update if s.sequence_id not in gone) for update in prepared.updates),
+        rollout_of={s: rollout for s, rollout in prepared.rollout_of.items() if s not in gone},
+        stale_tokens=prepared.stale_tokens - (sampled - sum(prepared.sequence_tokens[s] for s in gone)),
+        masked={**prepared.masked, **dict.fromkeys(rollouts, cause)},
     )
 
 
@@ -115,9 +148,7 @@ def _mask_cause(rollout: Rollout, item: TakenGroup, *, trusted: bool, mask_trunc
     return None
 
 
-def _sequences(
-    builder: _Builder, item: TakenGroup, rollout: Rollout, advantage: float, cause: str | None
-) -> list[TrainSequence]:
+def _sequences(builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str | None) -> list[TrainSequence]:
     index, sampled = len(builder.rollout_tokens), rollout.num_sampled
     builder.rollout_tokens.append(sampled)
     masks = [_young_enough(sequence, builder.oldest_version) for sequence in rollout.sequences]
@@ -140,7 +171,7 @@ def _sequences(
                 loss_mask=mask,
                 behavior_logprobs=sequence.behavior_logprobs,
                 versions=sequence.versions,
-                advantages=np.full(len(sequence.token_ids), advantage, dtype=np.float32),
+                advantages=np.zeros(len(sequence.token_ids), dtype=np.float32),
                 temperature=item.group.temperature,
             )
         )
@@ -193,11 +224,12 @@ def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> St
 
 
 def trained_facts(
-    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool]
+    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0
 ) -> TrainedFacts:
     """What became of every rollout and token of the step. A rollout is skipped when all its sequences were.
 
     ``stepped`` says of every update whether the optimizer stepped; without, nothing of that part was trained.
+    ``out_of_range`` counts the single tokens that those that stepped left out (``loss.token_range``).
     """
     causes = dict.fromkeys(
         (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
@@ -212,6 +244,8 @@ def trained_facts(
         tokens_masked["stale"] += prepared.stale_tokens
     for sequence, cause in causes.items():
         tokens_masked[cause] += prepared.sequence_tokens[sequence]
+    if out_of_range:
+        tokens_masked["token_range"] += out_of_range
     fates: dict[int, set[str]] = {}
     for sequence, rollout in prepared.rollout_of.items():
         fates.setdefault(rollout, set()).add(causes.get(sequence, ""))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +26,13 @@ from torch.nn.utils import get_total_norm
 
 from async_rl.chat import model_files
 from async_rl.config import Config
-from async_rl.errors import TrainingError
+from async_rl.errors import ModelError, TrainingError
 from async_rl.learner.checkpoint import write_extra, write_model_files
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.model import PolicyModel, load_model, to_device
-from async_rl.learner.objective import Objective, PolicyObjective, StepOutcome, update_stats
+from async_rl.learner.engine import ScoredBy, UpdateStats
+from async_rl.learner.model import PolicyModel, load_model, load_reference, to_device
+from async_rl.learner.objective import Objective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.optimizer import Schedule, build_optimizer
-from async_rl.learner.packing import MicroBatch, TrainSequence, from_arrays, pack, to_arrays
+from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays
 from async_rl.learner.parallel import Ranks, compute_dtype
 from async_rl.learner.training_state import load_training_state, save_training_state
 from async_rl.wire import Message, decode, encode
@@ -49,11 +50,6 @@ def policy_schedule(config: Config) -> Schedule:
         total_updates=learner.steps * learner.updates_per_batch,
         min_ratio=optimizer.min_lr_ratio,
     )
-
-
-def policy_objective(config: Config) -> PolicyObjective:
-    """The loss of a reinforcement learning run, with mismatch split over every staleness that may occur."""
-    return PolicyObjective(config.loss, max_lag=config.queue.max_staleness)
 
 
 class FsdpEngine:
@@ -76,8 +72,16 @@ class FsdpEngine:
             self._model = PolicyModel(load_model(config.model))
             self._names = self._model.tensor_names()
             self._is_sharded = ranks.has_group
-            if self._is_sharded:
-                _shard(self._model, ranks, self._dtype, reshard=config.learner.reshard == "full")
+            # An objective of one's own knows nothing of [loss].
+            needs_reference = objective is None and config.loss.needs_reference
+            self._reference = load_reference(config, self._dtype) if needs_reference else None
+            if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
+                raise ModelError(
+                    f"loss.kl_reference: expected a model of the policy's vocabulary, {self._model.vocab_size} tokens, "
+                    f"got {self._reference.vocab_size}; take one with the same tokenizer"
+                )
+            for model in self._models if self._is_sharded else ():
+                _shard(model, ranks, self._dtype, reshard=config.learner.reshard == "full")
             self._parameters = [p for p in self._model.parameters() if p.requires_grad]
             self._optimizer = build_optimizer(self._parameters, config.optimizer, self._schedule.lr_at(0))
             self._num_updates = 0
@@ -92,16 +96,24 @@ class FsdpEngine:
             ValueError: a sequence can't be packed (``packing.pack``), or is newer than ``version``.
             TrainingError: another rank failed.
         """
-        parts = pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)
+        parts = self._pack(sequences)
         with self._command("update"):
-            if self._ranks.world_size > 1:
-                self._ranks.scatter(
-                    [
-                        encode("update", {"version": version}, [a for mb in part for a in to_arrays(mb)])
-                        for part in parts
-                    ]
-                )
+            self._scatter("update", {"version": version}, parts)
             return self._update(parts[0], version)
+
+    def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
+        """As ``Engine.score``.
+
+        Raises:
+            ValueError: a sequence can't be packed (``packing.pack``), or there is no reference: ``loss.kl_coef`` is 0.
+            TrainingError: another rank failed.
+        """
+        if of == "reference" and self._reference is None:
+            raise ValueError("expected a reference model to score with, but none is loaded: loss.kl_coef is 0")
+        parts = self._pack(sequences)
+        with self._command("score"):
+            self._scatter("score", {"of": of}, parts)
+            return by_sequence(parts, self._score(parts[0], of))
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """As ``Engine.gather``; in bfloat16 where the model computes so. A tensor is good until the next ``update``.
@@ -184,10 +196,9 @@ class FsdpEngine:
     def _execute(self, message: Message) -> None:
         match message.type:
             case "update":
-                arrays = message.arrays
-                starts = range(0, len(arrays), _ARRAYS_PER_BATCH)
-                micro_batches = [from_arrays(arrays[start : start + _ARRAYS_PER_BATCH]) for start in starts]
-                self._update(micro_batches, int(message.fields["version"]))
+                self._update(_micro_batches(message), int(message.fields["version"]))
+            case "score":
+                self._score(_micro_batches(message), message.fields["of"])
             case "gather":
                 for _ in self._gather():
                     pass
@@ -207,10 +218,32 @@ class FsdpEngine:
         with self._ranks.together(what):
             yield
 
+    @property
+    def _models(self) -> list[PolicyModel]:
+        return [self._model] if self._reference is None else [self._model, self._reference]
+
+    def _pack(self, sequences: Sequence[TrainSequence]) -> list[list[MicroBatch]]:
+        return pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)
+
+    def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
+        """Give every other rank its micro-batches, with what to do with them."""
+        if self._ranks.world_size > 1:
+            self._ranks.scatter([encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts])
+
+    @torch.no_grad()
+    def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[np.ndarray]:
+        """On rank 0, float32 of every rank: log-probabilities of its trained tokens, micro-batch after micro-batch."""
+        model = self._model if of == "policy" else cast(PolicyModel, self._reference)
+        logprobs = [model(to_device(micro_batch, self._ranks.device)).logprobs.cpu() for micro_batch in micro_batches]
+        if self._is_sharded:
+            _end_forward(model)
+        frames = self._ranks.gather(encode("scores", {}, [torch.cat(logprobs).numpy()]))
+        return [decode(frame).arrays[0] for frame in frames]
+
     def _update(self, micro_batches: Sequence[MicroBatch], version: int) -> UpdateStats:
         sums, ratio_max, skipped = self._accumulate(micro_batches, version)
         sums = self._ranks.all_reduce_sum(sums.cpu())
-        outcome = self._step(float(sums[0]))
+        outcome = self._step(float(sums[0]), self._objective.why_skip(sums))
         frames = self._ranks.gather(encode("skipped", {"ratio_max": float(ratio_max)}, [skipped]))
         reports = [decode(frame) for frame in frames]
         skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
@@ -224,15 +257,9 @@ class FsdpEngine:
                 # Parameters stay whole between micro-batches, so whole gradients may too: one reduction a step.
                 cast(FSDPModule, self._model).set_requires_gradient_sync(index == len(micro_batches) - 1)
             batch = to_device(micro_batch, self._ranks.device)
-            scored = self._model(
-                batch.token_ids,
-                batch.position_ids,
-                batch.predict_index,
-                batch.targets,
-                batch.temperatures,
-                batch.layout,
+            result = self._objective(
+                batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
             )
-            result = self._objective(batch, scored, version=version)
             result.loss_sum.backward()
             results.append(result._replace(loss_sum=result.loss_sum.detach()))
         flags = torch.cat([r.skipped for r in results]).cpu().numpy()
@@ -240,8 +267,11 @@ class FsdpEngine:
         sums = torch.stack([r.sums for r in results]).sum(0)
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
 
-    def _step(self, denominator: float) -> StepOutcome:
-        """Scale, clip and apply the gradients of the loss sum; the same decision on every rank."""
+    def _step(self, denominator: float, why_skip: str) -> StepOutcome:
+        """Scale, clip and apply the gradients of the loss sum; the same decision on every rank.
+
+        A step that is skipped, for ``why_skip`` or another reason, leaves weights, optimizer and schedule untouched.
+        """
         lr = self._schedule.lr_at(self._num_updates)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not denominator:
@@ -251,9 +281,9 @@ class FsdpEngine:
         # FSDP averages gradients over ranks where we need their sum.
         scale = (self._ranks.world_size if self._is_sharded else 1) / denominator
         grad_norm = scale * float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not np.isfinite(grad_norm):
+        if why_skip or not np.isfinite(grad_norm):
             self._optimizer.zero_grad()
-            return StepOutcome(f"the gradient norm is {grad_norm}", grad_norm, lr)
+            return StepOutcome(why_skip or f"the gradient norm is {grad_norm}", grad_norm, lr)
         # As clip_grad_norm_ does, in one pass over the gradients with the scaling.
         clip = min(1.0, self._config.optimizer.max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_(gradients, scale * clip)
@@ -307,5 +337,27 @@ def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: boo
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.decoder_layers:
         fully_shard(cast(nn.Module, layer), mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
-    # The root is needed again first thing in the backward pass.
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    # The root is needed again first thing in the backward pass. Of its inputs only temperatures are floats, and those
+    # would be rounded: 1.001 is 1 in bfloat16.
+    uncast = replace(precision, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=uncast, reshard_after_forward=False)
+
+
+def _end_forward(model: PolicyModel) -> None:
+    """After forward passes without a backward one: shard what they left whole, and forget their order.
+
+    FSDP notes the order of forward passes for the next backward pass to prefetch by; a model that never has one would
+    note it for ever.
+    """
+    if hasattr(FSDPModule, "reset_iter_state"):
+        cast(FSDPModule, model).reset_iter_state()
+        return
+    for module in model.modules():  # a torch that can't reset it
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _micro_batches(message: Message) -> list[MicroBatch]:
+    arrays = message.arrays
+    starts = range(0, len(arrays), _ARRAYS_PER_BATCH)
+    return [from_arrays(arrays[start : start + _ARRAYS_PER_BATCH]) for start in starts]

@@ -6,8 +6,8 @@ C = tokens of one chunk, d = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ def token_logprobs(
     *,
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
+    entropy_grad: bool = False,
 ) -> TokenLogprobs:
     """``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
 
@@ -47,9 +48,10 @@ def token_logprobs(
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
         vocab_size: V, only to size the chunks.
         chunk_bytes: upper bound on one chunk's float32 logits (at least one row).
+        entropy_grad: entropies carry a gradient too, for about two chunks' logits more of memory.
 
     Returns:
-        log-probabilities with grad, entropies without.
+        log-probabilities with grad, entropies with one only if ``entropy_grad``.
 
     Raises:
         ValueError: the first three tensors disagree about N.
@@ -60,18 +62,24 @@ def token_logprobs(
             f"{list(targets_N.shape)} and {list(temperatures_N.shape)}"
         )
     rows = max(1, chunk_bytes // (4 * vocab_size))
-    entropies_N = torch.zeros(len(hidden_Nd), dtype=torch.float32, device=hidden_Nd.device)
-    if len(hidden_Nd) <= rows:
-        return TokenLogprobs(_chunk(hidden_Nd, head, targets_N, temperatures_N, _Once(entropies_N)), entropies_N)
-    chunks = zip(*(t.split(rows) for t in (hidden_Nd, targets_N, temperatures_N, entropies_N)), strict=True)
-    logprobs = [
+    parts: list[Sequence[Any]] = [t.split(rows) for t in (hidden_Nd, targets_N, temperatures_N)]
+    is_whole = len(parts[0]) == 1
+
+    def run(chunk: Callable[..., Any]) -> list[Any]:
+        if is_whole:
+            return [chunk(head, *part) for part in zip(*parts, strict=True)]
         # The chunk draws no random numbers, so there is no generator state to save.
-        checkpoint(
-            _chunk, hidden, head, targets, temperatures, _Once(out), use_reentrant=False, preserve_rng_state=False
-        )
-        for hidden, targets, temperatures, out in chunks
-    ]
-    return TokenLogprobs(torch.cat(logprobs), entropies_N)
+        return [
+            checkpoint(chunk, head, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(*parts, strict=True)
+        ]
+
+    if entropy_grad:
+        logprobs, entropies = zip(*run(_chunk_with_entropy), strict=True)
+        return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies))
+    entropies_N = torch.zeros(len(hidden_Nd), dtype=torch.float32, device=hidden_Nd.device)
+    parts.append([_Once(out) for out in entropies_N.split(rows)])
+    return TokenLogprobs(torch.cat(run(_chunk)), entropies_N)
 
 
 class _Once:
@@ -91,9 +99,19 @@ class _Once:
 
 
 def _chunk(
-    hidden_Cd: Tensor, head: Callable[[Tensor], Tensor], targets_C: Tensor, temperatures_C: Tensor, entropies: _Once
+    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor, entropies: _Once
 ) -> Tensor:
     logits_CV = head(hidden_Cd).float() / temperatures_C.float()[:, None]
     with torch.no_grad():
         entropies.fill(logits_CV.detach())
     return logits_CV.gather(-1, targets_C[:, None])[:, 0] - logits_CV.logsumexp(-1)
+
+
+def _chunk_with_entropy(
+    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    logprobs_CV = (head(hidden_Cd).float() / temperatures_C.float()[:, None]).log_softmax(-1)
+    # An impossible token has log p = -inf: 0 in the sum, and in its gradient, where entr's own would be infinite.
+    safe_CV = logprobs_CV.masked_fill(logprobs_CV == -torch.inf, 0.0)
+    entropies_C = -(logprobs_CV.exp() * safe_CV).sum(-1)
+    return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropies_C

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.chat import model_directory
-from async_rl.config import ModelConfig
+from async_rl.config import Config, ModelConfig
 from async_rl.errors import ModelError
 from async_rl.learner.attention import PackedLayout, packed_layout, use_packed_attention
 from async_rl.learner.logprobs import TokenLogprobs, token_logprobs
@@ -41,6 +41,8 @@ class DeviceBatch:
     targets: Tensor
     behavior_logprobs: Tensor
     advantages: Tensor
+    reference_logprobs: Tensor
+    proximal_logprobs: Tensor
     temperatures: Tensor
     versions: Tensor
     sequence_index: Tensor
@@ -61,6 +63,8 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
         targets=moved("targets"),
         behavior_logprobs=moved("behavior_logprobs"),
         advantages=moved("advantages"),
+        reference_logprobs=moved("reference_logprobs"),
+        proximal_logprobs=moved("proximal_logprobs"),
         temperatures=moved("temperatures"),
         versions=moved("versions"),
         sequence_index=moved("sequence_index"),
@@ -105,6 +109,27 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
+def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
+    """The frozen model that KL is measured against: ``loss.kl_reference``, else the one that the run began from.
+
+    Its parameters are kept in the ``dtype`` they compute in: no update needs more of them.
+
+    Raises:
+        ModelError: as ``load_model``.
+    """
+    path = config.loss.kl_reference or config.model.path
+    settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
+    try:
+        model = PolicyModel(load_model(settings))
+    except ModelError as error:
+        raise ModelError(f"the reference model {path} (loss.kl_reference): {error}") from error
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        # Not model.to(dtype): buffers keep theirs, as the policy's do.
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 class PolicyModel(nn.Module):
     """A causal LM that gives log-probabilities of chosen tokens of a packed row.
 
@@ -132,37 +157,34 @@ class PolicyModel(nn.Module):
             raise ModelError(f"{type(self.causal_lm).__name__}: expected its decoder layers under base_model.layers")
         return layers
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head: token ids that the model gives a probability."""
+        return cast(nn.Linear, self.causal_lm.get_output_embeddings()).weight.shape[0]
+
     def tensor_names(self) -> list[str]:
         """Hugging Face state-dict names of every parameter and persistent buffer, tied ones once, in a fixed order."""
         kept = {name for name, _ in self.causal_lm.named_parameters()}
         tied = {name for name, _ in self.causal_lm.named_parameters(remove_duplicate=False)} - kept
         return [name for name in self.causal_lm.state_dict() if name not in tied]
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        position_ids_T: Tensor,
-        predict_index_N: Tensor,
-        targets_N: Tensor,
-        temperatures_N: Tensor,
-        layout: PackedLayout,
-    ) -> TokenLogprobs:
+    def forward(self, batch: DeviceBatch, *, entropy_grad: bool = False) -> TokenLogprobs:
         """Log-probabilities (with grad) and entropies of the tempered distribution, float32 [N], nats.
 
-        Hidden states are computed for the whole row, logits only at ``predict_index_N``.
+        Hidden states are computed for the whole row, logits only at ``predict_index``.
         """
         hidden_1Td = self.causal_lm.base_model(
-            input_ids=token_ids_T[None],
-            position_ids=position_ids_T[None],
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[None],
             attention_mask=None,
             use_cache=False,
-            packed_layout=layout,
+            packed_layout=batch.layout,
         ).last_hidden_state
-        head = cast(nn.Linear, self.causal_lm.get_output_embeddings())
         return token_logprobs(
-            hidden_1Td[0].index_select(0, predict_index_N),
-            head,
-            targets_N,
-            temperatures_N,
-            vocab_size=head.weight.shape[0],
+            hidden_1Td[0].index_select(0, batch.predict_index),
+            cast(nn.Linear, self.causal_lm.get_output_embeddings()),
+            batch.targets,
+            batch.temperatures,
+            vocab_size=self.vocab_size,
+            entropy_grad=entropy_grad,
         )

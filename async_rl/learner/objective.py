@@ -13,23 +13,23 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from async_rl.config import LossConfig
+from async_rl.config import Config, LossConfig
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.logprobs import TokenLogprobs
-from async_rl.learner.loss import dapo_loss, mismatch_by_lag, nll_loss
+from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise
+from async_rl.learner.losses.policy import PolicyInputs, policy_loss
+from async_rl.learner.losses.supervised import nll_loss
 from async_rl.learner.model import DeviceBatch
 
-# The fixed part of ``MicroBatchResult.sums``; what is behind it is mismatch by lag, KL sums then token counts.
-SUM_NAMES = (
-    "denominator", "loss", "tokens", "skipped_tokens", "clipped", "ratio", "ratio_square", "abs_log_ratio", "entropy",
-)  # fmt: skip
+SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
+"""The fixed part of ``MicroBatchResult.sums``; behind it are the rows of ``diagnostic_sums``."""
 
 
 class MicroBatchResult(NamedTuple):
     """``sums`` is float64 on the batch's device, and as long on every rank and in every micro-batch."""
 
     loss_sum: Tensor  # [], float64, carries grad: the step's loss times its denominator, this part of it
-    sums: Tensor  # float64 [len(SUM_NAMES) + 2 * lags]
+    sums: Tensor  # float64 [len(SUM_NAMES) + COLUMNS * lags]
     skipped: Tensor  # bool [S]
     ratio_max: Tensor  # [], float64
 
@@ -37,47 +37,64 @@ class MicroBatchResult(NamedTuple):
 class Objective(Protocol):
     """A loss that is a sum over trained tokens divided by a denominator known only after the whole step."""
 
+    @property
+    def needs_entropy_grad(self) -> bool:
+        """Whether entropies must carry a gradient."""
+        ...
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
+
+    def why_skip(self, sums: Tensor) -> str:
+        """Why the step with these ``sums`` (all micro-batches and ranks) must be skipped; empty: it must not."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """DAPO's policy loss. ``max_lag`` is the last staleness with a mismatch of its own."""
+    """The loss of ``[loss]``. ``max_lag`` is the last staleness with diagnostics of its own.
+
+    ``max_length`` is ``sampling.max_new_tokens``, a divisor under ``aggregation = "sequence_sum"``.
+    """
 
     loss: LossConfig
     max_lag: int
+    max_length: int
+
+    @property
+    def needs_entropy_grad(self) -> bool:
+        return self.loss.entropy_coef != 0
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        out = dapo_loss(
-            scored.logprobs,
-            batch.behavior_logprobs,
-            batch.advantages,
-            batch.sequence_index,
-            batch.num_sequences,
-            clip_low=self.loss.clip_low,
-            clip_high=self.loss.clip_high,
-            skip_threshold=self.loss.skip_threshold,
+        """As ``Objective``.
+
+        Raises:
+            ValueError: a token is newer than ``version``, or as ``policy_loss``.
+        """
+        lag_N = version - batch.versions.long()
+        if bool((lag_N < 0).any()):
+            newest = int(batch.versions.max())
+            raise ValueError(f"expected tokens of versions up to the learner's {version}, got {newest}")
+        inputs = PolicyInputs(
+            logprobs=scored.logprobs,
+            entropies=scored.entropies,
+            behavior_logprobs=batch.behavior_logprobs,
+            advantages=batch.advantages,
+            sequence_index=batch.sequence_index,
+            num_sequences=batch.num_sequences,
+            lag=lag_N,
+            reference_logprobs=batch.reference_logprobs,
+            proximal_logprobs=batch.proximal_logprobs,
         )
-        mismatch = mismatch_by_lag(
-            scored.logprobs.detach(), batch.behavior_logprobs, batch.versions, version, self.max_lag
-        )
-        kept_N = ~out.skipped[batch.sequence_index]
-        entropy = scored.entropies.masked_fill(~kept_N, 0.0).sum(dtype=torch.float64)
-        sums = torch.stack(
-            [
-                out.num_tokens.double(),
-                out.loss_sum.detach(),
-                out.num_tokens.double(),
-                out.num_skipped_tokens.double(),
-                (out.num_clipped_low + out.num_clipped_high).double(),
-                out.ratio_sum,
-                out.ratio_square_sum,
-                out.abs_log_ratio_sum,
-                entropy,
-            ]
-        )
-        sums = torch.cat([sums, mismatch.kl_sum, mismatch.num_tokens.double()])
-        return MicroBatchResult(out.loss_sum, sums, out.skipped, out.ratio_max)
+        out = policy_loss(inputs, self.loss, max_length=self.max_length)
+        entropy = scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64)
+        fixed = [out.denominator.double(), out.loss_sum.detach(), out.kept.sum().double(), entropy, out.kl_sum]
+        by_lag = diagnostic_sums(out, out.skipped[batch.sequence_index], lag_N, self.max_lag + 1)
+        kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
+        ratio_max = torch.cat([kept_N, kept_N.new_full((1,), -torch.inf)]).max().exp()
+        return MicroBatchResult(out.loss_sum, torch.cat([torch.stack(fixed), by_lag.view(-1)]), out.skipped, ratio_max)
+
+    def why_skip(self, sums: Tensor) -> str:
+        return why_skip(sums, self.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +103,48 @@ class SupervisedObjective:
 
     aggregation: Literal["token", "sequence"]
 
+    @property
+    def needs_entropy_grad(self) -> bool:
+        return False
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         out = nll_loss(scored.logprobs, batch.sequence_index, batch.num_sequences, aggregation=self.aggregation)
-        sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=scored.logprobs.device)
-        sums[:3] = torch.stack([out.weight_sum, out.loss_sum.detach(), out.num_tokens.double()])
-        sums[-1] = scored.entropies.sum(dtype=torch.float64)
+        entropy = scored.entropies.detach().sum(dtype=torch.float64)
+        kl = torch.zeros_like(entropy)
+        sums = torch.stack([out.weight_sum, out.loss_sum.detach(), out.num_tokens.double(), entropy, kl])
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(out.loss_sum, sums, nothing, sums.new_zeros(()))
+
+    def why_skip(self, sums: Tensor) -> str:
+        return ""
+
+
+def policy_objective(config: Config) -> PolicyObjective:
+    """The loss of a reinforcement learning run, with diagnostics for every staleness that may occur."""
+    return PolicyObjective(config.loss, config.queue.max_staleness, config.sampling.max_new_tokens)
+
+
+def why_skip(sums: Tensor, loss: LossConfig) -> str:
+    """Why the optimizer step with these sums (of the whole step, on the host) must be skipped; empty: it must not.
+
+    The limits are on what would be trained on, after sequences and tokens were left out: ``loss.min_ess`` on the
+    effective sample size of its ratios, ``loss.max_kl`` on the k3 estimate of KL(mu || pi). A step with nothing left
+    is the engine's to refuse.
+    """
+    if loss.min_ess is None and loss.max_kl is None:
+        return ""
+    step = _summary(sums)
+    if loss.min_ess is not None and step.ess < loss.min_ess:
+        return (
+            f"the effective sample size is {step.ess:.3g} of its tokens, limit loss.min_ess = {loss.min_ess}; lower "
+            f"queue.max_staleness or optimizer.lr"
+        )
+    if loss.max_kl is not None and step.kl > loss.max_kl:
+        return (
+            f"KL(mu || pi) is {step.kl:.3g} nats, limit loss.max_kl = {loss.max_kl}; lower queue.max_staleness or "
+            f"optimizer.lr"
+        )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +161,35 @@ def update_stats(
 ) -> UpdateStats:
     """Statistics of a step from its sums over micro-batches and ranks (host, float64)."""
     total = dict(zip(SUM_NAMES, sums.tolist()))
-    tokens = total["tokens"]
-    count = max(1.0, tokens)
-    ess = total["ratio"] ** 2 / (count * total["ratio_square"]) if total["ratio_square"] > 0 else 1.0
-    kl_sums, kl_tokens = sums[len(SUM_NAMES) :].reshape(2, -1).tolist()
+    count = max(1.0, total["tokens"])
+    rows = _rows(sums).numpy()
+    step = summarise(rows.sum(0))
     return UpdateStats(
         stepped=not outcome.reason,
         reason=outcome.reason,
         loss=total["loss"] / total["denominator"] if total["denominator"] else 0.0,
         grad_norm=outcome.grad_norm,
         lr=outcome.lr,
-        tokens_trained=int(tokens),
-        ratio_mean=total["ratio"] / count,
+        tokens_trained=int(total["tokens"]),
+        ratio_mean=step.ratio_mean,
         ratio_max=ratio_max,
-        clip_fraction=total["clipped"] / count,
-        ess=ess,
+        clip_fraction=step.capped_low + step.capped_high,
+        ess=step.ess,
         entropy=total["entropy"] / count,
-        mean_abs_log_ratio=total["abs_log_ratio"] / count,
+        mean_abs_log_ratio=step.mean_abs_log_ratio,
         skipped_sequence_ids=tuple(skipped_sequence_ids),
-        skipped_tokens=int(total["skipped_tokens"]),
-        mismatch_kl={lag: (kl, int(n)) for lag, (kl, n) in enumerate(zip(kl_sums, kl_tokens)) if n},
+        skipped_tokens=step.num_skipped,
+        mismatch_kl={lag: k3_sum_and_tokens(row) for lag, row in enumerate(rows) if row.any()},
+        out_of_range_tokens=step.num_out_of_range,
+        reference_kl=total["reference_kl"] / count,
+        by_lag=rows,
     )
+
+
+def _rows(sums: Tensor) -> Tensor:
+    """float64 [lags, COLUMNS]."""
+    return sums[len(SUM_NAMES) :].view(-1, COLUMNS)
+
+
+def _summary(sums: Tensor) -> Summary:
+    return summarise(_rows(sums).sum(0).numpy())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,12 @@ from async_rl.errors import WireError
 
 # Parts of an even load into which sequences that share a prompt are cut, at the least.
 _PARTS_PER_BIN = 4
+_DUMMY_ID = -1
+_OPTIONAL = ("reference_logprobs", "proximal_logprobs")
+
+
+def _no_logprobs() -> np.ndarray:
+    return np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +39,8 @@ class TrainSequence:
         versions: int32 [T], the version that sampled each token.
         advantages: float32 [T], reward units.
         temperature: the one it was sampled at.
+        reference_logprobs, proximal_logprobs: float32 [T], nats, finite under the loss mask: the frozen reference
+            model's, and those of the policy the step began with; [0] where the loss needs none.
     """
 
     sequence_id: int
@@ -42,6 +50,8 @@ class TrainSequence:
     versions: np.ndarray
     advantages: np.ndarray
     temperature: float
+    reference_logprobs: np.ndarray = field(default_factory=_no_logprobs)
+    proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +64,7 @@ class MicroBatch:
         cu_seqlens: int32 [S + 1], where in E each sequence starts.
         predict_index: int64 [N], where in T the hidden state lies that predicts each trained token (its position - 1).
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N].
+        reference_logprobs, proximal_logprobs: float32 [N]; [0] where the loss needs none.
         sequence_index: int64 [N], which of the S sequences each trained token is in.
         sequence_ids: int64 [S]; -1 for the dummy sequence of a rank that has nothing to do.
     """
@@ -66,6 +77,8 @@ class MicroBatch:
     targets: np.ndarray
     behavior_logprobs: np.ndarray
     advantages: np.ndarray
+    reference_logprobs: np.ndarray
+    proximal_logprobs: np.ndarray
     temperatures: np.ndarray
     versions: np.ndarray
     sequence_index: np.ndarray
@@ -89,6 +102,10 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
     """
     for sequence in sequences:
         _check(sequence, max_tokens)
+    for name in _OPTIONAL:
+        given = [s.sequence_id for s in sequences if len(getattr(s, name))]
+        if len(given) not in (0, len(sequences)):
+            raise ValueError(f"expected {name} of all {len(sequences)} sequences or of none, got {len(given)}: {given}")
     spans = [_span(sequence) for sequence in sequences]
     num_rounds = max(1, -(-_row_tokens(sequences, spans, range(len(sequences))) // (max_tokens * num_ranks)))
     while (bins := _balanced_bins(sequences, spans, num_rounds * num_ranks, max_tokens)) is None:
@@ -104,10 +121,28 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
     return ranks
 
 
+def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """Undo ``pack``: what each rank found of its trained tokens, micro-batch after micro-batch, by sequence id.
+
+    Raises:
+        ValueError: a rank has not exactly one value a trained token.
+    """
+    found: dict[int, np.ndarray] = {}
+    for micro_batches, of_rank in zip(parts, values, strict=True):
+        counts = [np.bincount(mb.sequence_index, minlength=len(mb.sequence_ids)) for mb in micro_batches]
+        ends = np.cumsum(np.concatenate(counts))
+        if len(of_rank) != ends[-1]:
+            raise ValueError(f"expected {ends[-1]} values, one a trained token, got {len(of_rank)}")
+        ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
+        found |= dict(zip(ids.tolist(), np.split(of_rank, ends[:-1]), strict=True))
+    found.pop(_DUMMY_ID, None)
+    return found
+
+
 def dummy_micro_batch() -> MicroBatch:
     """One token, no predictions: what a rank runs to join the others' collectives."""
     nothing = TrainSequence(
-        sequence_id=-1,
+        sequence_id=_DUMMY_ID,
         token_ids=np.zeros(1, dtype=np.int32),
         loss_mask=np.zeros(1, dtype=np.bool_),
         behavior_logprobs=np.zeros(1, dtype=np.float32),
@@ -143,6 +178,9 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
     parts = (sequence.loss_mask, sequence.behavior_logprobs, sequence.versions, sequence.advantages)
     if any(len(part) != length for part in parts):
         raise ValueError(f"{where}: expected arrays of one length, got {[length, *map(len, parts)]}")
+    for name in _OPTIONAL:
+        if len(getattr(sequence, name)) not in (0, length):
+            raise ValueError(f"{where}: expected {name} [{length}] or [0], got [{len(getattr(sequence, name))}]")
     if length == 0:
         raise ValueError(f"{where}: expected at least one token, got none")
     if length > max_tokens:
@@ -241,6 +279,10 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     def trained(parts: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
         return np.concatenate([part[at] for part, at in zip(parts, trained_at, strict=True)]).astype(dtype)
 
+    def optional(parts: Sequence[np.ndarray]) -> np.ndarray:
+        # ``_check`` has seen to it that all have them or none.
+        return trained(parts, np.float32) if len(parts[0]) else _no_logprobs()
+
     num_trained = [len(at) for at in trained_at]
     temperatures = np.array([s.temperature for s in sequences], dtype=np.float32)
     return MicroBatch(
@@ -252,6 +294,8 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         targets=trained((s.token_ids for s in sequences), np.int64),
         behavior_logprobs=trained((s.behavior_logprobs for s in sequences), np.float32),
         advantages=trained((s.advantages for s in sequences), np.float32),
+        reference_logprobs=optional([s.reference_logprobs for s in sequences]),
+        proximal_logprobs=optional([s.proximal_logprobs for s in sequences]),
         temperatures=np.repeat(temperatures, num_trained),
         versions=trained((s.versions for s in sequences), np.int32),
         sequence_index=np.repeat(np.arange(len(sequences), dtype=np.int64), num_trained),
@@ -268,6 +312,8 @@ _DTYPES = {
     "targets": np.int64,
     "behavior_logprobs": np.float32,
     "advantages": np.float32,
+    "reference_logprobs": np.float32,
+    "proximal_logprobs": np.float32,
     "temperatures": np.float32,
     "versions": np.int32,
     "sequence_index": np.int64,

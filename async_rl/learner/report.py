@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from async_rl.learner.batch import PreparedBatch, StalenessSummary
 from async_rl.learner.engine import UpdateStats
+from async_rl.learner.losses.diagnostics import Summary, summarise
 from async_rl.queue.messages import QueueStats, TakenGroup, TrainedFacts
 
 
@@ -23,12 +24,14 @@ def step_metrics(
     """The row for ``metrics.jsonl`` but for step, version and times."""
     return {
         **_sampled_metrics(taken, prepared),
-        **_update_metrics(updates),
+        **update_metrics(updates),
+        **({} if prepared.reference_kl is None else {"kl/reference": prepared.reference_kl}),
         "tokens/trained": facts.tokens_trained,
         "tokens/masked": sum(facts.tokens_masked.values()),
         **{f"masked/{cause}": count for cause, count in facts.rollouts_masked.items()},
         "skip/sequences": sum(len(u.skipped_sequence_ids) for u in updates),
         "skip/tokens": sum(u.skipped_tokens for u in updates),
+        "skip/out_of_range": sum(u.out_of_range_tokens for u in updates),
         "skip/steps": len(prepared.updates) - sum(u.stepped for u in updates),
         "staleness/mean": staleness.mean,
         "staleness/max": staleness.max,
@@ -57,7 +60,8 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
     }
 
 
-def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """What the optimizer steps measured; nothing without one."""
     if not updates:
         return {}
     weights = np.array([max(u.tokens_trained, 0) for u in updates], dtype=np.float64)
@@ -76,18 +80,48 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/clip_fraction": mean("clip_fraction"),
         "ratio/ess": mean("ess"),
         "ratio/mean_abs_log": mean("mean_abs_log_ratio"),
-        **_mismatch_metrics(updates),
+        **({"kl/reference": mean("reference_kl")} if any(u.reference_kl for u in updates) else {}),
+        **_lag_metrics(updates),
     }
 
 
-def _mismatch_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    sums: defaultdict[int, float] = defaultdict(float)
-    tokens: Counter[int] = Counter()
-    for update in updates:
-        for lag, (total, count) in update.mismatch_kl.items():
-            sums[lag] += total
-            tokens[lag] += count
-    if not sum(tokens.values()):
+def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Diagnostics over all tokens, then over those of each lag that occurred."""
+    measured = [u.by_lag for u in updates if len(u.by_lag)]
+    if not measured:
         return {}
-    by_lag = {f"mismatch_kl/lag_{lag}": sums[lag] / tokens[lag] for lag in sorted(tokens) if tokens[lag]}
-    return {"mismatch_kl/mean": sum(sums.values()) / sum(tokens.values()), **by_lag}
+    rows = np.sum(measured, axis=0)
+    total = summarise(rows.sum(0))
+    metrics = {
+        "mismatch_kl/mean": total.mismatch_k3,
+        "mismatch_kl/k1": total.mismatch_k1,
+        "ratio/p01": total.ratio_p01,
+        "ratio/p50": total.ratio_p50,
+        "ratio/p99": total.ratio_p99,
+        "ratio/clip_low": total.capped_low,
+        "ratio/clip_high": total.capped_high,
+        "ratio/kl": total.kl,
+        "skip/token_fraction": total.skipped + total.out_of_range,
+    }
+    for lag in np.flatnonzero(rows.any(1)).tolist():
+        metrics |= _metrics_of_lag(lag, summarise(rows[lag]))
+    return metrics
+
+
+def _metrics_of_lag(lag: int, of_lag: Summary) -> dict[str, float]:
+    values = {
+        "tokens": of_lag.tokens,
+        "mismatch_k1": of_lag.mismatch_k1,
+        "mean_abs_log": of_lag.mean_abs_log_ratio,
+        "ratio_mean": of_lag.ratio_mean,
+        "ratio_max": of_lag.ratio_max,
+        "ratio_p01": of_lag.ratio_p01,
+        "ratio_p50": of_lag.ratio_p50,
+        "ratio_p99": of_lag.ratio_p99,
+        "clip_low": of_lag.capped_low,
+        "clip_high": of_lag.capped_high,
+        "skipped": of_lag.skipped,
+        "out_of_range": of_lag.out_of_range,
+        "ess": of_lag.ess,
+    }
+    return {f"mismatch_kl/lag_{lag}": of_lag.mismatch_k3, **{f"lag_{lag}/{name}": v for name, v in values.items()}}

@@ -29,6 +29,7 @@ from async_rl.learner.engine import Engine
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.fsdp_engine import FsdpEngine
 from async_rl.learner.parallel import init_ranks
+from async_rl.learner.publishing import HeldBackWeights, StagedWeights, WeightsPlane
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
 from async_rl.metrics import MetricsWriter, check_wandb, read_metrics
@@ -55,34 +56,6 @@ class Parts:
     on_queue: Callable[[str], None] | None = None
     export: bool = False
     may_start_queue: bool = True
-
-
-class StagedWeights:
-    """The trainer's view of the weight plane: gather, stage, publish."""
-
-    def __init__(self, staging: Staging, publisher: Publisher) -> None:
-        self._staging, self._publisher = staging, publisher
-
-    @property
-    def channel(self) -> str:
-        return self._publisher.address
-
-    def publish(self, lineage: str, version: int, engine: Engine) -> str:
-        staged = self._staging.stage(lineage, version, engine.gather(), tick=engine.tick)
-        self._publisher.publish(staged)
-        return staged.manifest.digest
-
-    def stats(self) -> dict[str, float]:
-        stats = self._publisher.stats()
-        return {
-            "members": stats.members,
-            "transfer_s": stats.last_transfer_s,
-            "failures": stats.failures,
-            "corrupt": stats.corrupt,
-            "dropped_members": stats.dropped,
-            "superseded": stats.superseded,
-            "dropped_versions": self._staging.num_dropped,
-        }
 
 
 class RunCheckpoints:
@@ -166,12 +139,15 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
         staging = Staging(
             config.weights.staging_bytes, config.weights.bucket_bytes, deadline_s=config.weights.deadline_s
         )
+        weights: WeightsPlane = StagedWeights(staging, publisher)
+        if config.learner.n_behind is not None:
+            weights = HeldBackWeights(weights, config.learner.n_behind)
         Trainer(
             config,
             state=state,
             engine=engine,
             queue=queue,
-            weights=StagedWeights(staging, publisher),
+            weights=weights,
             metrics=metrics,
             trained=trained,
             checkpoints=RunCheckpoints(engine, run_dir, config.checkpoint.keep_last),

@@ -25,7 +25,8 @@ class TrainerState:
 
     ``digests`` maps versions that may still be in flight to the digests they were published with: one, or two where
     a restart laid the same weights out anew (``weights.bucket_bytes``). ``pending_evals`` are (dataset, step) that
-    were asked for and not yet written. ``elapsed_s`` is the run's time up to here.
+    were asked for and not yet written. ``skipped_in_a_row`` counts optimizer steps since the last that was not skipped
+    (``step_guard.py``). ``elapsed_s`` is the run's time up to here.
     """
 
     step: int = 0
@@ -36,6 +37,7 @@ class TrainerState:
     elapsed_s: float = 0.0
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
     pending_evals: list[tuple[str, int]] = field(default_factory=list)
+    skipped_in_a_row: int = 0
     exhausted: bool = False
 
     @property

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from async_rl.config import Config
 from async_rl.errors import TrainingError
-from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
+from async_rl.eval_records import Decode, answer_record, write_json_lines
 from async_rl.faults import fault_point
-from async_rl.learner.advantages import group_normalised
+from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import (
     PreparedBatch,
     check_staleness,
@@ -27,11 +27,15 @@ from async_rl.learner.batch import (
 )
 from async_rl.learner.bias import DropBias
 from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.evals import Evaluations
+from async_rl.learner.publishing import WeightsPlane
 from async_rl.learner.report import step_metrics
+from async_rl.learner.scoring import score, with_scores
 from async_rl.learner.state import TrainerState
+from async_rl.learner.step_guard import check_skipped, count_skipped
 from async_rl.learner.timing import StepClock
 from async_rl.queue.client import LearnerQueue
-from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup, TrainedFacts
+from async_rl.queue.messages import Acked, Announcement, Batch, NotReady, TakenGroup, TrainedFacts
 from async_rl.records import Group
 
 logger = logging.getLogger(__name__)
@@ -39,18 +43,6 @@ logger = logging.getLogger(__name__)
 TAKE_WAIT_S = 2.0
 """One take waits this long at the queue; between two the other ranks are ticked and the evaluations collected."""
 WATCHDOG_S = 30.0
-
-
-class WeightsPlane(Protocol):
-    """Stages and sends versions; ``publish`` returns once the version is staged."""
-
-    @property
-    def channel(self) -> str: ...
-    def publish(self, lineage: str, version: int, engine: Engine) -> str:
-        """Stage the engine's weights as ``version`` and send them in the background; their digest."""
-        ...
-
-    def stats(self) -> dict[str, float]: ...
 
 
 class Recorder(Protocol):
@@ -90,20 +82,20 @@ class Trainer:
         self._bias = DropBias()
         self._published = -1
         self._last_checkpoint = state.step if state.is_resumed else -1
-        self._eval_received: list[tuple[str, int]] = []
+        self._evals = Evaluations(config, state, queue, record=self._record_eval, run_dir=run_dir, decode=decode)
 
     def run(self) -> None:
         """Train until the last step, or the end of the data. The queue is told of the end by the caller, last.
 
         Raises:
-            TrainingError: the queue says that the run can't go on.
+            TrainingError: the queue says that the run can't go on, or too many optimizer steps in a row were skipped.
             LineageError: a newer learner took over.
         """
         if self.state.is_resumed:
-            self._request_pending_evals()
+            self._evals.request_pending()
             self._publish()
         else:
-            self._request_evals(exclusive=True)
+            self._evals.request(exclusive=True)
             self._publish()
             self._await_evals("the evaluation before training")
         self._clock.start_lap()
@@ -132,7 +124,7 @@ class Trainer:
                     return None
                 waiting(answer)
                 self.engine.tick()
-                self._collect_evals()
+                self._evals.collect()
 
     def _begin_next_take(self) -> None:
         """The queue prepares the next batch while this step is published and recorded."""
@@ -146,14 +138,15 @@ class Trainer:
         with self._clock.part("train"):
             prepared = prepare_batch(
                 batch.groups,
-                advantages=group_normalised,
                 mask_truncated=config.loss.mask_truncated,
                 num_updates=config.learner.updates_per_batch,
                 known_weights=self._knows_weights,
                 oldest_version=last_version - bound if config.queue.on_stale == "mask" else None,
             )
             check_staleness(prepared, version=last_version, max_staleness=bound)
-            updates = self._update(prepared)
+            scores = score(prepared, self.engine, config.loss)
+            prepared = with_advantages(prepared, config.loss, scores.reference)
+            updates = self._update(with_scores(prepared, scores))
         self._record_trained(batch.groups)
         fault_point("learner.trained")
         staleness = staleness_summary(prepared, versions=_versions_trained(version, updates))
@@ -161,7 +154,7 @@ class Trainer:
         fault_point("learner.acknowledged")
         self._begin_next_take()
         if self._publish_due():
-            self._publish()
+            self._publish(is_last=self._is_last)
         run_updates = [update for update in updates if update is not None]
         row = step_metrics(batch.groups, prepared, run_updates, staleness, facts, acked.stats)
         row |= self._clock.lap(acked.stats.generators, roster=acked.stats.roster, trained_tokens=facts.tokens_trained)
@@ -169,9 +162,10 @@ class Trainer:
         row |= {f"weights/{key}": value for key, value in self.weights.stats().items()}
         self.metrics.write({"step": self.state.step, "version": self.state.version, **row})
         self._log_rollouts(batch.groups)
-        self._collect_evals()
+        self._evals.collect()
         if self._due(config.eval.every) and self.state.step < config.learner.steps:
-            self._request_evals(exclusive=False)
+            self._evals.request(exclusive=False)
+        check_skipped(self.state.skipped_in_a_row, updates[-1], config.loss)
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
 
@@ -189,13 +183,19 @@ class Trainer:
                 self.state.version += 1
             else:
                 logger.warning("step %d: the optimizer step is skipped: %s", self.state.step, update.reason)
+        self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
 
     def _acknowledge(
         self, prepared: PreparedBatch, updates: Sequence[UpdateStats | None]
     ) -> tuple[Acked, TrainedFacts]:
         skipped = [i for update in updates if update is not None for i in update.skipped_sequence_ids]
-        facts = trained_facts(prepared, skipped, stepped=[u is not None and u.stepped for u in updates])
+        facts = trained_facts(
+            prepared,
+            skipped,
+            stepped=[u is not None and u.stepped for u in updates],
+            out_of_range=sum(u.out_of_range_tokens for u in updates if u is not None and u.stepped),
+        )
         done = self.state.step + 1
         every = self.config.checkpoint.every
         snapshot = done == self.config.learner.steps or bool(every and done % every == 0)
@@ -205,20 +205,28 @@ class Trainer:
         self.state.step = done
         return acked, facts
 
+    @property
+    def _is_last(self) -> bool:
+        return self.state.step == self.config.learner.steps
+
     def _publish_due(self) -> bool:
         behind = self.state.version - self._published
-        return behind >= self.config.weights.sync_every or (behind > 0 and self.state.step == self.config.learner.steps)
+        return behind >= self.config.weights.sync_every or (behind > 0 and self._is_last)
 
-    def _publish(self) -> None:
+    def _publish(self, *, is_last: bool = False) -> None:
         with self._clock.part("publish"):
-            state = self.state
-            digest = self.weights.publish(state.lineage, state.version, self.engine)
+            state, engine = self.state, self.engine
+            published = self.weights.publish(
+                state.lineage, state.version, engine.gather(), tick=engine.tick, is_last=is_last
+            )
             fault_point("learner.publishing")
-            state.add_digest(state.version, digest)
+            if published is None:
+                return
+            state.add_digest(published.version, published.digest)
             oldest = state.version - self.config.queue.max_staleness - self.config.learner.updates_per_batch
             state.digests = {v: d for v, d in state.digests.items() if v >= oldest}
-            self.queue.announce(Announcement(state.lineage, state.version, digest, self.weights.channel))
-            self._published = state.version
+            self.queue.announce(Announcement(state.lineage, *published, self.weights.channel))
+            self._published = published.version
 
     def _knows_weights(self, group: Group) -> bool:
         """Whether every version that sampled here came with a digest that this run published for it."""
@@ -234,46 +242,14 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return bool(every) and self.state.step % every == 0
 
-    def _request_evals(self, *, exclusive: bool) -> None:
-        for dataset in self.config.data.eval:
-            self.state.pending_evals.append((dataset, self.state.step))
-            self._request_eval(dataset, self.state.step, exclusive=exclusive)
-
-    def _request_pending_evals(self) -> None:
-        """After a restart: answers that were not written are asked for again, of the weights that there are now."""
-        for dataset, step in self.state.pending_evals:
-            self._request_eval(dataset, step, exclusive=False)
-
-    def _request_eval(self, dataset: str, step: int, *, exclusive: bool) -> None:
-        self.queue.evaluate(
-            lineage=self.state.lineage, dataset=dataset, step=step, min_version=self.state.version, exclusive=exclusive
-        )
-
-    def _collect_evals(self) -> None:
-        """Record what is finished, and let the queue know that it may forget it."""
-        if not self.state.pending_evals:
-            return
-        # Until nothing comes: only then does the queue know of the last one that it was received.
-        while results := self.queue.eval_results(self.state.lineage, self._eval_received):
-            for result in results:
-                key = (result.dataset, result.step)
-                self._record_eval(result)
-                self._eval_received.append(key)
-                self.state.pending_evals.remove(key)
-
-    def _record_eval(self, result: EvalResult) -> None:
-        figures = eval_metrics(result.dataset, result.groups)
-        path = self._run_dir / "eval" / f"{result.dataset}-step-{result.step:06d}.jsonl"
-        write_json_lines(path, (answer_record(p, r, self._decode) for p, g in result.groups for r in g.rollouts))
-        self.metrics.write({"step": result.step, "time_s": self._clock.elapsed_s, **figures})
-        accuracy = figures.get(f"eval/{result.dataset}/accuracy", float("nan"))
-        logger.info("eval %s at step %d: accuracy %.3f", result.dataset, result.step, accuracy)
+    def _record_eval(self, step: int, figures: dict[str, Any]) -> None:
+        self.metrics.write({"step": step, "time_s": self._clock.elapsed_s, **figures})
 
     def _await_evals(self, what: str) -> None:
         with self._watchdog() as waiting:
-            while self.state.pending_evals:
-                self._collect_evals()
-                if self.state.pending_evals:
+            while self._evals.are_pending:
+                self._evals.collect()
+                if self._evals.are_pending:
                     waiting(self.queue.await_eval(self.state.lineage, wait_s=TAKE_WAIT_S) or what)
                     self.engine.tick()
 
@@ -296,12 +272,10 @@ class Trainer:
         The checkpoint comes first, as after the last of all steps: what follows it can be done again.
         """
         if self._published < self.state.version:
-            self._publish()
+            self._publish(is_last=True)
         if self._last_checkpoint != self.state.step:
             self._checkpoint(self.queue.snapshot(self.state.lineage))
-        final = [(d, self.state.step) for d in self.config.data.eval]
-        if not set(final) <= {*self._eval_received, *self.state.pending_evals}:
-            self._request_evals(exclusive=True)
+        self._evals.request_last()
         self._await_evals("the evaluation after training")
         self.state.elapsed_s = self._clock.elapsed_s
 

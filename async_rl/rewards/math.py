@@ -10,16 +10,18 @@ from collections.abc import Callable
 from async_rl.errors import RewardError
 from async_rl.rewards.equality import answers_equal
 from async_rl.rewards.extraction import Extraction
-from async_rl.rewards.overlong import overlong_penalty
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.verifier import MathVerifier
+
+OverlongPenalty = Callable[[RewardInput, float, bool], float]
+"""Of a rollout, what it earned (a share of the scale) and whether it holds an answer: a share of the scale, <= 0."""
 
 
 class MathReward:
     """``correct``: ``scale`` if the answer equals ``gt_answer`` and the format is valid, else 0.
 
-    ``overlong``: DAPO's punishment times ``scale``; absent if ``cache_length`` is None. Accuracy looks at equality
-    alone: a right answer in a wrong format has accuracy 1 and earns nothing.
+    ``overlong``: what ``overlong`` says times ``scale``; absent if that is None. Accuracy looks at equality alone: a
+    right answer in a wrong format has accuracy 1 and earns nothing.
     """
 
     def __init__(
@@ -27,13 +29,13 @@ class MathReward:
         extract: Callable[[str], Extraction],
         *,
         scale: float,
-        cache_length: int | None,
+        overlong: OverlongPenalty | None,
         time_limit_s: float,
         verifier: MathVerifier,
     ) -> None:
         self._extract = extract
         self._scale = scale
-        self._cache_length = cache_length
+        self._overlong = overlong
         self._time_limit_s = time_limit_s
         self._verifier = verifier
 
@@ -47,14 +49,10 @@ class MathReward:
         equal = answer is not None and answers_equal(
             str(gold), answer, verifier=self._verifier, time_limit_s=self._time_limit_s
         )
-        parts = {"correct": self._scale if equal and format_valid else 0.0}
-        if self._cache_length is not None:
-            parts["overlong"] = self._scale * overlong_penalty(
-                item.num_tokens,
-                max_new_tokens=item.max_new_tokens,
-                cache_length=self._cache_length,
-                truncated=item.finish_reason == "length",
-            )
+        earned = 1.0 if equal and format_valid else 0.0
+        parts = {"correct": self._scale * earned}
+        if self._overlong is not None:
+            parts["overlong"] = self._scale * self._overlong(item, earned, answer is not None)
         return RewardOutput(parts, 1.0 if equal else 0.0, answer)
 
     def counters(self) -> dict[str, int]:

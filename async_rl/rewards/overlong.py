@@ -1,13 +1,16 @@
-"""Soft punishment of over-long answers: DAPO equation 13 (arXiv:2503.14476). Pure."""
+"""What an over-long answer loses: DAPO's equation 13 (arXiv:2503.14476), and a harsher variant of it. Pure.
+
+``reward.overlong`` chooses between them; called by ``math.py``. L = ``max_new_tokens``, C = ``cache_length``.
+"""
 
 from __future__ import annotations
 
 
-def overlong_penalty(num_tokens: int, *, max_new_tokens: int, cache_length: int, truncated: bool) -> float:
-    """A share of the reward's scale, in [-1, 0].
+def dapo_penalty(num_tokens: int, *, max_new_tokens: int, cache_length: int, truncated: bool) -> float:
+    """DAPO's, as a share of the reward's scale, in [-1, 0].
 
-    With L = ``max_new_tokens`` and C = ``cache_length``: 0 up to L - C tokens; then linear, ``((L - C) - n) / C``; -1
-    from L on. An answer cut short of L (a context limit) is as over-long as one cut at L, so it gets -1 too.
+    0 up to L - C tokens; then linear, ``((L - C) - n) / C``; -1 from L on. An answer cut short of L (a context limit)
+    is as over-long as one cut at L, so it gets -1 too.
 
     Args:
         num_tokens: n, sampled tokens.
@@ -27,3 +30,32 @@ def overlong_penalty(num_tokens: int, *, max_new_tokens: int, cache_length: int,
         return -1.0
     free_length = max_new_tokens - cache_length
     return min(0.0, (free_length - num_tokens) / cache_length)
+
+
+def zero_at_limit_penalty(
+    num_tokens: int,
+    *,
+    max_new_tokens: int,
+    cache_length: int | None,
+    truncated: bool,
+    earned: float,
+    has_answer: bool,
+) -> float:
+    """Colossal-RL's: the same line, but the whole reward is *0* from L on, instead of less by the scale.
+
+    So between L - C and L a wrong answer gets less than one that was never finished, and only answers that hold one
+    (right or wrong) are punished there.
+
+    Args:
+        cache_length: None leaves the line out; the reward is still 0 from L on.
+        earned: the reward without this, as a share of the scale.
+        has_answer: an answer was found in the text.
+
+    Returns:
+        A share of the scale: ``-earned`` from L on (and where it was cut), else in (-1, 0].
+    """
+    if truncated or num_tokens >= max_new_tokens:
+        return 0.0 - earned  # not -0.0
+    if cache_length is None or not has_answer:
+        return 0.0
+    return dapo_penalty(num_tokens, max_new_tokens=max_new_tokens, cache_length=cache_length, truncated=False)

@@ -30,8 +30,8 @@ from async_rl.eval_records import answer_record
 from async_rl.generator.backend import Sampled
 from async_rl.generator.grading import graded_rollout
 from async_rl.generator.transformers_backend import TransformersBackend
-from async_rl.learner.advantages import group_normalised
 from async_rl.learner.checkpoint import latest_checkpoint
+from async_rl.learner.estimators import group_normalised
 from async_rl.learner.fsdp_engine import FsdpEngine
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parallel import init_ranks

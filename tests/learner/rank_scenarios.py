@@ -7,11 +7,18 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from async_rl.config import Config
 from async_rl.errors import TrainingError
+from async_rl.learner.engine import UpdateStats
+from async_rl.learner.losses.diagnostics import COUNTS, SUMS
+from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parallel import Ranks, init_ranks
 from tests.learner.tiny import random_sequences, tiny_config, with_behavior
 
@@ -26,6 +33,60 @@ VARIANTS: dict[str, dict[str, Any]] = {
 PLAIN = {"optimizer": {"lr": 1e-3, "beta1": 0.0, "max_grad_norm": 1e9, "schedule": "cosine"}}
 
 
+# What a step's gradient depends on differs: each adds its own sums over tokens, sequences and the step.
+LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo with KL in the loss": {"preset": "grpo"},
+    "dr_grpo": {"preset": "dr_grpo"},
+    "reinforce with entropy": {"preset": "reinforce", "entropy_coef": 0.1},
+    "gspo": {"preset": "gspo", "clip_low": 0.05, "clip_high": 0.05},
+    "cispo, tokens in a range": {"preset": "cispo", "token_range": [0.8, 1.3]},
+    "decoupled_ppo": {"preset": "decoupled_ppo", "clip_low": 0.05, "clip_high": 0.05, "importance_cap": 1.1},
+    "decoupled_ppo, interpolated": {"preset": "decoupled_ppo", "proximal": "interpolate", "clip_high": 0.05},
+}
+GUARDED = {"min_ess": 0.999}
+"""Off-policy sequences never reach it, so the step is skipped."""
+VERSION = 3
+"""The learner's, where tokens are of versions 0 to 3."""
+
+
+def loss_config(directory: Path, loss: dict[str, Any], **learner: Any) -> Config:
+    """A step that reports its gradient (PLAIN) and moves no weight: 1e-30 is lost beside any of them."""
+    reference = {"kl_reference": str(directory / "reference")} if loss.get("preset") == "grpo" else {}
+    optimizer = PLAIN["optimizer"] | {"lr": 1e-30}
+    return tiny_config(directory, "model", optimizer=optimizer, loss=loss | reference, learner=learner)
+
+
+def off_policy_sequences() -> list[TrainSequence]:
+    """Seven of 10 to 30 tokens, of versions 0 to 3, with advantages of both signs.
+
+    The first three have one prompt; number 3 is far above the skip threshold; number 5 is masked. Proximal logprobs
+    lie about the behavior logprobs.
+    """
+    generator = np.random.default_rng(0)
+    sequences = [_aged(s, generator) for s in random_sequences(7, 20, spread=10)]
+    prompt = sequences[0].token_ids[: int(sequences[0].loss_mask.argmax())]
+    sequences[1:3] = [_with_prompt(s, prompt) for s in sequences[1:3]]
+    sequences[3] = replace(with_behavior(sequences[3], -12.0), proximal_logprobs=sequences[3].proximal_logprobs)
+    sequences[5] = replace(sequences[5], loss_mask=np.zeros_like(sequences[5].loss_mask))
+    return sequences
+
+
+def _aged(sequence: TrainSequence, generator: np.random.Generator) -> TrainSequence:
+    size = len(sequence.token_ids)
+    proximal = sequence.behavior_logprobs + generator.normal(0.0, 0.2, size)
+    versions = np.sort(generator.integers(0, VERSION + 1, size))
+    return replace(sequence, versions=versions.astype(np.int32), proximal_logprobs=proximal.astype(np.float32))
+
+
+def _with_prompt(sequence: TrainSequence, prompt: np.ndarray) -> TrainSequence:
+    """``sequence`` with its first tokens replaced; at least one stays trained on."""
+    size = min(len(prompt), len(sequence.token_ids) - 1)
+    token_ids = sequence.token_ids.copy()
+    token_ids[:size] = prompt[:size]
+    return replace(sequence, token_ids=token_ids, loss_mask=np.arange(len(token_ids)) >= size)
+
+
 def engine_config(directory: Path, variant: dict[str, Any]) -> Any:
     return tiny_config(directory, "model", **(PLAIN | variant))
 
@@ -35,6 +96,12 @@ def batch_for(step: int) -> list[Any]:
     sequences = random_sequences(7, 20, seed=step, spread=10)
     sequences[3] = with_behavior(sequences[3], -12.0)
     return sequences
+
+
+def plain_stats(stats: UpdateStats) -> dict[str, Any]:
+    """For JSON. Of the diagnostics by lag without the histogram: a log ratio on the edge of a bin may cross it."""
+    by_lag = stats.by_lag[:, : len(COUNTS) + len(SUMS)]
+    return asdict(replace(stats, by_lag=np.zeros(0))) | {"by_lag": by_lag.tolist()}
 
 
 def updates(directory: Path) -> None:
@@ -53,13 +120,62 @@ def updates(directory: Path) -> None:
         save(engine, target / "first", 1)
         stats.append(engine.update(batch_for(1)[:1], version=0))
         save(engine, target / "second", 2)
-        (target / "stats.json").write_text(json.dumps([asdict(s) for s in stats]))
+        (target / "stats.json").write_text(json.dumps([plain_stats(s) for s in stats]))
         if name == "large":
             engine.load(directory / "one" / "first")
             engine.update(batch_for(1)[:1], version=0)
             save(engine, target / "from_one", 2)
         stop_following(engine)
     fail_between_commands(directory, FsdpEngine(engine_config(directory, {}), ranks))
+
+
+def losses(directory: Path) -> None:
+    """For every loss one step on off-policy sequences, then one on two of them, one masked: other ranks are idle.
+
+    Writes gradients and statistics by loss, and the scores of both models, into ``ranks_<world size>``.
+    """
+    from async_rl.learner.fsdp_engine import FsdpEngine
+    from async_rl.learner.objective import policy_objective
+
+    ranks = init_ranks(loss_config(directory, {}))
+    # The loss that loads a reference, and a budget that makes several micro-batches a rank.
+    engine = FsdpEngine(loss_config(directory, LOSSES["grpo with KL in the loss"], max_tokens=40), ranks)
+    target = directory / f"ranks_{ranks.world_size}"
+    target.mkdir(exist_ok=True)
+    for name, loss in {**LOSSES, "guarded": GUARDED}.items():
+        engine._objective = policy_objective(loss_config(directory, loss))
+        for chosen in (range(7), (0, 5)):
+            stem = target / f"{name}, {len(chosen)}"
+            if ranks.is_leader:
+                sequences = with_reference(engine, off_policy_sequences())
+                stats = engine.update([sequences[i] for i in chosen], version=VERSION)
+                stem.with_suffix(".json").write_text(json.dumps(plain_stats(stats)))
+                if name == "dapo":
+                    np.savez(target / "policy.npz", **by_name(engine.score(sequences, of="policy")))
+                    np.savez(target / "reference.npz", **by_name(engine.score(sequences, of="reference")))
+                stop_following(engine)
+            else:
+                follow_once(engine)
+            tensors: dict[str, Any] = engine._optimizer_tensors()
+            whole = {name: tensor.full_tensor().numpy() for name, tensor in tensors.items()}
+            if ranks.is_leader:
+                np.savez(stem.with_suffix(".npz"), **whole)
+    ranks.close()
+
+
+def with_reference(engine: Any, sequences: list[TrainSequence]) -> list[TrainSequence]:
+    """``sequences`` with the reference's logprobs, as the engine scores them."""
+    scored = []
+    for sequence_id, logprobs in engine.score(sequences, of="reference").items():
+        sequence = sequences[sequence_id]
+        along = np.zeros(len(sequence.token_ids), dtype=np.float32)
+        along[sequence.loss_mask] = logprobs
+        scored.append(replace(sequence, reference_logprobs=along))
+    return sorted(scored, key=lambda s: s.sequence_id)
+
+
+def by_name(logprobs: Mapping[int, np.ndarray]) -> dict[str, Any]:
+    return {str(sequence_id): values for sequence_id, values in logprobs.items()}
 
 
 def fail_between_commands(directory: Path, engine: Any) -> None:
@@ -86,9 +202,10 @@ def follow_once(engine: Any) -> None:
 
 
 def stop_following(engine: Any) -> None:
+    """The other ranks' ``follow_once`` returns; the engine may be used on."""
     engine._ranks.close, kept = (lambda: None), engine._ranks.close
     engine.close()
-    engine._ranks.close = kept
+    engine._ranks.close, engine._is_closed = kept, False
 
 
 def ranks_with_timeout(directory: Path, timeout_s: float) -> Ranks:
@@ -137,7 +254,7 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
-SCENARIOS = (updates, talking, follower_fails, follower_is_killed, supervised)
+SCENARIOS = (updates, losses, talking, follower_fails, follower_is_killed, supervised)
 
 if __name__ == "__main__":
     {scenario.__name__: scenario for scenario in SCENARIOS}[sys.argv[1]](Path(sys.argv[2]))

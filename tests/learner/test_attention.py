@@ -27,8 +27,9 @@ from transformers import (
 from async_rl.errors import ModelError
 from async_rl.learner.attention import ATTENTION_NAME, packed_attention_forward, packed_layout, use_packed_attention
 from async_rl.learner.logprobs import token_logprobs
-from async_rl.learner.loss import dapo_loss
+from async_rl.learner.losses.policy import PolicyInputs, policy_loss
 from async_rl.learner.packing import MicroBatch, TrainSequence, pack
+from async_rl.loss_config import LossConfig
 
 VOCAB = 64
 SHAPE: dict[str, Any] = {
@@ -214,18 +215,20 @@ def run_micro_batch(model: PreTrainedModel, batch: MicroBatch) -> int:
         vocab_size=VOCAB,
         chunk_bytes=16 * 4 * VOCAB,
     )
-    out = dapo_loss(
-        logprobs,
-        torch.from_numpy(batch.behavior_logprobs),
-        torch.from_numpy(batch.advantages),
-        torch.from_numpy(batch.sequence_index),
-        len(batch.sequence_ids),
-        clip_low=0.2,
-        clip_high=0.28,
-        skip_threshold=5.0,
+    inputs = PolicyInputs(
+        logprobs=logprobs,
+        entropies=torch.zeros_like(logprobs),
+        behavior_logprobs=torch.from_numpy(batch.behavior_logprobs),
+        advantages=torch.from_numpy(batch.advantages),
+        sequence_index=torch.from_numpy(batch.sequence_index),
+        num_sequences=len(batch.sequence_ids),
+        lag=torch.zeros(len(logprobs), dtype=torch.int64),
+        reference_logprobs=torch.zeros(0),
+        proximal_logprobs=torch.zeros(0),
     )
+    out = policy_loss(inputs, LossConfig(skip_threshold=5.0), max_length=1)
     out.loss_sum.backward()
-    return int(out.num_tokens)
+    return int(out.denominator)
 
 
 @pytest.mark.parametrize(("max_tokens", "num_ranks"), [(20, 1), (33, 2), (100, 4)])

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from async_rl.errors import StaleRolloutError
-from async_rl.learner.advantages import group_normalised
+from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import check_staleness, prepare_batch, staleness_summary, trained_facts
+from async_rl.loss_config import LossConfig
 from async_rl.queue.messages import TakenGroup, TrainedFacts
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 
@@ -30,7 +31,6 @@ def taken(*rollouts: Rollout, arrival: int = 3, masked: bool = False, digest: st
 def prepare(*groups: TakenGroup, num_updates: int = 1, oldest_version: int | None = None):
     return prepare_batch(
         groups,
-        advantages=group_normalised,
         mask_truncated=True,
         num_updates=num_updates,
         oldest_version=oldest_version,
@@ -51,8 +51,21 @@ def test_every_masked_rollout_has_its_first_cause():
 def test_a_masked_rollout_still_counts_in_its_group_s_baseline():
     # Rewards 1 and 0: mean 0.5, unbiased std sqrt(0.5) = 0.70711; (1 - 0.5) / (0.70711 + 1e-4) = 0.70701.
     prepared = prepare(taken(rollout(1, [0]), rollout(0, [0], "length")))
-    np.testing.assert_allclose(prepared.updates[0][0].advantages, 0.70701, atol=1e-5)
-    assert prepared.updates[0][0].temperature == 0.7
+    trained = with_advantages(prepared, LossConfig()).updates[0][0]
+    np.testing.assert_allclose(trained.advantages, [0, 0, 0.70701], atol=1e-5)
+
+
+def test_a_prepared_sequence_has_its_group_s_temperature_and_no_advantage_yet():
+    (sequence,) = prepare(taken(rollout(1, [0, 0]))).updates[0]
+    assert sequence.temperature == 0.7
+    assert sequence.advantages.tolist() == [0.0] * 4
+
+
+def test_rewards_accuracies_and_lengths_are_those_of_all_rollouts_group_after_group():
+    prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0], "error")), taken(rollout(0.5, [0])))
+    assert prepared.group_sizes == (2, 1)
+    assert prepared.rewards.tolist() == prepared.accuracies.tolist() == [1.0, 0.0, 0.5]
+    assert prepared.rollout_tokens == (2, 1, 1)
 
 
 def test_a_batch_is_cut_in_order_into_equal_updates():
@@ -115,6 +128,13 @@ def test_facts_count_every_rollout_and_token_once():
         tokens_trained=2,
         tokens_masked={"truncated": 5, "skip_threshold": 1},
     )
+
+
+def test_single_tokens_outside_the_token_range_are_masked_and_their_rollout_is_trained():
+    prepared = prepare(taken(rollout(1, [0, 0, 0]), rollout(0, [0])))
+    facts = trained_facts(prepared, [1], stepped=[True], out_of_range=2)
+    assert (facts.rollouts_trained, facts.tokens_trained) == (1, 1)
+    assert facts.tokens_masked == {"skip_threshold": 1, "token_range": 2}
 
 
 def test_what_a_skipped_update_held_was_not_trained():

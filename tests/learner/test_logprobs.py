@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +92,42 @@ def test_disagreement_about_the_number_of_tokens_is_refused():
     hidden, head, targets, temperatures = inputs(3)
     with pytest.raises(ValueError, match=r"\[3, 8\], \[2\] and \[3\]"):
         token_logprobs(hidden, head, targets[:2], temperatures, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_entropies_carry_a_gradient_only_if_asked(rows: int):
+    hidden, head, targets, temperatures = inputs(7)
+    logprobs = (head(hidden) / temperatures[:, None]).log_softmax(-1)
+    expected = -(logprobs.exp() * logprobs).sum(-1)
+    weights = torch.randn(7)
+    loss = (expected * weights).sum() + logprobs[range(7), targets].sum()
+    want = torch.autograd.grad(loss, (hidden, head.weight))
+
+    arguments: Any = (hidden, head, targets, temperatures)
+    limits: Any = {"vocab_size": VOCAB, "chunk_bytes": rows * ROW_BYTES}
+    out = token_logprobs(*arguments, **limits, entropy_grad=True)
+    got = torch.autograd.grad((out.entropies * weights).sum() + out.logprobs.sum(), (hidden, head.weight))
+
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    plain = token_logprobs(*arguments, **limits)
+    assert not plain.entropies.requires_grad
+    torch.testing.assert_close(out.entropies, plain.entropies, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)
+
+
+def test_impossible_token_does_not_make_the_entropys_gradient_nan():
+    # Two equal outcomes are the most uncertain there can be: gradient 0, and 0 for the impossible third.
+    logits = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
+    out = token_logprobs(logits, nn.Identity(), torch.tensor([0]), torch.tensor([1.0]), vocab_size=3, entropy_grad=True)
+    out.entropies.sum().backward()
+    assert out.entropies.item() == pytest.approx(math.log(2))
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [pytest.approx([0.0, 0.0, 0.0], abs=1e-7)]
+
+
+def test_no_tokens_with_entropy_gradient_reach_hidden_states_and_head():
+    hidden, head, targets, temperatures = inputs(3)
+    out = token_logprobs(hidden[:0], head, targets[:0], temperatures[:0], vocab_size=VOCAB, entropy_grad=True)
+    (out.logprobs.sum() + out.entropies.sum()).backward()
+    assert head.weight.grad is not None
+    assert head.weight.grad.abs().sum() == 0

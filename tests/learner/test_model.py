@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +66,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone_at_its_temperature(tmp
     sequences = random_sequences(4, 12, spread=5)
     ((micro_batch,),) = pack(sequences, max_tokens=1000, num_ranks=1)
     batch = to_device(micro_batch, CPU)
-    scored = policy(
-        batch.token_ids, batch.position_ids, batch.predict_index, batch.targets, batch.temperatures * 0.7, batch.layout
-    )
+    scored = policy(replace(batch, temperatures=batch.temperatures * 0.7))
     for place, sequence_id in enumerate(micro_batch.sequence_ids):
         sequence = sequences[sequence_id]
         token_ids = torch.from_numpy(sequence.token_ids).long()
@@ -89,6 +88,6 @@ def test_the_head_runs_only_where_there_is_a_loss(tmp_path: Path):
     policy.causal_lm.get_submodule("lm_head").register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     ((micro_batch,),) = pack(random_sequences(2, 12), max_tokens=1000, num_ranks=1)
     batch = to_device(micro_batch, CPU)
-    policy(batch.token_ids, batch.position_ids, batch.predict_index, batch.targets, batch.temperatures, batch.layout)
+    policy(batch)
     # Two sequences of 12 tokens, the last 8 of each trained on.
     assert rows == [16]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 
 from async_rl import wire
 from async_rl.errors import WireError
-from async_rl.learner.packing import MicroBatch, TrainSequence, dummy_micro_batch, from_arrays, pack, to_arrays
+from async_rl.learner.packing import (
+    MicroBatch,
+    TrainSequence,
+    by_sequence,
+    dummy_micro_batch,
+    from_arrays,
+    pack,
+    to_arrays,
+)
 
 
 def sequence(sequence_id: int, length: int, *, prompt: int = 1, temperature: float = 1.0) -> TrainSequence:
@@ -54,6 +64,50 @@ def test_micro_batch_holds_its_sequences_end_to_end_without_their_last_tokens():
     assert batch.versions.tolist() == [3, 3, 7]
     assert batch.sequence_index.tolist() == [0, 0, 1]
     assert batch.sequence_ids.tolist() == [3, 7]
+
+
+def scored(sequence_id: int, length: int) -> TrainSequence:
+    """Its reference logprobs are those of behavior less 1, its proximal ones less 2."""
+    plain = sequence(sequence_id, length)
+    behavior = plain.behavior_logprobs
+    return replace(plain, reference_logprobs=behavior - 1, proximal_logprobs=behavior - 2)
+
+
+def test_reference_and_proximal_logprobs_go_with_their_tokens_or_are_absent():
+    [[batch]] = pack([scored(7, 2), scored(3, 4)], max_tokens=6, num_ranks=1)
+    # Longest first: trained at 1, 2, 3 of the one and at 1 of the other.
+    assert batch.behavior_logprobs.tolist() == [-0.125, -0.25, -0.375, -0.125]
+    assert batch.reference_logprobs.tolist() == [-1.125, -1.25, -1.375, -1.125]
+    assert batch.proximal_logprobs.tolist() == [-2.125, -2.25, -2.375, -2.125]
+    [[plain]] = pack([sequence(7, 2)], max_tokens=6, num_ranks=1)
+    assert plain.reference_logprobs.shape == plain.proximal_logprobs.shape == (0,)
+    assert plain.reference_logprobs.dtype == plain.proximal_logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize("name", ["reference_logprobs", "proximal_logprobs"])
+def test_optional_logprobs_of_some_sequences_or_of_another_length_are_refused(name: str):
+    with pytest.raises(ValueError, match=f"expected {name} of all 2 sequences or of none, got 1"):
+        pack([scored(0, 3), replace(scored(1, 3), **{name: np.zeros(0, np.float32)})], max_tokens=9, num_ranks=1)
+    with pytest.raises(ValueError, match=rf"sequence 1: expected {name} \[3\] or \[0\], got \[2\]"):
+        pack([scored(0, 3), replace(scored(1, 3), **{name: np.zeros(2, np.float32)})], max_tokens=9, num_ranks=1)
+
+
+@given(lengths=st.lists(st.integers(1, 12), max_size=12), num_ranks=st.integers(1, 4), max_tokens=st.integers(12, 40))
+@settings(max_examples=50, deadline=None)
+def test_by_sequence_undoes_pack(lengths: list[int], num_ranks: int, max_tokens: int):
+    sequences = [sequence(i, length) for i, length in enumerate(lengths)]
+    parts = pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks)
+    values = [np.concatenate([mb.behavior_logprobs for mb in part]) for part in parts]
+    found = by_sequence(parts, values)
+    assert found.keys() == set(range(len(lengths)))
+    for s in sequences:
+        np.testing.assert_array_equal(found[s.sequence_id], s.behavior_logprobs[s.loss_mask])
+
+
+def test_by_sequence_refuses_another_number_of_values():
+    parts = pack([sequence(0, 4)], max_tokens=9, num_ranks=1)
+    with pytest.raises(ValueError, match="expected 3 values, one a trained token, got 2"):
+        by_sequence(parts, [np.zeros(2, np.float32)])
 
 
 def sharing(sequence_id: int, prompt: list[int], answer: list[int]) -> TrainSequence:
@@ -218,7 +272,7 @@ def test_dummy_survives_the_wire():
 
 
 def test_micro_batch_with_an_array_missing_is_refused():
-    with pytest.raises(WireError, match="expected the 12 arrays of a micro-batch, got 11"):
+    with pytest.raises(WireError, match="expected the 14 arrays of a micro-batch, got 13"):
         from_arrays(to_arrays(dummy_micro_batch())[:-1])
 
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from async_rl.config import Config
+from async_rl.errors import TrainingError
 from async_rl.learner.checkpoint import latest_checkpoint, write_extra
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
+from async_rl.learner.publishing import HeldBackWeights, NamedTensors, Published, WeightsPlane
 from async_rl.learner.start import RunCheckpoints, _restore, _rewind
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
@@ -40,9 +43,12 @@ class ScriptedEngine:
 
     stepped: list[bool] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    scored: list[tuple[str, int]] = field(default_factory=list)
+    trained_on: list[TrainSequence] = field(default_factory=list)
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         self.versions.append(version)
+        self.trained_on += sequences
         stepped = self.stepped.pop(0) if self.stepped else True
         tokens = sum(int(s.loss_mask.sum()) for s in sequences)
         return UpdateStats(
@@ -50,6 +56,12 @@ class ScriptedEngine:
             tokens_trained=tokens, ratio_mean=1.0, ratio_max=1.0, clip_fraction=0.0, ess=1.0, entropy=0.0,
             mean_abs_log_ratio=0.0,
         )  # fmt: skip
+
+    def score(self, sequences: Sequence[TrainSequence], *, of: str) -> dict[int, np.ndarray]:
+        """-1 a token of the reference, -2 of the policy."""
+        self.scored.append((of, len(self.versions)))
+        logprob = {"reference": -1.0, "policy": -2.0}[of]
+        return {s.sequence_id: np.full(int(s.loss_mask.sum()), logprob, np.float32) for s in sequences}
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
@@ -70,9 +82,11 @@ class DigestWeights:
     name: str = "digest"
     published: list[int] = field(default_factory=list)
 
-    def publish(self, lineage: str, version: int, engine: Engine) -> str:
+    def publish(
+        self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
+    ) -> Published:
         self.published.append(version)
-        return f"{self.name}-{version}"
+        return Published(version, f"{self.name}-{version}")
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -123,12 +137,15 @@ class Run:
         steps = self.config.learner.steps
         self.buffer.attach(state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0)
         self.queue = BufferQueue(self.buffer, answer=answer, before=before)
+        weights: WeightsPlane = self.weights
+        if self.config.learner.n_behind is not None:
+            weights = HeldBackWeights(weights, self.config.learner.n_behind)
         trainer = Trainer(
             self.config,
             state=state,
             engine=engine,
             queue=cast(LearnerQueue, self.queue),
-            weights=self.weights,
+            weights=weights,
             metrics=metrics,
             trained=trained,
             checkpoints=RunCheckpoints(engine, run_dir, 2),
@@ -332,3 +349,89 @@ def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, 
     first = next(row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row)
     assert first["masked/unknown_weights"] == 2
     assert run.buffer.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
+
+
+@pytest.mark.parametrize("n_behind", [0, 1, 3])
+def test_n_behind_holds_the_lag_of_every_token(tmp_path: Path, n_behind: int):
+    def every_third_is_filtered(lease: Lease, version: int) -> Group:
+        accuracies = [1.0, float(lease.prompt.position % 3 == 0)]
+        return group(lease, version, accuracies=accuracies[: lease.group_size])
+
+    run = make_run(
+        tmp_path,
+        learner={"steps": 9, "n_behind": n_behind},
+        queue={"max_staleness": n_behind},
+        checkpoint={"every": 0},
+        eval={"every": 3},
+    )
+    run.engine.stepped = [True] * 5 + [False]
+    state = run.start(answer=every_third_is_filtered)
+    # The sixth step is skipped: its version trains again, on a new batch that is as old.
+    assert run.engine.versions == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+    rows = [row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    expected = [min(version, n_behind) for version in run.engine.versions]
+    assert [row["staleness/mean"] for row in rows] == expected
+    assert [row["staleness/max"] for row in rows] == expected
+    # The last step publishes what there is: the evaluation after training is wholly of the final version.
+    assert run.weights.published[-1] == state.version == 8
+    assert run.evals == [0, 3, 6, 9]
+    last = json.loads((run.path / "eval" / "test-step-000009.jsonl").read_text().splitlines()[0])
+    assert last["versions"] == [8, 8]
+
+
+def test_n_behind_after_a_restart_begins_with_the_version_of_the_checkpoint(tmp_path: Path):
+    run = make_run(tmp_path, learner={"steps": 7, "n_behind": 2}, queue={"max_staleness": 2}, checkpoint={"every": 3})
+    run.dies("ack", 3)
+    run.start()
+    rows = [row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 2, 0, 1, 2, 2]
+
+
+def test_skipped_steps_in_a_row_past_the_budget_stop_the_run_with_a_diagnosis(tmp_path: Path):
+    run = make_run(tmp_path, loss={"max_skipped_steps": 2}, learner={"steps": 9}, checkpoint={"every": 0})
+    run.engine.stepped = [False, False, True, False, False, False]
+    with pytest.raises(TrainingError, match=r"3 optimizer steps in a row were skipped.*max_skipped_steps = 2.*is nan"):
+        run.start()
+    assert run.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_skipped_steps_in_a_row_are_counted_over_a_restart(tmp_path: Path):
+    run = make_run(tmp_path, loss={"max_skipped_steps": 2}, learner={"steps": 9})
+    run.engine.stepped = [True, False]
+    run.dies("take", 2)
+    run.engine.stepped = [False, False]
+    with pytest.raises(TrainingError, match="3 optimizer steps in a row were skipped"):
+        run.start()
+    assert run.steps == [1, 2, 3, 4]
+
+
+def test_batches_with_nothing_to_train_on_count_as_skipped(tmp_path: Path):
+    def cut_short(lease: Lease, version: int) -> Group:
+        return group(lease, version, accuracies=[1.0, 0.0][: lease.group_size], finish_reason="length")
+
+    run = make_run(tmp_path, loss={"max_skipped_steps": 2})
+    with pytest.raises(TrainingError, match="every token of it was masked"):
+        run.start(answer=cut_short)
+    assert run.steps == [1, 2, 3]
+
+
+def test_nothing_is_scored_that_the_loss_does_not_use(tmp_path: Path):
+    run = make_run(tmp_path)
+    run.start()
+    assert run.engine.scored == []
+    assert {len(s.reference_logprobs) + len(s.proximal_logprobs) for s in run.engine.trained_on} == {0}
+
+
+def test_the_policy_is_asked_before_the_first_update_of_a_batch_and_the_reference_with_it(tmp_path: Path):
+    run = make_run(
+        tmp_path,
+        learner={"steps": 2, "updates_per_batch": 2},
+        loss={"preset": "decoupled_ppo", "kl_coef": 0.1, "kl_placement": "loss"},
+    )
+    run.start()
+    # Two updates a batch: both are scored before the first.
+    assert sorted(run.engine.scored) == [("policy", 0), ("policy", 2), ("reference", 0), ("reference", 2)]
+    assert len(run.engine.trained_on) > 0
+    for sequence in run.engine.trained_on:
+        np.testing.assert_array_equal(sequence.reference_logprobs, np.where(sequence.loss_mask, -1.0, 0.0))
+        np.testing.assert_array_equal(sequence.proximal_logprobs, np.where(sequence.loss_mask, -2.0, 0.0))

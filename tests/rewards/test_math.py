@@ -80,6 +80,24 @@ def test_without_soft_overlong_there_is_no_such_part():
     assert reward(rollout(r"\boxed{72}", num_tokens=100, finish_reason="length")).parts == {"correct": 1.0}
 
 
+def test_zero_at_limit_takes_what_a_cut_answer_earned_and_no_more():
+    # Scale 10, L = 100, C = 25: the line at 80 tokens costs 10 * (75 - 80) / 25 = 2.
+    reward = build_reward(config(type="boxed", scale=10.0, overlong="zero_at_limit"))
+    right, wrong = r"\boxed{72}", r"\boxed{73}"
+    assert reward(rollout(right, num_tokens=80)).parts == pytest.approx({"correct": 10.0, "overlong": -2.0})
+    assert reward(rollout(wrong, num_tokens=80)).parts == pytest.approx({"correct": 0.0, "overlong": -2.0})
+    assert reward(rollout("...", num_tokens=80)).parts == {"correct": 0.0, "overlong": 0.0}
+    cut = reward(rollout(right, num_tokens=100, finish_reason="length"))
+    assert (cut.parts, cut.accuracy) == ({"correct": 10.0, "overlong": -10.0}, 1.0)
+    assert reward(rollout("...", num_tokens=100, finish_reason="length")).parts == {"correct": 0.0, "overlong": 0.0}
+
+
+def test_zero_at_limit_needs_no_soft_overlong():
+    reward = build_reward(config(type="boxed", overlong="zero_at_limit", soft_overlong=False))
+    assert reward(rollout(r"\boxed{72}", num_tokens=99)).parts == {"correct": 1.0, "overlong": 0.0}
+    assert reward(rollout(r"\boxed{72}", num_tokens=100)).parts == {"correct": 1.0, "overlong": -1.0}
+
+
 @pytest.mark.parametrize("gold", [72, 72.0, "72", "$72"])
 def test_numbers_are_as_good_as_text_in_reward_data(gold: object):
     assert build_reward(config(type="boxed"))(rollout(r"\boxed{72}", gold=gold)).accuracy == 1.0

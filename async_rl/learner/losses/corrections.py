@@ -1,0 +1,74 @@
+"""What is too far from the behavior policy leaves the loss; what stays may be weighted. Pure, no gradients.
+
+Skips take whole sequences (or the whole micro-batch), the token range takes single tokens, the importance weight
+scales. Called by ``policy.py``. Shape letters: N = trained tokens, S = sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from async_rl.learner.losses.ratio import sum_by
+from async_rl.loss_config import LossConfig, SkipStatistic
+
+
+@torch.no_grad()
+def skipped_sequences(
+    log_ratio_N: Tensor, finite_N: Tensor, sequence_index_N: Tensor, num_sequences: int, loss: LossConfig
+) -> Tensor:
+    """bool [S]: sequences that leave the loss and its denominator.
+
+    A sequence goes if ``loss.skip_statistic`` of its tokens' pi/mu is *above* ``loss.skip_threshold``, or if one of
+    its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version: the
+    statistic over all tokens of the micro-batch decides about all of it, so the result depends on the cut. There
+    padding counted with ratio 1; here there is none.
+
+    Args:
+        log_ratio_N: log pi/mu, float64, nats; 0 where not finite.
+        finite_N: bool, the behavior logprob is finite.
+        sequence_index_N: int64, in [0, num_sequences).
+        num_sequences: S.
+        loss: of it the ``skip_*`` keys.
+    """
+    nonfinite_S = sum_by(sequence_index_N, (~finite_N).long(), num_sequences) > 0
+    if loss.skip_threshold is None:
+        return nonfinite_S
+    if loss.skip_unit == "sequence":
+        statistic_S = _statistic(log_ratio_N, sequence_index_N, num_sequences, loss.skip_statistic)
+        return nonfinite_S | (statistic_S > loss.skip_threshold)
+    # Tokens that are not finite are a unit of their own, of ratio 1, so that they don't dilute the others'.
+    statistic = _statistic(log_ratio_N, (~finite_N).long(), 2, loss.skip_statistic)[0]
+    has_tokens_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences) > 0
+    return nonfinite_S | (has_tokens_S & (statistic > loss.skip_threshold))
+
+
+def _statistic(log_ratio_N: Tensor, unit_N: Tensor, num_units: int, statistic: SkipStatistic) -> Tensor:
+    """float64 [num_units]: ``statistic`` of the ratios of each unit; 0 (geometric: 1) for one without tokens."""
+    if statistic == "max":
+        ratio_N = log_ratio_N.exp()
+        return ratio_N.new_zeros(num_units).scatter_reduce_(0, unit_N, ratio_N, "amax")
+    values_N = {
+        "mean": log_ratio_N.exp,
+        "geometric": lambda: log_ratio_N,
+        "k3": lambda: log_ratio_N.expm1() - log_ratio_N,
+    }[statistic]()
+    counts = sum_by(unit_N, torch.ones_like(unit_N), num_units)
+    means = sum_by(unit_N, values_N, num_units) / counts.clamp(min=1)
+    return means.exp() if statistic == "geometric" else means
+
+
+def in_range(log_ratio_N: Tensor, token_range: tuple[float, float]) -> Tensor:
+    """bool [N]: tokens whose ratio lies in ``token_range``, bounds included.
+
+    The token mask of IcePop (arXiv:2510.18855), there on the ratio of the training engine's old policy to the
+    inference engine's. It keeps masked tokens in its denominator; here they leave it, like everything that is masked.
+    """
+    low, high = token_range
+    ratio_N = log_ratio_N.detach().double().exp()
+    return (ratio_N >= low) & (ratio_N <= high)
+
+
+def importance_weights(log_ratio_N: Tensor, cap: float) -> Tensor:
+    """``min(ratio, cap)`` [N], detached: truncated importance sampling (IMPALA's rho, arXiv:1802.01561 eq. 1)."""
+    return log_ratio_N.detach().exp().clamp(max=cap)

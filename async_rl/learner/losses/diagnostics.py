@@ -1,0 +1,142 @@
+"""How far the policy is from the one that sampled, by lag: sums on the device, numbers on the host.
+
+Noise of the engines shows at lag 0, staleness grows with the lag, wrong weights show at every lag. All numbers are
+sums, one row a lag, so they just add up over micro-batches, ranks and updates; ``Summary`` reads them. The ratios'
+histogram merges the same way, which quantiles would not. Ratios are pi/mu. N = trained tokens, L = lags.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.learner.losses.policy import PolicyLoss
+from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
+
+COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped")
+"""Tokens: all; with a finite behavior logprob; in the loss; of those, with a ratio that was cut; of sequences that
+were skipped."""
+SUMS = ("k1", "k3", "abs_log_ratio", "kept_k3", "kept_ratio", "kept_ratio_square")
+"""Nats, over finite tokens (skipped ones included), and over kept ones."""
+
+_FINEST = 1e-5
+_WIDTH = 0.1
+_HALF = math.ceil(math.asinh(LOG_RATIO_LIMIT / _FINEST) / _WIDTH)
+NUM_BINS = 2 * _HALF + 1
+"""Bins of log ratios, a tenth apart on asinh(log ratio / 1e-5): linear about 0, then each 10 % wider."""
+
+_NAMES = (*COUNTS, *SUMS)
+COLUMNS = len(_NAMES) + NUM_BINS
+
+
+@torch.no_grad()
+def diagnostic_sums(out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int) -> Tensor:
+    """float64 [num_lags, COLUMNS], on the device; the last row also takes what is older.
+
+    Args:
+        out: of the micro-batch.
+        skipped_N: bool, the token's sequence was skipped.
+        lag_N: int64, >= 0.
+        num_lags: L.
+    """
+    kept_N, d_N = out.kept, out.log_ratio
+    received_N = torch.ones_like(kept_N)
+    counts = torch.stack([received_N, out.finite, kept_N, out.capped_low, out.capped_high, skipped_N], 1).double()
+    # expm1: for the small d of an on-policy token, exp(d) - 1 - d would be rounding noise.
+    k3_N = d_N.expm1() - d_N
+    kept = counts[:, 2]
+    ratio_N = d_N.exp() * kept
+    sums = torch.stack([-d_N, k3_N, d_N.abs(), k3_N * kept, ratio_N, ratio_N.square()], 1)
+    row_N = lag_N.clamp(max=num_lags - 1)
+    by_lag = counts.new_zeros(num_lags, counts.shape[1] + sums.shape[1])
+    by_lag.index_add_(0, row_N, torch.cat([counts, sums], 1))
+    # A NaN of the learner's makes the step fail; here it must not point out of the histogram.
+    bin_N = ((d_N / _FINEST).asinh_() / _WIDTH).round_().nan_to_num_().long() + _HALF
+    histogram = counts.new_zeros(num_lags * NUM_BINS).index_add_(0, row_N * NUM_BINS + bin_N, kept)
+    return torch.cat([by_lag, histogram.view(num_lags, NUM_BINS)], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Numbers of some tokens, one lag's or all. Ratios are over kept tokens, ``mismatch`` over all finite ones.
+
+    Attributes:
+        tokens, kept: how many were received, and how many are in the loss.
+        mismatch_k1, mismatch_k3: estimates of KL(mu || pi), nats (joschu.net/blog/kl-approx.html): the mean of
+            log mu/pi, which is unbiased, and of ``r - 1 - log r``, which besides is never negative.
+        mean_abs_log_ratio: mean |log pi - log mu|, nats.
+        kl: the k3 estimate over kept tokens.
+        ratio_mean: of pi/mu.
+        ratio_max, ratio_p01, ratio_p50, ratio_p99: from the histogram, so within 5 % of their logarithm.
+        capped_low, capped_high: share of kept tokens whose ratio was cut at a bound.
+        skipped, out_of_range: share of received tokens in skipped sequences; single ones outside loss.token_range.
+        ess: normalised effective sample size, ``(sum r)^2 / (n sum r^2)``, in (0, 1].
+    """
+
+    tokens: int
+    kept: int
+    mismatch_k1: float
+    mismatch_k3: float
+    mean_abs_log_ratio: float
+    kl: float
+    ratio_mean: float
+    ratio_max: float
+    ratio_p01: float
+    ratio_p50: float
+    ratio_p99: float
+    capped_low: float
+    capped_high: float
+    skipped: float
+    out_of_range: float
+    ess: float
+
+    @property
+    def num_skipped(self) -> int:
+        return round(self.skipped * self.tokens)
+
+    @property
+    def num_out_of_range(self) -> int:
+        return round(self.out_of_range * self.tokens)
+
+
+def summarise(row: np.ndarray) -> Summary:
+    """The numbers of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows; no tokens are on-policy."""
+    total = dict(zip(_NAMES, row[: len(_NAMES)].tolist(), strict=True))
+    received, kept, finite = max(1.0, total["received"]), max(1.0, total["kept"]), max(1.0, total["finite"])
+    square = total["kept_ratio_square"]
+    cumulated = row[len(_NAMES) :].cumsum()
+    return Summary(
+        tokens=int(total["received"]),
+        kept=int(total["kept"]),
+        mismatch_k1=total["k1"] / finite,
+        mismatch_k3=total["k3"] / finite,
+        mean_abs_log_ratio=total["abs_log_ratio"] / finite,
+        kl=total["kept_k3"] / kept,
+        ratio_mean=total["kept_ratio"] / kept,
+        ratio_max=_quantile(cumulated, 1.0),
+        ratio_p01=_quantile(cumulated, 0.01),
+        ratio_p50=_quantile(cumulated, 0.5),
+        ratio_p99=_quantile(cumulated, 0.99),
+        capped_low=total["capped_low"] / kept,
+        capped_high=total["capped_high"] / kept,
+        skipped=total["skipped"] / received,
+        out_of_range=(total["received"] - total["skipped"] - total["kept"]) / received,
+        ess=total["kept_ratio"] ** 2 / (kept * square) if square > 0 else 1.0,
+    )
+
+
+def k3_sum_and_tokens(row: np.ndarray) -> tuple[float, int]:
+    """Of one row: the sum of the k3 estimates, nats, and the finite tokens it is over."""
+    return float(row[_NAMES.index("k3")]), int(row[_NAMES.index("finite")])
+
+
+def _quantile(cumulated: np.ndarray, share: float) -> float:
+    """The ratio at or below which ``share`` of the tokens lie, from the bins' cumulated counts; 1 without tokens."""
+    if not cumulated[-1]:
+        return 1.0
+    position = int(cumulated.searchsorted(share * cumulated[-1]))
+    return math.exp(_FINEST * math.sinh((position - _HALF) * _WIDTH))

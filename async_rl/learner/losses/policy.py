@@ -1,0 +1,186 @@
+"""The policy loss: parts chosen by ``[loss]``, put together. Pure: tensors in, tensors out.
+
+The loss of a step is ``sum over kept tokens of weight * (-w * objective + kl_coef * KL - entropy_coef * entropy)``
+divided by a denominator; the parts are in the modules beside, each with its paper. Here it stays a *sum*: the
+denominator (over all micro-batches and ranks) is known only when the last micro-batch has run, since skipped sequences
+leave it. Gradients are linear in 1 / denominator: the engine backpropagates the sums, adds up the denominators, and
+multiplies the gradients once. So the result is the same for any cut into micro-batches and any number of ranks. A
+sequence is never cut, which makes everything per sequence exact too (``skip_unit = "micro_batch"`` is the exception).
+
+Shape letters: N = trained tokens, S = sequences. Called by ``objective.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from async_rl.learner.losses.aggregation import aggregate
+from async_rl.learner.losses.corrections import importance_weights, in_range, skipped_sequences
+from async_rl.learner.losses.kl import kl_estimate
+from async_rl.learner.losses.ratio import check_shapes, interpolated_proximal, log_ratio, sequence_log_ratio, sum_by
+from async_rl.learner.losses.surrogate import TokenObjective, clipped, clipped_weight, plain
+from async_rl.loss_config import LossConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyInputs:
+    """One micro-batch.
+
+    Attributes:
+        logprobs: float [N], nats, the learner's; carries grad.
+        entropies: float [N], nats, of the same distributions; carries grad if ``loss.entropy_coef`` is not 0.
+        behavior_logprobs: float [N], nats, at sampling time and temperature.
+        advantages: float [N], finite.
+        sequence_index: int64 [N], in [0, num_sequences).
+        num_sequences: S.
+        lag: int64 [N], versions between sampling and now, >= 0.
+        reference_logprobs: float [N], nats; [0] without a KL in the loss.
+        proximal_logprobs: float [N], nats; [0] without a recomputed proximal policy.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    sequence_index: Tensor
+    num_sequences: int
+    lag: Tensor
+    reference_logprobs: Tensor
+    proximal_logprobs: Tensor
+
+
+class PolicyLoss(NamedTuple):
+    """Everything but ``loss_sum`` is detached. A token is *kept* if it counts in the loss and its denominator."""
+
+    loss_sum: Tensor  # [], float64, carries grad
+    denominator: Tensor  # [], int64
+    skipped: Tensor  # bool [S], left out whole
+    kept: Tensor  # bool [N]
+    finite: Tensor  # bool [N], the behavior logprob is
+    log_ratio: Tensor  # float64 [N], log pi/mu, nats; 0 where not finite
+    capped_low: Tensor  # bool [N], kept, and its ratio was cut at a lower bound
+    capped_high: Tensor  # bool [N], or at an upper one: clip_high, dual_clip or importance_cap
+    kl_sum: Tensor  # [], float64, nats: of the kept tokens' KL to the reference
+
+
+def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> PolicyLoss:
+    """The sum of the losses of one micro-batch, and what became of its tokens.
+
+    A NaN in what is left out (a behavior logprob, an advantage) does not reach the gradient of the rest: log ratios
+    and advantages are replaced there, not multiplied by 0. A non-finite *learner* logprob is left in: the step must
+    fail, not hide it.
+
+    Args:
+        inputs: the micro-batch.
+        loss: all keys but those of the advantages.
+        max_length: ``sampling.max_new_tokens``, the constant of ``aggregation = "sequence_sum"``.
+
+    Raises:
+        ValueError: shapes differ, or what the settings need (proximal or reference logprobs, entropies with a
+            gradient) is not there.
+    """
+    _check(inputs, loss)
+    finite_N = inputs.behavior_logprobs.isfinite()
+    log_ratio_N = log_ratio(inputs.logprobs.detach(), inputs.behavior_logprobs, finite_N).double()
+    anchor_N = _anchor_logprobs(inputs, loss)
+    skipped_S, kept_N = _keep(inputs, anchor_N, log_ratio_N, finite_N, loss)
+    tokens = _token_objective(inputs, anchor_N, kept_N, loss)
+    loss_N = -tokens.objective
+    kl_sum = log_ratio_N.new_zeros(())
+    if loss.kl_coef and loss.kl_placement == "loss":
+        kl_N = kl_estimate(log_ratio(inputs.logprobs, inputs.reference_logprobs, kept_N), loss.kl_estimator)
+        loss_N = loss_N + loss.kl_coef * kl_N
+        kl_sum = kl_N.detach().sum(dtype=torch.float64)
+    if loss.entropy_coef:
+        loss_N = loss_N - loss.entropy_coef * inputs.entropies.masked_fill(~kept_N, 0.0)
+    weights = aggregate(kept_N, inputs.sequence_index, inputs.num_sequences, loss.aggregation, max_length=max_length)
+    return PolicyLoss(
+        loss_sum=(loss_N * weights.weight).sum(dtype=torch.float64),
+        denominator=weights.denominator,
+        skipped=skipped_S,
+        kept=kept_N,
+        finite=finite_N,
+        log_ratio=log_ratio_N,
+        capped_low=kept_N & tokens.capped_low,
+        capped_high=kept_N & tokens.capped_high,
+        kl_sum=kl_sum,
+    )
+
+
+def _keep(
+    inputs: PolicyInputs, anchor_N: Tensor, log_ratio_N: Tensor, finite_N: Tensor, loss: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Which sequences are skipped (bool [S]) and which tokens are in the loss (bool [N])."""
+    index_N, num_sequences = inputs.sequence_index, inputs.num_sequences
+    skipped_S = skipped_sequences(log_ratio_N, finite_N, index_N, num_sequences, loss)
+    kept_N = ~skipped_S[index_N]
+    if loss.token_range is None:
+        return skipped_S, kept_N
+    if loss.anchor == "proximal":
+        log_ratio_N = log_ratio(anchor_N, inputs.behavior_logprobs, kept_N)
+    kept_N = kept_N & in_range(log_ratio_N, loss.token_range)
+    # A sequence that has lost its last token has left whole.
+    before_S = sum_by(index_N, torch.ones_like(index_N), num_sequences)
+    after_S = sum_by(index_N, kept_N.long(), num_sequences)
+    skipped_S = skipped_S | ((before_S > 0) & (after_S == 0))
+    return skipped_S, kept_N
+
+
+def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
+    """[N], detached: what pi is compared to."""
+    if loss.anchor == "behavior":
+        return inputs.behavior_logprobs
+    if loss.proximal == "recompute":
+        return inputs.proximal_logprobs
+    return interpolated_proximal(inputs.logprobs, inputs.behavior_logprobs, inputs.lag)
+
+
+def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, loss: LossConfig) -> TokenObjective:
+    """The surrogate times its importance weight, 0 with gradient 0 off ``kept_N``."""
+    advantages_N = inputs.advantages.masked_fill(~kept_N, 0.0)
+
+    def ratio(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+        token_N = log_ratio(logprobs_N, other_logprobs_N, kept_N)
+        if loss.ratio_level == "token":
+            return token_N
+        return sequence_log_ratio(token_N, inputs.sequence_index, inputs.num_sequences)
+
+    low, high = loss.clip_low, loss.clip_high
+    if loss.surrogate == "clip":
+        ratio_N = ratio(inputs.logprobs, anchor_N)
+        tokens = clipped(ratio_N, advantages_N, clip_low=low, clip_high=high, dual_clip=loss.dual_clip)
+    elif loss.surrogate == "cispo":
+        ratio_N = ratio(inputs.logprobs, anchor_N)
+        logprobs_N = torch.where(kept_N, inputs.logprobs, 0.0)
+        tokens = clipped_weight(ratio_N, logprobs_N, advantages_N, clip_low=low, clip_high=high)
+    else:
+        tokens = plain(torch.where(kept_N, inputs.logprobs, 0.0), advantages_N)
+    if loss.importance_cap is None:
+        return tokens
+    # prox/mu beside pi/prox; where nothing else holds pi, pi/mu.
+    numerator_N = anchor_N if loss.anchor == "proximal" else inputs.logprobs.detach()
+    importance_N = ratio(numerator_N, inputs.behavior_logprobs)
+    return TokenObjective(
+        tokens.objective * importance_weights(importance_N, loss.importance_cap),
+        tokens.capped_low,
+        tokens.capped_high | (importance_N.exp() > loss.importance_cap),
+    )
+
+
+def _check(inputs: PolicyInputs, loss: LossConfig) -> None:
+    checked = [inputs.logprobs, inputs.behavior_logprobs, inputs.advantages, inputs.sequence_index, inputs.lag]
+    checked.append(inputs.entropies)
+    if loss.needs_proximal:
+        checked.append(inputs.proximal_logprobs)
+    if loss.kl_coef and loss.kl_placement == "loss":
+        checked.append(inputs.reference_logprobs)
+    check_shapes(*checked)
+    if loss.entropy_coef and inputs.logprobs.requires_grad and not inputs.entropies.requires_grad:
+        raise ValueError(
+            f"loss.entropy_coef = {loss.entropy_coef} needs entropies with a gradient, got ones without; compute them "
+            f"with entropy_grad"
+        )

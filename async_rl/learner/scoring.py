@@ -1,0 +1,64 @@
+"""Log-probabilities that a step's loss needs beside the behavior logprobs: the reference's, the proximal policy's.
+
+Called by the trainer on rank 0 between ``prepare_batch`` and ``with_advantages``. The engine does the forward passes,
+on all ranks; nothing is computed that the settings do not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from async_rl.config import LossConfig
+from async_rl.learner.batch import PreparedBatch
+from async_rl.learner.engine import Engine
+from async_rl.learner.packing import TrainSequence
+
+Logprobs = Mapping[int, np.ndarray]
+"""Sequence id to float32 [N], nats, over the trained tokens of that sequence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Of every sequence that is trained on; None where the loss needs none."""
+
+    reference: Logprobs | None = None
+    proximal: Logprobs | None = None
+
+
+def score(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Scores:
+    """Ask the engine once for all updates of the batch: the proximal policy is the one that the *batch* begins with."""
+    sequences = [sequence for update in prepared.updates for sequence in update]
+    if not sequences:
+        return Scores()
+    return Scores(
+        reference=engine.score(sequences, of="reference") if loss.needs_reference else None,
+        proximal=engine.score(sequences, of="policy") if loss.needs_proximal else None,
+    )
+
+
+def with_scores(prepared: PreparedBatch, scores: Scores) -> PreparedBatch:
+    """``prepared`` with ``scores`` laid along the tokens of its sequences."""
+    if scores.reference is None and scores.proximal is None:
+        return prepared
+    updates = tuple(tuple(_with_scores(s, scores) for s in update) for update in prepared.updates)
+    return replace(prepared, updates=updates)
+
+
+def _with_scores(sequence: TrainSequence, scores: Scores) -> TrainSequence:
+    return replace(
+        sequence,
+        reference_logprobs=_along_tokens(sequence, scores.reference),
+        proximal_logprobs=_along_tokens(sequence, scores.proximal),
+    )
+
+
+def _along_tokens(sequence: TrainSequence, logprobs: Logprobs | None) -> np.ndarray:
+    """float32 [T], 0 off the loss mask; [0] without ``logprobs``."""
+    if logprobs is None:
+        return np.zeros(0, dtype=np.float32)
+    along = np.zeros(len(sequence.token_ids), dtype=np.float32)
+    along[sequence.loss_mask] = logprobs[sequence.sequence_id]
+    return along

@@ -1,0 +1,59 @@
+"""A step's diagnostics as metrics: overall and by lag, merged over its updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.learner.engine import UpdateStats
+from async_rl.learner.losses.diagnostics import diagnostic_sums
+from async_rl.learner.losses.policy import policy_loss
+from async_rl.learner.report import update_metrics
+from async_rl.loss_config import LossConfig
+from tests.learner.losses.cases import of_ratios
+
+PLAIN = UpdateStats(
+    stepped=True, reason="", loss=0.5, grad_norm=1.0, lr=1e-6, tokens_trained=2, ratio_mean=1.0, ratio_max=1.0,
+    clip_fraction=0.0, ess=1.0, entropy=0.25, mean_abs_log_ratio=0.0,
+)  # fmt: skip
+
+
+def an_update(ratios: list[float], lags: list[int]) -> UpdateStats:
+    inputs = of_ratios(ratios, [1.0] * len(ratios), lag=lags)
+    out = policy_loss(inputs, LossConfig(), max_length=8)
+    rows = diagnostic_sums(out, torch.zeros(len(ratios), dtype=torch.bool), inputs.lag, 4).numpy()
+    return replace(PLAIN, by_lag=rows)
+
+
+def test_updates_of_a_step_are_merged_lag_by_lag():
+    # Lag 1 has ratio 2 in one update and 1/2 in the other: k3 (2 - 1 - ln 2 + 1/2 - 1 + ln 2) / 2, mean 1.25. Lag 3
+    # has ratio 4, clipped. Over all three: k3 (1/2 + 3 - ln 4) / 3. Lags 0 and 2 did not occur.
+    metrics = update_metrics([an_update([2.0, 4.0], [1, 3]), an_update([0.5], [1])])
+    assert metrics["mismatch_kl/lag_1"] == pytest.approx(0.25)
+    assert metrics["mismatch_kl/mean"] == pytest.approx((0.5 + 3 - math.log(4)) / 3)
+    assert metrics["mismatch_kl/k1"] == pytest.approx(-math.log(4) / 3)
+    assert (metrics["lag_1/ratio_mean"], metrics["lag_1/tokens"]) == (pytest.approx(1.25), 2)
+    assert (metrics["lag_1/clip_high"], metrics["lag_3/clip_high"]) == (0.5, 1.0)
+    assert math.log(metrics["ratio/p50"]) == pytest.approx(math.log(2), rel=0.06)
+    assert not any("lag_0" in key or "lag_2" in key for key in metrics)
+
+
+def test_engines_without_diagnostics_report_none():
+    metrics = update_metrics([PLAIN, PLAIN])
+    assert (metrics["loss/policy"], metrics["entropy"]) == (0.5, 0.25)
+    assert not any(key.startswith(("lag_", "mismatch_kl/", "kl/")) for key in metrics)
+    assert update_metrics([]) == {}
+
+
+def test_kl_to_the_reference_is_weighted_by_tokens():
+    updates = [replace(PLAIN, reference_kl=1.0, tokens_trained=3), replace(PLAIN, reference_kl=5.0, tokens_trained=1)]
+    assert update_metrics(updates)["kl/reference"] == pytest.approx(2.0)
+
+
+def test_all_numbers_are_plain_floats_or_ints():
+    metrics = update_metrics([an_update([2.0, 1.0], [0, 1])])
+    assert all(isinstance(value, float | int) and not isinstance(value, np.ndarray) for value in metrics.values())
