@@ -150,6 +150,21 @@ def model_files(path: str | Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
 
+def vocabulary_size(path: str | Path) -> int | None:
+    """Token ids that the model gives a probability, by its ``config.json``; None if that does not say.
+
+    Raises:
+        ModelError: as ``model_directory``; or the file can't be read.
+    """
+    config_path = model_directory(path) / "config.json"
+    try:
+        config: Any = json.loads(config_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: can't read {config_path}: {error}") from error
+    found = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return found if isinstance(found, int) else None
+
+
 def check_model(path: str | Path) -> None:
     """A quick preflight that loads no weights.
 

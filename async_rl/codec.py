@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from async_rl.errors import WireError
+from async_rl.kept_tokens import KeptTokens, split, why_malformed
 from async_rl.records import (
     FINISH_REASONS,
     BoolArray,
@@ -171,6 +172,11 @@ def encode_group(group: Group) -> bytes:
         _column("<f4", [s.behavior_logprobs for s in sequences]),
         _column("<i4", [s.versions for s in sequences]),
     ]
+    kept = [s.kept for s in sequences if s.kept is not None]
+    if kept:
+        if len(kept) != len(sequences):
+            raise ValueError(f"expected kept tokens of all {len(sequences)} sequences or of none, got {len(kept)}")
+        arrays += [_column("<i4", [k.sizes for k in kept]), _column("<i4", [k.words for k in kept])]
     return encode("group", fields, arrays)
 
 
@@ -194,6 +200,7 @@ class FlatGroup:
         loss_mask: bool [T].
         behavior_logprobs: float32 [T].
         versions: int32 [T].
+        kept: of the tokens under the mask; None where nothing was left out.
     """
 
     fields: Mapping[str, Any]
@@ -207,6 +214,7 @@ class FlatGroup:
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     versions: Int32Array
+    kept: KeptTokens | None
 
     @property
     def num_rollouts(self) -> int:
@@ -221,14 +229,13 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     """
     flat = decode_flat_group(frame, limits)
     token_ids, loss_mask, logprobs, versions = flat.token_ids, flat.loss_mask, flat.behavior_logprobs, flat.versions
+    kept = _kept_by_sequence(flat)
     sequences: list[TokenSequence] = []
     start = 0
-    for length in flat.lengths:
-        end = start + length
-        sequences.append(
-            TokenSequence(token_ids[start:end], loss_mask[start:end], logprobs[start:end], versions[start:end])
-        )
-        start = end
+    for length, of_sequence in zip(flat.lengths, kept, strict=True):
+        at = slice(start, start + length)
+        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], of_sequence))
+        start = at.stop
     rollouts: list[Rollout] = []
     first = 0
     for index, count in enumerate(flat.num_sequences):
@@ -246,6 +253,13 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     return Group(rollouts=tuple(rollouts), **flat.fields)
 
 
+def _kept_by_sequence(flat: FlatGroup) -> Sequence[KeptTokens | None]:
+    if flat.kept is None:
+        return [None] * len(flat.lengths)
+    ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.lengths)]
+    return split(flat.kept, np.diff(ends, prepend=0).tolist())
+
+
 def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
     """The group in ``frame``, not taken apart: for whoever needs only a few facts of it.
 
@@ -254,12 +268,12 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     """
     message = decode(frame, limits)
     fields, arrays = message.fields, message.arrays
-    if message.type != "group" or len(arrays) != 4:
+    if message.type != "group" or len(arrays) not in (4, 6):
         raise WireError(
-            f"expected a 'group' message with 4 arrays, got {reprlib.repr(message.type)} with {len(arrays)}"
+            f"expected a 'group' message with 4 or 6 arrays, got {reprlib.repr(message.type)} with {len(arrays)}"
         )
     num_tokens = arrays[0].size
-    for array, dtype in zip(arrays, _COLUMN_DTYPES, strict=True):
+    for array, dtype in zip(arrays[:4], _COLUMN_DTYPES, strict=True):
         if array.dtype != dtype or array.shape != (num_tokens,):
             raise WireError("expected four flat arrays of one length: int32, bool, float32, int32")
     # Sums of other bytes would count tokens that are not there.
@@ -281,8 +295,17 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         raise WireError(f"unknown finish reason {reprlib.repr(unknown.pop())}")
     return FlatGroup(
         _group_fields(fields), num_sequences, lengths, reward_parts, fields["accuracy"], fields["finish_reason"],
-        fields["extracted"], *arrays,
+        fields["extracted"], *arrays[:4], kept=None if len(arrays) == 4 else _kept(arrays),
     )  # fmt: skip
+
+
+def _kept(arrays: Sequence[np.ndarray]) -> KeptTokens:
+    sizes, words = arrays[4:]
+    if sizes.dtype != _COLUMN_DTYPES[0] or words.dtype != _COLUMN_DTYPES[0]:
+        raise WireError(f"expected kept tokens as int32, got {sizes.dtype} and {words.dtype}")
+    if fault := why_malformed(sizes, words, int(np.count_nonzero(arrays[1]))):
+        raise WireError(fault)
+    return KeptTokens(sizes, words)
 
 
 def _check_counts(name: str, counts: list[Any], total: int) -> None:

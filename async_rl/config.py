@@ -58,8 +58,18 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     group_size: int = Field(default=8, ge=1, le=1024)
     temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0, description="0: off")
+    temperature_end: float | None = Field(
+        default=None, gt=0, description="what temperature goes to, on a line over the versions; none: it stays"
+    )
+    temperature_steps: int | None = Field(
+        default=None, ge=1, description="version at which temperature_end is reached; none: the run's last"
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="sample from the likeliest tokens that reach this probability; 1: off"
+    )
+    top_k: int = Field(
+        default=0, ge=0, description="sample from so many of the likeliest tokens; 0: off. Bounds what top_p keeps"
+    )
     max_new_tokens: int = Field(default=3584, ge=1)
     max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts are refused and counted")
     stop: tuple[str, ...] = Field(default=(), strict=False, description="stop strings, kept in the text")
@@ -91,6 +101,11 @@ class QueueConfig(Section):
         "groups that it would make too old, then drop",
     )
     wait_s: float = Field(default=60.0, gt=0, description='longest wait of a step under on_stale = "wait"')
+    adaptive: bool = Field(
+        default=False, description="lower the bound for new leases, up to max_staleness, while steps look too stale"
+    )
+    adaptive_min_ess: float = Field(default=0.95, gt=0, lt=1, description="a step of a lower ESS looks too stale")
+    adaptive_max_kl: float = Field(default=0.02, gt=0, description="and one of a higher KL(mu || pi), nats")
     filter_range: tuple[float, float] | None = Field(
         default=(0.01, 0.99),
         strict=False,
@@ -272,6 +287,7 @@ class Config(Section):
                 f"{self.learner.groups_per_step}, got {self.learner.updates_per_batch}"
             )
         self._check_n_behind()
+        self._check_adaptive()
         low_high = self.queue.filter_range
         if low_high is not None and low_high[0] >= low_high[1]:
             raise ValueError(f"queue.filter_range: expected [low, high] with low < high, got {list(low_high)}")
@@ -287,6 +303,24 @@ class Config(Section):
         ):
             if value != needed:
                 raise ValueError(f"{key}: under learner.n_behind = {lag} expected {needed}, got {value}")
+
+    def _check_adaptive(self) -> None:
+        queue, loss = self.queue, self.loss
+        if not queue.adaptive:
+            return
+        if self.learner.n_behind is not None:
+            raise ValueError("queue.adaptive: expected false with learner.n_behind, which holds the lag, got true")
+        if queue.max_staleness <= self.lowest_bound:
+            raise ValueError(
+                f"queue.adaptive: expected queue.max_staleness above weights.sync_every + learner.updates_per_batch - "
+                f"2 = {self.lowest_bound}, got {queue.max_staleness}; there is no lower bound to go to"
+            )
+        if queue.adaptive_min_ess <= (loss.min_ess or 0) or queue.adaptive_max_kl >= (loss.max_kl or float("inf")):
+            raise ValueError(
+                f"queue.adaptive_min_ess, queue.adaptive_max_kl: expected them to speak before loss.min_ess = "
+                f"{loss.min_ess} and loss.max_kl = {loss.max_kl} skip the step, got {queue.adaptive_min_ess} and "
+                f"{queue.adaptive_max_kl}"
+            )
 
     def _check_sampling_keys(self) -> None:
         longest = self.sampling.max_new_tokens
@@ -305,13 +339,8 @@ class Config(Section):
             raise ValueError(
                 f"loss.best_k: expected at most sampling.group_size = {self.sampling.group_size}, got {best_k}"
             )
-        for key, off in (("top_p", 1.0), ("top_k", 0)):
-            value = getattr(self.sampling, key)
-            if value != off:
-                raise ValueError(
-                    f"sampling.{key}: training needs the behavior logprobs of the whole distribution; expected {off}, "
-                    f"got {value}"
-                )
+        if self.sampling.temperature_steps is not None and self.sampling.temperature_end is None:
+            raise ValueError("sampling.temperature_steps: expected sampling.temperature_end with it, got none")
 
     def _check_deterministic(self) -> None:
         if not self.sampling.deterministic or self.generator.backend == "fake":
@@ -346,6 +375,19 @@ class Config(Section):
     def cache_length(self) -> int:
         """Tokens before ``max_new_tokens`` over which the over-long punishment grows."""
         return self.reward.cache_length or max(1, min(1024, self.sampling.max_new_tokens // 4))
+
+    @property
+    def lowest_bound(self) -> int:
+        """The lowest bound on staleness under which a batch is always young enough.
+
+        Just before a version is due, generators are ``sync_every - 1`` behind; a batch's last update adds the others.
+        """
+        return self.weights.sync_every + self.learner.updates_per_batch - 2
+
+    @property
+    def temperature_steps(self) -> int:
+        """The version at which sampling is at ``sampling.temperature_end``; the run's last if nothing else is asked."""
+        return self.sampling.temperature_steps or self.learner.steps * self.learner.updates_per_batch
 
     @property
     def max_filtered(self) -> int:

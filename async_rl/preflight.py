@@ -6,14 +6,13 @@ come first; every refusal names the key, what was expected, what was got and wha
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
 from pathlib import Path
 
 from async_rl.address import check_address, refuse_open_bind
-from async_rl.chat import check_model, model_directory
+from async_rl.chat import check_model, vocabulary_size
 from async_rl.config import Config
 from async_rl.data import load_rows
 from async_rl.errors import AddressError, ConfigError, DataError, RunError
@@ -200,9 +199,8 @@ def check_fake_vocabulary(config: Config) -> None:
     """
     if config.generator.backend != "fake":
         return
-    raw = json.loads((model_directory(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    known = raw.get("vocab_size")
-    if isinstance(known, int) and config.generator.fake.vocab_size > known:
+    known = vocabulary_size(config.model.path)
+    if known is not None and config.generator.fake.vocab_size > known:
         raise ConfigError(
             f"generator.fake.vocab_size: expected at most the model's vocab_size = {known}, got "
             f"{config.generator.fake.vocab_size}"

@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.kept_tokens import KeptTokens
+
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: frozenset[FinishReason] = frozenset(get_args(FinishReason))
 LeaseKind = Literal["train", "eval"]
@@ -51,6 +53,11 @@ class Sampling:
     max_prompt_tokens: int
     stop: tuple[str, ...]
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token can be sampled: top-p and top-k are off, or have no say because decoding is greedy."""
+        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -81,17 +88,22 @@ class TokenSequence:
         loss_mask: bool [T], True on tokens that the policy sampled.
         behavior_logprobs: float32 [T], nats; 0 off the mask.
         versions: int32 [T], the version that sampled each token; ``NO_VERSION`` off the mask.
+        kept: a set of tokens for each one under the mask: those that top-p and top-k left, over which its behavior
+            logprob is renormalised. None where nothing was left out.
     """
 
     token_ids: Int32Array
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     versions: Int32Array
+    kept: KeptTokens | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions):
             lengths = [len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)]
             raise ValueError(f"expected four arrays of one length [T], got lengths {lengths}")
+        if self.kept is not None and len(self.kept) != (num_sampled := np.count_nonzero(self.loss_mask)):
+            raise ValueError(f"expected kept tokens for {num_sampled} sampled tokens, got {len(self.kept)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from async_rl.codec import decode_group, encode_group, leases_fields, leases_from_fields
 from async_rl.errors import WireError
+from async_rl.kept_tokens import KeptTokens, pack_ids
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence
 from async_rl.wire import decode, encode
 
@@ -138,3 +139,73 @@ def test_whole_numbers_come_back_as_floats():
     received = decode_group(encode("group", {**sent.fields, **whole}, sent.arrays))
     numbers = (received.temperature, received.rollouts[0].accuracy, received.rollouts[0].reward_parts["correct"])
     assert [type(number) for number in numbers] == [float, float, float]
+
+
+def with_kept(sent: Group) -> Group:
+    """Its sampled tokens were chosen from {0}, {0, 1}, {0, 1, 2} and so on, of a vocabulary of 100."""
+
+    def kept(sequence: TokenSequence) -> KeptTokens:
+        counts = 1 + np.arange(np.count_nonzero(sequence.loss_mask))
+        return pack_ids(counts, np.concatenate([[], *map(np.arange, counts)]).astype(np.int32), vocab_size=100)
+
+    rollouts = tuple(replace(r, sequences=tuple(replace(s, kept=kept(s)) for s in r.sequences)) for r in sent.rollouts)
+    return replace(sent, rollouts=rollouts)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
+def test_kept_tokens_survive_the_wire_with_their_sequences(lengths: list[list[int]]):
+    sent = with_kept(group(lengths))
+    received = decode_group(encode_group(sent))
+    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
+        for a, b in zip(before.sequences, after.sequences, strict=True):
+            assert a.kept is not None
+            assert b.kept is not None
+            assert b.kept.sizes.tolist() == a.kept.sizes.tolist()
+            assert b.kept.words.tolist() == a.kept.words.tolist()
+
+
+def test_a_group_that_leaves_nothing_out_has_four_columns_as_ever():
+    assert len(decode(encode_group(group([[5]]))).arrays) == 4
+    assert decode_group(encode_group(group([[5]]))).rollouts[0].sequences[0].kept is None
+
+
+def test_kept_tokens_cost_four_bytes_a_token_and_an_id():
+    # Five tokens, four sampled, with 1, 2, 3 and, in 4 words of bits, 4 tokens kept: 4 + 10 words in all.
+    arrays = decode(encode_group(with_kept(group([[5]])))).arrays
+    assert [array.nbytes for array in arrays[4:]] == [16, 40]
+
+
+def test_kept_tokens_of_some_sequences_only_are_refused():
+    sent = group([[5, 5]])
+    some = (with_kept(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
+    with pytest.raises(ValueError, match="of all 2 sequences or of none, got 1"):
+        encode_group(replace(sent, rollouts=(replace(sent.rollouts[0], sequences=some),)))
+
+
+@pytest.mark.parametrize(
+    ("column", "array", "message"),
+    [
+        (4, np.array([1, 2, 3], np.int32), "expected sizes of 4 sets"),
+        (4, np.array([1, 2, 3, 4], np.int64), "expected kept tokens as int32, got int64"),
+        (5, np.zeros(9, np.int32), "expected 10 words of kept tokens"),
+        (5, np.full(10, -1, np.int32), "token ids of 0 and above"),
+        (5, np.zeros((5, 2), np.int32), "expected 10 words"),
+    ],
+)
+def test_kept_tokens_that_do_not_fit_their_tokens_are_refused(column: int, array: np.ndarray, message: str):
+    sent = decode(encode_group(with_kept(group([[5]]))))
+    arrays = list(sent.arrays)
+    arrays[column] = array
+    with pytest.raises(WireError, match=message):
+        decode_group(encode("group", sent.fields, arrays))
+
+
+def test_half_of_the_kept_tokens_columns_are_refused():
+    sent = decode(encode_group(with_kept(group([[5]]))))
+    with pytest.raises(WireError, match="4 or 6 arrays, got 'group' with 5"):
+        decode_group(encode("group", sent.fields, sent.arrays[:5]))
+
+
+def test_kept_tokens_for_another_number_of_tokens_make_no_sequence():
+    with pytest.raises(ValueError, match="expected kept tokens for 4 sampled tokens, got 3"):
+        replace(sequence(5), kept=with_kept(group([[4]])).rollouts[0].sequences[0].kept)

@@ -82,8 +82,7 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: s
         ({"reward": {"cache_length": 64}, "sampling": {"max_new_tokens": 64}}, "reward.cache_length"),
         ({"loss": {"best_k": 9}, "sampling": {"group_size": 8}}, "loss.best_k"),
         ({"sampling": {"group_size": 1}}, "sampling.group_size"),
-        ({"sampling": {"top_p": 0.9}}, "sampling.top_p"),
-        ({"sampling": {"top_k": 5}}, "sampling.top_k"),
+        ({"sampling": {"temperature_steps": 5}}, "sampling.temperature_steps"),
         ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
         ({"generator": {"count": 2, "devices": [0]}}, "generator.devices"),
     ],
@@ -112,6 +111,8 @@ def test_derived_values_follow_their_keys():
     assert a_config(sampling={"max_new_tokens": 100_000}).cache_length == 1024
     assert a_config(sampling={"max_new_tokens": 1}, reward={"soft_overlong": False}).cache_length == 1
     assert a_config(learner={"groups_per_step": 3}).max_filtered == 300
+    assert a_config(learner={"steps": 10, "updates_per_batch": 2}).temperature_steps == 20
+    assert a_config(sampling={"temperature_end": 0.9, "temperature_steps": 7}).temperature_steps == 7
     assert "boxed" in a_config().system_prompt
     assert a_config(data={"system_prompt": ""}).system_prompt == ""
     assert "<answer>" in a_config(reward={"type": "think_answer_tags"}).system_prompt
@@ -226,3 +227,17 @@ def test_a_lag_that_is_held_needs_a_bound_that_is_equal_and_every_version_publis
     assert "learner.updates_per_batch: under" in refusal(learner={**held, "updates_per_batch": 2}, queue=bound)
     assert a_config(learner=held, queue=bound).learner.n_behind == 2
     assert a_config(learner={"n_behind": 0}, queue={"max_staleness": 0}).learner.n_behind == 0
+
+
+def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_skipped():
+    adaptive = {"adaptive": True}
+    assert a_config(queue=adaptive).queue.adaptive
+    assert "queue.adaptive: expected false with learner.n_behind" in refusal(queue=adaptive, learner={"n_behind": 4})
+    # Published every third version and trained on twice: 2 + 1 = 3 versions old at times.
+    assert "queue.adaptive: expected queue.max_staleness above" in refusal(
+        queue={**adaptive, "max_staleness": 3}, weights={"sync_every": 3}, learner={"updates_per_batch": 2}
+    )
+    assert a_config(weights={"sync_every": 3}, learner={"updates_per_batch": 2}).lowest_bound == 3
+    for loss in ({"min_ess": 0.95}, {"max_kl": 0.02}):
+        assert "queue.adaptive_min_ess, queue.adaptive_max_kl: expected" in refusal(queue=adaptive, loss=loss)
+    assert a_config(queue={**adaptive, "adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}).queue.adaptive

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from async_rl.kept_tokens import KeptTokens
 from async_rl.records import FinishReason, Lease
 
 
@@ -24,10 +25,11 @@ class Sampled:
         index: which of the lease's ``group_size`` samples, from 0.
         prompt_ids: int32 [P].
         token_ids: int32 [N].
-        logprobs: float32 [N], of the distribution that was sampled (after temperature), nats.
+        logprobs: float32 [N], nats, of the distribution that was sampled: after temperature, top-k and top-p.
         versions: int32 [N].
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
         text: the sampled tokens decoded, without special tokens.
+        kept: N sets, what top-p and top-k left of the vocabulary; None if the lease's sampling ``keeps_all``.
     """
 
     lease_id: str
@@ -38,6 +40,7 @@ class Sampled:
     versions: np.ndarray
     finish_reason: FinishReason
     text: str
+    kept: KeptTokens | None = None
 
 
 class Backend(Protocol):

@@ -1,5 +1,8 @@
 """A backend without a model: it samples by hashing, at a pace of its own. No torch.
 
+All tokens of its vocabulary are equally likely, whatever the temperature; of equals, top-k and top-p keep the first, as
+the real sampler does.
+
 Answers are a pure function of (lease seed, rollout index), so that runs over it can be compared token by token. It
 ships with the package: fault tests, benchmarks of the queue and dry runs of a config use it.
 """
@@ -18,7 +21,8 @@ import numpy as np
 
 from async_rl.config import FakeConfig, GeneratorConfig, RewardType
 from async_rl.generator.backend import Sampled
-from async_rl.records import NO_VERSION, FinishReason, Lease
+from async_rl.kept_tokens import KeptTokens, join, pack_ids
+from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
 
 _CHARACTERS_PER_TOKEN = 4
 
@@ -142,15 +146,17 @@ class FakeBackend:
         changed_at = np.array([step for step, _ in self._version_changes])
         versions = np.array([version for _, version in self._version_changes], dtype=np.int32)
         random = np.random.default_rng([2, lease.seed, sequence.index])
+        num_kept = _num_kept(lease.sampling, self._fake.vocab_size)
         return Sampled(
             lease_id=lease.lease_id,
             index=sequence.index,
             prompt_ids=sequence.prompt_ids,
-            token_ids=random.integers(0, self._fake.vocab_size, count, dtype=np.int32),
-            logprobs=np.full(count, -math.log(self._fake.vocab_size), dtype=np.float32),
+            token_ids=random.integers(0, num_kept, count, dtype=np.int32),
+            logprobs=np.full(count, -math.log(num_kept), dtype=np.float32),
             versions=versions[np.searchsorted(changed_at, steps, side="right") - 1],
             finish_reason=sequence.finish_reason,
             text=self._text(lease, sequence.index),
+            kept=None if lease.sampling.keeps_all else _first_ids(num_kept, count, self._fake.vocab_size),
         )
 
     def _text(self, lease: Lease, index: int) -> str:
@@ -170,6 +176,19 @@ class FakeBackend:
                 self._sampled_by_finished[lease_id] += sequence.num_tokens
             else:
                 self._sampled_by_finished.pop(lease_id, None)
+
+
+def _num_kept(sampling: Sampling, vocab_size: int) -> int:
+    """Of equally likely tokens: at most ``top_k``, and of those the fewest whose share reaches ``top_p``."""
+    if sampling.keeps_all:
+        return vocab_size
+    return math.ceil(sampling.top_p * min(sampling.top_k or vocab_size, vocab_size))
+
+
+def _first_ids(num_kept: int, count: int, vocab_size: int) -> KeptTokens:
+    """The ids below ``num_kept``, ``count`` times."""
+    once = pack_ids(np.array([num_kept]), np.arange(num_kept), vocab_size=vocab_size)
+    return join([once] * count)
 
 
 def _answer_length(fake: FakeConfig, seed: int, index: int) -> int:

@@ -21,13 +21,15 @@ from async_rl.rewards.records import RewardInput, RewardOutput
 
 def whole_sequence(sample: Sampled) -> TokenSequence:
     """Prompt and answer as one sequence; the answer is under the mask."""
-    num_prompt, num_sampled = len(sample.prompt_ids), len(sample.token_ids)
-    return TokenSequence(
-        token_ids=np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int32, copy=False),
-        loss_mask=np.repeat([False, True], [num_prompt, num_sampled]),
-        behavior_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), sample.logprobs]),
-        versions=np.concatenate([np.full(num_prompt, NO_VERSION, np.int32), sample.versions]),
-    )
+    num_prompt = len(sample.prompt_ids)
+    num_tokens = num_prompt + len(sample.token_ids)
+    token_ids, versions = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int32)
+    loss_mask, logprobs = np.empty(num_tokens, np.bool_), np.empty(num_tokens, np.float32)
+    token_ids[:num_prompt], token_ids[num_prompt:] = sample.prompt_ids, sample.token_ids
+    loss_mask[:num_prompt], loss_mask[num_prompt:] = False, True
+    logprobs[:num_prompt], logprobs[num_prompt:] = 0.0, sample.logprobs
+    versions[:num_prompt], versions[num_prompt:] = NO_VERSION, sample.versions
+    return TokenSequence(token_ids, loss_mask, logprobs, versions, sample.kept)
 
 
 def graded_rollout(reward: Callable[[RewardInput], RewardOutput], lease: Lease, sample: Sampled) -> Rollout:

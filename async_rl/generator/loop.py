@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,11 +19,11 @@ from async_rl.errors import QueueError
 from async_rl.faults import fault_point
 from async_rl.generator.backend import Backend
 from async_rl.generator.grading import Grader
+from async_rl.generator.partners import Queue, WeightsReceiver
 from async_rl.queue.messages import (
     Announced,
     Announcement,
     Cancelled,
-    FailureCause,
     Finished,
     GeneratorEvent,
     GeneratorStats,
@@ -45,45 +44,6 @@ MAX_UNANSWERED_RETURNS = 32
 _POLL_WHILE_RUNNING_S = 0.003
 _POLL_WHILE_BUSY_S = 0.005
 _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
-
-
-class Queue(Protocol):
-    """What the worker uses of ``queue.client.GeneratorQueue``."""
-
-    @property
-    def lease_request_outstanding(self) -> bool: ...
-    @property
-    def num_unanswered_returns(self) -> int: ...
-    @property
-    def silent_s(self) -> float: ...
-    def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None: ...
-    def heartbeat(self, progress: dict[str, int], stats: GeneratorStats) -> None: ...
-    def return_group(self, group: Group) -> None: ...
-    def fail(self, lease_id: str, cause: FailureCause, detail: str) -> None: ...
-    def poll(self, timeout_s: float) -> list[GeneratorEvent]: ...
-
-
-class Staged(Protocol):
-    """A version that is received and verified, but not active."""
-
-    @property
-    def lineage(self) -> str: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-
-
-class WeightsReceiver(Protocol):
-    """What the worker uses of ``weights.receiver.Receiver``; ``error`` is why nothing comes at present."""
-
-    @property
-    def error(self) -> str | None: ...
-    def follow(self, announcement: Announcement) -> None: ...
-    def poll(self) -> Staged | None: ...
-    def activated(self, staged: Any) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -292,7 +252,7 @@ class Worker:
 
     def _group(self, held: _HeldLease) -> Group:
         rollouts = tuple(held.rollouts[index] for index in range(held.lease.group_size))
-        versions = {int(v) for r in rollouts for s in r.sequences for v in np.unique(s.versions[s.loss_mask])}
+        sampled = np.concatenate([s.versions[s.loss_mask] for r in rollouts for s in r.sequences])
         return Group(
             lease_id=held.lease.lease_id,
             kind=held.lease.kind,
@@ -301,7 +261,7 @@ class Worker:
             lineage=held.lease.lineage,
             temperature=held.lease.sampling.temperature,
             rollouts=rollouts,
-            weights_digest={version: self._digests[version] for version in sorted(versions)},
+            weights_digest={version: self._digests[version] for version in np.unique(sampled).tolist()},
             sampling_time_s=self._clock() - held.received_s,
         )
 

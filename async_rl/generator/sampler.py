@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from async_rl.kept_tokens import KeptTokens, pack_ids
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
@@ -62,8 +64,8 @@ def make_plan(
     )
 
 
-def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row by inverse CDF, and its logprob.
+def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One token a row by inverse CDF, its logprob, and what it was chosen from.
 
     Args:
         logits_RV: any float dtype; upcast to float32 before anything else.
@@ -72,20 +74,30 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
 
     Returns:
         tokens int64 [R] and logprobs float32 [R], in nats, of the distribution that was sampled: after temperature,
-        top-k and top-p, renormalised. NaN where the logits of a row are not a distribution.
+        top-k and top-p, renormalised. NaN where the logits of a row are not a distribution. Then bool [F, V], the
+        tokens that top-k and top-p left of the plan's filtered rows; None without such rows.
     """
+    kept_FV = None
     logits_RV = logits_RV.float()
     if plan.temperatures is not None:
         logits_RV = logits_RV / plan.temperatures
     if plan.filtered is not None:
         rows_F, top_ks_F1, top_ps_F1 = plan.filtered
         logits_RV = logits_RV.clone()
-        logits_RV[rows_F] = _kept_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1)
+        kept_logits_FV = _kept_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1)
+        kept_FV = kept_logits_FV > -torch.inf
+        logits_RV[rows_F] = kept_logits_FV
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     tokens_R1 = _inverse_cdf(logprobs_RV, uniforms_R) if plan.samples else logits_RV.argmax(-1, keepdim=True)
     if plan.samples and plan.greedy is not None:
         tokens_R1 = torch.where(plan.greedy[:, None], logits_RV.argmax(-1, keepdim=True), tokens_R1)
-    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0]
+    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0], kept_FV
+
+
+def pack_kept(kept_FV: Tensor) -> KeptTokens:
+    """``kept_FV``, bool [F, V], on the host: F sets."""
+    counts_F, ids = kept_FV.sum(-1).cpu(), kept_FV.nonzero()[:, 1].int().cpu()
+    return pack_ids(counts_F.numpy(), ids.numpy(), vocab_size=kept_FV.shape[1])
 
 
 def _inverse_cdf(logprobs_RV: Tensor, uniforms_R: Tensor) -> Tensor:

@@ -12,16 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_rl.generator.counter_random import rollout_keys
+from async_rl.kept_tokens import KeptTokens, split
 from async_rl.records import Lease
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Occupant:
-    """The sequence in one seat: sample ``index`` of the lease."""
+    """The sequence in one seat: sample ``index`` of the lease.
+
+    ``kept`` grows by a set for each token; None if the lease's sampling ``keeps_all``.
+    """
 
     lease: Lease
     index: int
     prompt_ids: np.ndarray
+    kept: list[KeptTokens] | None
 
 
 class SeatTable:
@@ -70,7 +75,10 @@ class SeatTable:
         first_row = self.num_rows
         rows = slice(first_row, first_row + count)
         self.num_rows += count
-        self.occupants.extend(Occupant(lease, first_index + i, prompt_ids) for i in range(count))
+        keeps_all = lease.sampling.keeps_all
+        self.occupants.extend(
+            Occupant(lease, first_index + i, prompt_ids, None if keeps_all else []) for i in range(count)
+        )
         # The prompt's last token is fed by the first decode step, so the prefix in the cache is one shorter.
         self.next_ids[rows] = prompt_ids[-1]
         self.position[rows] = len(prompt_ids) - 1
@@ -98,6 +106,12 @@ class SeatTable:
         self.next_ids[rows] = tokens_R
         self.position[rows] += 1
         self.num_sampled[rows] += 1
+
+    def record_kept(self, kept: KeptTokens) -> None:
+        """Note what the newest tokens were chosen from: a set for each row that does not keep all, in order."""
+        sets = [occupant.kept for occupant in self.occupants if occupant.kept is not None]
+        for of_row, newest in zip(sets, split(kept, [1] * len(sets)), strict=True):
+            of_row.append(newest)
 
     def sampled(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Copies of the row's token ids (int32 [N]), logprobs (float32 [N]) and versions (int32 [N])."""

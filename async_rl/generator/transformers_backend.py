@@ -23,9 +23,11 @@ from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.causal_model import WeightTable, build_model, end_of_sequence_ids
 from async_rl.generator.counter_random import uniforms
-from async_rl.generator.sampler import SamplingPlan, make_plan, sample
+from async_rl.generator.forward import make_forward
+from async_rl.generator.sampler import SamplingPlan, make_plan, pack_kept, sample
 from async_rl.generator.seat_table import SeatTable
-from async_rl.generator.slot_cache import PrefillCache, Prefix, SlotCache
+from async_rl.generator.slot_cache import Prefix, SlotCache
+from async_rl.kept_tokens import join
 from async_rl.records import NO_VERSION, FinishReason, Lease
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class TransformersBackend:
         self._model = model
         self._tokenizer: Any = tokenizer
         self._weights = WeightTable(model)
+        self._forward = make_forward(model)
         self._device = model.device
         self._deterministic = deterministic
         self._version = version
@@ -85,14 +88,13 @@ class TransformersBackend:
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self._is_eos_V = np.zeros(self._vocab_size, np.bool_)
         self._is_eos_V[[i for i in eos_ids if i < self._vocab_size]] = True
-        self._cache = SlotCache(text_config.num_hidden_layers, config.batch_size)
+        self._cache = SlotCache(text_config.num_hidden_layers, config.batch_size, self._device)
         self._seats = SeatTable(config.batch_size)
         # Seating costs a prefill and a new sampling plan, which a single free seat does not pay back.
         self._refill_seats = max(1, config.batch_size // _REFILL_SHARE)
         self._waiting: deque[_Waiting] = deque()
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
-        self._slots = torch.zeros(0, dtype=torch.long, device=self._device)
 
     @classmethod
     def from_files(
@@ -244,17 +246,7 @@ class TransformersBackend:
         ids = np.zeros((len(batch), max(lengths)), np.int64)
         for row, (waiting, length) in enumerate(zip(batch, lengths, strict=True)):
             ids[row, :length] = waiting.prompt_ids[:-1]
-        positions_T = torch.arange(max(lengths), device=self._device)
-        # Padding is on the right, where a causal mask hides it from everything that is kept.
-        mask = (positions_T[None, :] <= positions_T[:, None])[None, None].expand(len(batch), -1, -1, -1)
-        cache = PrefillCache()
-        self._model.base_model(
-            input_ids=torch.from_numpy(ids).to(self._device),
-            attention_mask=mask,
-            position_ids=positions_T.expand(len(batch), -1),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        cache = self._forward.prefill(torch.from_numpy(ids).to(self._device))
         for row, (waiting, length) in enumerate(zip(batch, lengths, strict=True)):
             waiting.prefix = cache.prefix(row, length)
 
@@ -265,21 +257,11 @@ class TransformersBackend:
         cache.reserve(length, seats.max_length)
         inputs = torch.from_numpy(np.stack([seats.next_ids[:num_rows], seats.position[:num_rows]])).to(self._device)
         ids_R, positions_R = inputs[0], inputs[1]
-        if len(self._slots) != length:
-            self._slots = torch.arange(length, device=self._device)
-        mask = (self._slots <= positions_R[:, None])[:, None, None]
         cache.begin_step(positions_R, length)
-        output = self._model(
-            input_ids=ids_R[:, None],
-            attention_mask=mask,
-            position_ids=positions_R[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return output.logits[:, -1]
+        return self._forward.decode(ids_R, positions_R, cache)
 
     def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int64 [R] and logprobs float64 [R] on the host."""
+        """Token ids int64 [R] and logprobs float32 [R] on the host."""
         seats, rows = self._seats, slice(0, self._seats.num_rows)
         if self._plan is None:
             self._plan = make_plan(
@@ -290,15 +272,16 @@ class TransformersBackend:
                 device=self._device,
             )
         uniforms_R = torch.from_numpy(uniforms(seats.key[rows], seats.num_sampled[rows])).to(self._device)
-        tokens_R, logprobs_R = sample(logits_RV, self._plan, uniforms_R)
-        # One transfer: float64 holds every token id and every float32 exactly.
-        packed = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()
-        if np.isnan(packed[1]).any():
+        tokens_R, logprobs_R, kept_FV = sample(logits_RV, self._plan, uniforms_R)
+        if kept_FV is not None:
+            seats.record_kept(pack_kept(kept_FV))
+        tokens, logprobs = _to_host(tokens_R, logprobs_R)
+        if np.isnan(logprobs).any():
             raise WeightsError(
-                f"version {self._version} gives NaN logprobs for {int(np.isnan(packed[1]).sum())} of {len(packed[1])} "
+                f"version {self._version} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of {len(logprobs)} "
                 f"sequences; its weights are broken (look for a non-finite loss or a too high optimizer.lr)"
             )
-        return packed[0].astype(np.int64), packed[1]
+        return tokens, logprobs
 
     def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
         """Remove the rows that are done; what they sampled."""
@@ -339,6 +322,7 @@ class TransformersBackend:
             versions=versions,
             finish_reason=finish_reason,
             text=self._decoded(token_ids),
+            kept=join(occupant.kept) if occupant.kept else None,
         )
 
     def _decoded(self, token_ids: np.ndarray) -> str:
@@ -349,3 +333,11 @@ class TransformersBackend:
             sources, destinations = self._seats.stand_up(rows)
             self._cache.move(sources, destinations)
             self._plan = None
+
+
+def _to_host(tokens_R: Tensor, logprobs_R: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both as arrays, by one transfer: float64 holds every token id and every float32 exactly."""
+    if tokens_R.device.type == "cpu":
+        return tokens_R.numpy(), logprobs_R.numpy()
+    packed = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()
+    return packed[0].astype(np.int64), packed[1].astype(np.float32)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from async_rl.errors import StaleRolloutError
+from async_rl.kept_tokens import KeptTokens, select
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup, TrainedFacts
 from async_rl.records import Group, Rollout, TokenSequence
@@ -173,6 +174,7 @@ def _sequences(builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str
                 versions=sequence.versions,
                 advantages=np.zeros(len(sequence.token_ids), dtype=np.float32),
                 temperature=item.group.temperature,
+                kept=_kept(sequence, mask),
             )
         )
         builder.next_id += 1
@@ -182,6 +184,12 @@ def _sequences(builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str
 def _young_enough(sequence: TokenSequence, oldest_version: int | None) -> np.ndarray:
     mask = sequence.loss_mask
     return mask if oldest_version is None else mask & (sequence.versions >= oldest_version)
+
+
+def _kept(sequence: TokenSequence, mask: np.ndarray) -> KeptTokens | None:
+    if sequence.kept is None or mask is sequence.loss_mask:
+        return sequence.kept
+    return select(sequence.kept, mask[sequence.loss_mask])
 
 
 def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int) -> None:

@@ -27,6 +27,7 @@ from torch.nn.utils import get_total_norm
 from async_rl.chat import model_files
 from async_rl.config import Config
 from async_rl.errors import ModelError, TrainingError
+from async_rl.kept_tokens import largest_id
 from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.model import PolicyModel, load_model, load_reference, to_device
@@ -223,6 +224,14 @@ class FsdpEngine:
         return [self._model] if self._reference is None else [self._model, self._reference]
 
     def _pack(self, sequences: Sequence[TrainSequence]) -> list[list[MicroBatch]]:
+        vocab_size = self._model.vocab_size
+        for sequence in sequences:
+            # On the host: an index out of range would take a CUDA device down with it.
+            if sequence.kept is not None and (unknown := largest_id(sequence.kept)) >= vocab_size:
+                raise ValueError(
+                    f"sequence {sequence.sequence_id}: expected kept tokens below the model's {vocab_size}, got "
+                    f"{unknown}; does its generator run another model?"
+                )
         return pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:

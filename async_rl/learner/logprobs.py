@@ -1,7 +1,7 @@
 """Hidden states to log-probabilities of the trained tokens, without ever holding ``[N, vocabulary]`` whole.
 
 The engine picks the hidden states that predict a trained token and calls this. Shape letters: N = predicted tokens,
-C = tokens of one chunk, d = hidden size, V = vocabulary.
+C = tokens of one chunk, d = hidden size, V = vocabulary, W = words of kept tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +13,48 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from async_rl.kept_tokens import words_at_most
+
 CHUNK_BYTES = 256 << 20
 """Default size of one chunk's float32 logits; the peak is about three times that."""
 
 
 class TokenLogprobs(NamedTuple):
-    """What ``token_logprobs`` gives back: both float32 [N], in nats, of the tempered distribution."""
+    """What ``token_logprobs`` gives back: both float32 [N], in nats, of the distribution that was sampled from."""
 
     logprobs: Tensor
     entropies: Tensor
+
+
+class Kept(NamedTuple):
+    """``KeptTokens`` on the device: what top-p and top-k left, for each predicted token. int32 [N] and [W]."""
+
+    sizes: Tensor
+    words: Tensor
+
+    def split(self, rows: int) -> list[Kept]:
+        """``Tensor.split`` by predicted tokens."""
+        sizes = self.sizes.split(rows)
+        num_words = [int(s.abs().sum()) for s in sizes]
+        return [Kept(s, w) for s, w in zip(sizes, self.words.split(num_words), strict=True)]
+
+    def mask(self, vocab_size: int) -> Tensor:
+        """bool [N, V]: whether each token of the vocabulary was kept."""
+        num_words_N, row_N = self.sizes.abs().long(), torch.arange(len(self.sizes), device=self.sizes.device)
+        row_W = row_N.repeat_interleave(num_words_N)
+        is_id_W = self.sizes[row_W] > 0
+        mask_NV = (self.sizes == 0)[:, None].repeat(1, vocab_size)
+        mask_NV[row_W[is_id_W], self.words[is_id_W].long()] = True
+        of_bits_N = self.sizes < 0
+        if bool(of_bits_N.any()):
+            # Every word of bits to its column; rows of the others, and what a row is short of, stay 0.
+            column_W = torch.arange(len(row_W), device=row_W.device) - (num_words_N.cumsum(0) - num_words_N)[row_W]
+            words_NX = self.words.new_zeros(len(row_N), words_at_most(vocab_size))
+            words_NX[row_W[~is_id_W], column_W[~is_id_W]] = self.words[~is_id_W]
+            bytes_BY = words_NX[of_bits_N].view(torch.uint8)
+            bits_BY8 = (bytes_BY[..., None] >> torch.arange(8, dtype=torch.uint8, device=bytes_BY.device)) & 1
+            mask_NV[of_bits_N] = bits_BY8.flatten(1)[:, :vocab_size].bool()
+        return mask_NV
 
 
 def token_logprobs(
@@ -32,9 +65,12 @@ def token_logprobs(
     *,
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
+    kept: Kept | None = None,
     entropy_grad: bool = False,
 ) -> TokenLogprobs:
     """``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
+
+    With ``kept`` the softmax is over the kept tokens only: the probability that sampling with top-p and top-k had.
 
     Chunks of rows; if there are several, each is recomputed in the backward pass, so that only one chunk's logits
     live at a time. ``head`` must run no collective of its own (under FSDP: keep its weight in the root's group), as
@@ -48,6 +84,7 @@ def token_logprobs(
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
         vocab_size: V, only to size the chunks.
         chunk_bytes: upper bound on one chunk's float32 logits (at least one row).
+        kept: a set of N tokens that holds the target, with ids below V; none: nothing was left out.
         entropy_grad: entropies carry a gradient too, for about two chunks' logits more of memory.
 
     Returns:
@@ -64,6 +101,7 @@ def token_logprobs(
     rows = max(1, chunk_bytes // (4 * vocab_size))
     parts: list[Sequence[Any]] = [t.split(rows) for t in (hidden_Nd, targets_N, temperatures_N)]
     is_whole = len(parts[0]) == 1
+    parts.append([None] * len(parts[0]) if kept is None else kept.split(rows))
 
     def run(chunk: Callable[..., Any]) -> list[Any]:
         if is_whole:
@@ -98,19 +136,26 @@ class _Once:
         self.out_C = None
 
 
-def _chunk(
-    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor, entropies: _Once
-) -> Tensor:
+def _logits(head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, temperatures_C: Tensor, kept: Kept | None) -> Tensor:
+    """float32 [C, V], tempered; -inf, without a gradient, where a token was not kept."""
     logits_CV = head(hidden_Cd).float() / temperatures_C.float()[:, None]
+    return logits_CV if kept is None else logits_CV.masked_fill(~kept.mask(logits_CV.shape[1]), -torch.inf)
+
+
+def _chunk(
+    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor, kept: Kept | None,
+    entropies: _Once,
+) -> Tensor:  # fmt: skip
+    logits_CV = _logits(head, hidden_Cd, temperatures_C, kept)
     with torch.no_grad():
         entropies.fill(logits_CV.detach())
     return logits_CV.gather(-1, targets_C[:, None])[:, 0] - logits_CV.logsumexp(-1)
 
 
 def _chunk_with_entropy(
-    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor
+    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor, kept: Kept | None
 ) -> tuple[Tensor, Tensor]:
-    logprobs_CV = (head(hidden_Cd).float() / temperatures_C.float()[:, None]).log_softmax(-1)
+    logprobs_CV = _logits(head, hidden_Cd, temperatures_C, kept).log_softmax(-1)
     # An impossible token has log p = -inf: 0 in the sum, and in its gradient, where entr's own would be infinite.
     safe_CV = logprobs_CV.masked_fill(logprobs_CV == -torch.inf, 0.0)
     entropies_C = -(logprobs_CV.exp() * safe_CV).sum(-1)

@@ -17,7 +17,7 @@ from async_rl.chat import model_directory
 from async_rl.config import Config, ModelConfig
 from async_rl.errors import ModelError
 from async_rl.learner.attention import PackedLayout, packed_layout, use_packed_attention
-from async_rl.learner.logprobs import TokenLogprobs, token_logprobs
+from async_rl.learner.logprobs import Kept, TokenLogprobs, token_logprobs
 from async_rl.learner.packing import MicroBatch
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _PLAIN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scal
 class DeviceBatch:
     """A ``MicroBatch`` on the model's device: the same fields as tensors, and its attention layout.
 
-    ``num_sequences`` is S. ``sequence_ids`` stay on the host.
+    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``kept`` is None where nothing was left out.
     """
 
     token_ids: Tensor
@@ -43,6 +43,7 @@ class DeviceBatch:
     advantages: Tensor
     reference_logprobs: Tensor
     proximal_logprobs: Tensor
+    kept: Kept | None
     temperatures: Tensor
     versions: Tensor
     sequence_index: Tensor
@@ -65,6 +66,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
         advantages=moved("advantages"),
         reference_logprobs=moved("reference_logprobs"),
         proximal_logprobs=moved("proximal_logprobs"),
+        kept=Kept(moved("kept_sizes"), moved("kept_words")) if len(batch.kept_sizes) else None,
         temperatures=moved("temperatures"),
         versions=moved("versions"),
         sequence_index=moved("sequence_index"),
@@ -169,7 +171,7 @@ class PolicyModel(nn.Module):
         return [name for name in self.causal_lm.state_dict() if name not in tied]
 
     def forward(self, batch: DeviceBatch, *, entropy_grad: bool = False) -> TokenLogprobs:
-        """Log-probabilities (with grad) and entropies of the tempered distribution, float32 [N], nats.
+        """Log-probabilities (with grad) and entropies of the distribution sampled from, float32 [N], nats.
 
         Hidden states are computed for the whole row, logits only at ``predict_index``.
         """
@@ -186,5 +188,6 @@ class PolicyModel(nn.Module):
             batch.targets,
             batch.temperatures,
             vocab_size=self.vocab_size,
+            kept=batch.kept,
             entropy_grad=entropy_grad,
         )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import WireError
+from async_rl.kept_tokens import NOTHING_LEFT_OUT, KeptTokens, join
 
 # Parts of an even load into which sequences that share a prompt are cut, at the least.
 _PARTS_PER_BIN = 4
@@ -41,6 +42,7 @@ class TrainSequence:
         temperature: the one it was sampled at.
         reference_logprobs, proximal_logprobs: float32 [T], nats, finite under the loss mask: the frozen reference
             model's, and those of the policy the step began with; [0] where the loss needs none.
+        kept: for each token under the loss mask those that top-p and top-k left; None where nothing was left out.
     """
 
     sequence_id: int
@@ -52,6 +54,7 @@ class TrainSequence:
     temperature: float
     reference_logprobs: np.ndarray = field(default_factory=_no_logprobs)
     proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
+    kept: KeptTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +68,7 @@ class MicroBatch:
         predict_index: int64 [N], where in T the hidden state lies that predicts each trained token (its position - 1).
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N].
         reference_logprobs, proximal_logprobs: float32 [N]; [0] where the loss needs none.
+        kept_sizes: int32 [N], kept_words: int32 [W], as in ``KeptTokens``; both [0] where nothing was left out.
         sequence_index: int64 [N], which of the S sequences each trained token is in.
         sequence_ids: int64 [S]; -1 for the dummy sequence of a rank that has nothing to do.
     """
@@ -79,6 +83,8 @@ class MicroBatch:
     advantages: np.ndarray
     reference_logprobs: np.ndarray
     proximal_logprobs: np.ndarray
+    kept_sizes: np.ndarray
+    kept_words: np.ndarray
     temperatures: np.ndarray
     versions: np.ndarray
     sequence_index: np.ndarray
@@ -181,6 +187,8 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
     for name in _OPTIONAL:
         if len(getattr(sequence, name)) not in (0, length):
             raise ValueError(f"{where}: expected {name} [{length}] or [0], got [{len(getattr(sequence, name))}]")
+    if sequence.kept is not None and len(sequence.kept) != (num_trained := np.count_nonzero(sequence.loss_mask)):
+        raise ValueError(f"{where}: expected kept tokens for {num_trained} trained tokens, got {len(sequence.kept)}")
     if length == 0:
         raise ValueError(f"{where}: expected at least one token, got none")
     if length > max_tokens:
@@ -284,6 +292,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         return trained(parts, np.float32) if len(parts[0]) else _no_logprobs()
 
     num_trained = [len(at) for at in trained_at]
+    kept = _kept([s.kept for s in sequences], num_trained)
     temperatures = np.array([s.temperature for s in sequences], dtype=np.float32)
     return MicroBatch(
         token_ids=np.concatenate(tokens).astype(np.int64),
@@ -296,11 +305,20 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         advantages=trained((s.advantages for s in sequences), np.float32),
         reference_logprobs=optional([s.reference_logprobs for s in sequences]),
         proximal_logprobs=optional([s.proximal_logprobs for s in sequences]),
+        kept_sizes=kept.sizes,
+        kept_words=kept.words,
         temperatures=np.repeat(temperatures, num_trained),
         versions=trained((s.versions for s in sequences), np.int32),
         sequence_index=np.repeat(np.arange(len(sequences), dtype=np.int64), num_trained),
         sequence_ids=np.array([s.sequence_id for s in sequences], dtype=np.int64),
     )
+
+
+def _kept(of_sequences: Sequence[KeptTokens | None], num_trained: Sequence[int]) -> KeptTokens:
+    if all(kept is None for kept in of_sequences):
+        return NOTHING_LEFT_OUT
+    whole = (KeptTokens(np.zeros(n, np.int32), NOTHING_LEFT_OUT.words) for n in num_trained)
+    return join([w if kept is None else kept for kept, w in zip(of_sequences, whole, strict=True)])
 
 
 _DTYPES = {
@@ -314,6 +332,8 @@ _DTYPES = {
     "advantages": np.float32,
     "reference_logprobs": np.float32,
     "proximal_logprobs": np.float32,
+    "kept_sizes": np.int32,
+    "kept_words": np.int32,
     "temperatures": np.float32,
     "versions": np.int32,
     "sequence_index": np.int64,

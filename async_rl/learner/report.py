@@ -53,6 +53,7 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
     return {
         "reward/mean": float(np.mean([r.reward for r in rollouts])),
         "accuracy/mean": float(np.mean([r.accuracy for r in rollouts])),
+        "temperature": float(np.mean([item.group.temperature for item in taken])),
         "length/mean": float(np.mean(lengths)),
         "length/max": max(lengths),
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
+from async_rl.learner.staleness_control import BoundState
+
 NO_LINEAGE = ""
 
 
@@ -26,7 +28,8 @@ class TrainerState:
     ``digests`` maps versions that may still be in flight to the digests they were published with: one, or two where
     a restart laid the same weights out anew (``weights.bucket_bytes``). ``pending_evals`` are (dataset, step) that
     were asked for and not yet written. ``skipped_in_a_row`` counts optimizer steps since the last that was not skipped
-    (``step_guard.py``). ``elapsed_s`` is the run's time up to here.
+    (``step_guard.py``); ``bound_state`` is where an adaptive bound stands (``staleness_control.py``). ``elapsed_s`` is
+    the run's time up to here.
     """
 
     step: int = 0
@@ -38,6 +41,7 @@ class TrainerState:
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
     pending_evals: list[tuple[str, int]] = field(default_factory=list)
     skipped_in_a_row: int = 0
+    bound_state: BoundState | None = None
     exhausted: bool = False
 
     @property
@@ -69,4 +73,6 @@ class TrainerState:
         values = {key: value for key, value in plain.items() if key in known}
         values["digests"] = {int(version): tuple(digests) for version, digests in plain["digests"].items()}
         values["pending_evals"] = [(str(name), int(step)) for name, step in plain["pending_evals"]]
+        if values.get("bound_state") is not None:
+            values["bound_state"] = BoundState(**values["bound_state"])
         return cls(**values)

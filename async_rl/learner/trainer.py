@@ -31,6 +31,7 @@ from async_rl.learner.evals import Evaluations
 from async_rl.learner.publishing import WeightsPlane
 from async_rl.learner.report import step_metrics
 from async_rl.learner.scoring import score, with_scores
+from async_rl.learner.staleness_control import BoundLimits, BoundState, read, steer
 from async_rl.learner.state import TrainerState
 from async_rl.learner.step_guard import check_skipped, count_skipped
 from async_rl.learner.timing import StepClock
@@ -80,6 +81,7 @@ class Trainer:
         self._run_dir, self._decode = run_dir, decode
         self._clock = StepClock(state.elapsed_s)
         self._bias = DropBias()
+        self._bound_limits = BoundLimits.from_config(config) if config.queue.adaptive else None
         self._published = -1
         self._last_checkpoint = state.step if state.is_resumed else -1
         self._evals = Evaluations(config, state, queue, record=self._record_eval, run_dir=run_dir, decode=decode)
@@ -150,13 +152,14 @@ class Trainer:
         self._record_trained(batch.groups)
         fault_point("learner.trained")
         staleness = staleness_summary(prepared, versions=_versions_trained(version, updates))
+        bound_row = self._steer(updates, oldest=staleness.max)
         acked, facts = self._acknowledge(prepared, updates)
         fault_point("learner.acknowledged")
         self._begin_next_take()
         if self._publish_due():
             self._publish(is_last=self._is_last)
         run_updates = [update for update in updates if update is not None]
-        row = step_metrics(batch.groups, prepared, run_updates, staleness, facts, acked.stats)
+        row = step_metrics(batch.groups, prepared, run_updates, staleness, facts, acked.stats) | bound_row
         row |= self._clock.lap(acked.stats.generators, roster=acked.stats.roster, trained_tokens=facts.tokens_trained)
         row |= self._bias.step(acked.stats.ledger)
         row |= {f"weights/{key}": value for key, value in self.weights.stats().items()}
@@ -186,6 +189,18 @@ class Trainer:
         self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
 
+    def _steer(self, updates: Sequence[UpdateStats | None], *, oldest: int) -> dict[str, float]:
+        """Decide on the bound for new leases, which the ack sends; the metrics of it. Nothing unless adaptive."""
+        limits = self._bound_limits
+        if limits is None:
+            return {}
+        before = self.state.bound_state or BoundState(limits.highest)
+        after = self.state.bound_state = steer(before, read(updates, oldest=oldest), limits)
+        if after.bound != before.bound:
+            step = self.state.step + 1
+            logger.info("step %d: the bound for new leases is %d, was %d", step, after.bound, before.bound)
+        return {"staleness/bound": after.bound, "staleness/decision": after.bound - before.bound}
+
     def _acknowledge(
         self, prepared: PreparedBatch, updates: Sequence[UpdateStats | None]
     ) -> tuple[Acked, TrainedFacts]:
@@ -199,8 +214,14 @@ class Trainer:
         done = self.state.step + 1
         every = self.config.checkpoint.every
         snapshot = done == self.config.learner.steps or bool(every and done % every == 0)
+        bound_state = self.state.bound_state
         acked = self.queue.ack(
-            lineage=self.state.lineage, step=self.state.step, version=self.state.version, facts=facts, snapshot=snapshot
+            lineage=self.state.lineage,
+            step=self.state.step,
+            version=self.state.version,
+            facts=facts,
+            snapshot=snapshot,
+            lease_bound=None if bound_state is None else bound_state.bound,
         )
         self.state.step = done
         return acked, facts

@@ -3,20 +3,26 @@
 With ``k`` optimizer steps a batch, a batch that is taken at version ``v`` is trained last at ``v + k - 1``; the
 batch after it at ``v + 2k - 1``, and so on. A group sampled at ``m`` is in the bound ``eta`` while that is at most
 ``m + eta``.
+
+Leases are given by the learner's ``lease_bound``, at most ``eta``; whatever is there is trained as long as ``eta`` lets
+it. So a bound that is lowered (``queue.adaptive``) costs no sample: new leases wait until what was given before it, by
+their count, is within it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
 from async_rl.config import Config, OnStale
 from async_rl.errors import ConfigError
+from async_rl.kept_tokens import words_at_most
 from async_rl.records import LeaseKind, Sampling
 
 BYTES_PER_TOKEN = 13
 """int32 id, bool mask, float32 logprob, int32 version."""
+_BYTES_PER_WORD = 4
 _ROLLOUT_OVERHEAD = 1024
 _GROUP_OVERHEAD = 4096
 
@@ -26,7 +32,8 @@ class BufferSettings:
     """What the buffer must know of the config.
 
     Raises:
-        ConfigError: no step fits into ``max_bytes``, or the versions that generators get are always too old.
+        ConfigError: no step fits into ``max_bytes``, or the versions that generators get are always too old, or
+            nothing bounds the tokens that top-p may keep.
     """
 
     group_size: int
@@ -46,17 +53,25 @@ class BufferSettings:
     on_stale: OnStale = "mask"
     wait_s: float = 60.0
     accepts_changed_data: bool = False
+    temperature_end: float | None = None
+    temperature_steps: int = 1
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
+            raise ConfigError(
+                f"sampling.top_p: {self.sampling.top_p} alone may keep the whole vocabulary, and how large that is the "
+                f"queue can't read from model.path here; set sampling.top_k, which bounds it, or put the model's "
+                f"config.json there"
+            )
         needed = self.groups_per_step * self.worst_case_bytes
         if needed > self.max_bytes:
             raise ConfigError(
                 f"queue.max_bytes: one step of {self.groups_per_step} groups may need {needed} bytes, got "
                 f"{self.max_bytes}; raise it, or lower learner.groups_per_step, sampling.group_size or "
-                f"sampling.max_new_tokens"
+                f"sampling.max_new_tokens" + ("" if self.sampling.keeps_all else ", or lower (or set) sampling.top_k")
             )
-        # Just before a version is due, generators are sync_every - 1 versions behind, and one batch must still fit.
-        if self.sync_every - 1 + self.updates_per_batch > self.max_staleness + 1:
+        if self.lowest_bound > self.max_staleness:
             raise ConfigError(
                 f"weights.sync_every + learner.updates_per_batch: expected at most queue.max_staleness + 2 = "
                 f"{self.max_staleness + 2}, got {self.sync_every} + {self.updates_per_batch}; generators could never "
@@ -64,7 +79,8 @@ class BufferSettings:
             )
 
     @classmethod
-    def from_config(cls, config: Config) -> BufferSettings:
+    def from_config(cls, config: Config, *, vocab_size: int | None = None) -> BufferSettings:
+        """``vocab_size`` is the model's: what bounds the tokens that top-p keeps, if top-k does not."""
         return cls(
             group_size=config.sampling.group_size,
             groups_per_step=config.learner.groups_per_step,
@@ -82,17 +98,43 @@ class BufferSettings:
             on_stale=config.queue.on_stale,
             wait_s=config.queue.wait_s,
             accepts_changed_data=config.data.on_change == "accept",
+            temperature_end=config.sampling.temperature_end,
+            temperature_steps=config.temperature_steps,
+            vocab_size=vocab_size,
         )
 
     @property
     def worst_case_bytes(self) -> int:
         """The largest body that a training lease may bring back."""
-        tokens = self.sampling.max_prompt_tokens + self.sampling.max_new_tokens
-        return self.group_size * (tokens * BYTES_PER_TOKEN + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
+        sampling = self.sampling
+        tokens = sampling.max_prompt_tokens + sampling.max_new_tokens
+        kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_kept_words)
+        return self.group_size * (tokens * BYTES_PER_TOKEN + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
-    def group_limit(self, *, version: int, active_version: int, steps_left: int) -> int:
-        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks."""
-        batches = (self.max_staleness + 1 - (version - active_version)) // self.updates_per_batch
+    @property
+    def _most_kept_words(self) -> int:
+        """Words of the largest set of kept tokens."""
+        bounds = [self.sampling.top_k or None, None if self.vocab_size is None else words_at_most(self.vocab_size)]
+        return min(bound for bound in bounds if bound is not None)
+
+    def sampling_at(self, version: int) -> Sampling:
+        """How ``version`` samples: its temperature lies on a line from ``sampling.temperature`` to the end."""
+        if self.temperature_end is None:
+            return self.sampling
+        done, start = min(1.0, version / self.temperature_steps), self.sampling.temperature
+        return replace(self.sampling, temperature=(1 - done) * start + done * self.temperature_end)
+
+    @property
+    def lowest_bound(self) -> int:
+        """As ``Config.lowest_bound``: what a learner's ``lease_bound`` is never below."""
+        return self.sync_every + self.updates_per_batch - 2
+
+    def group_limit(self, *, version: int, active_version: int, steps_left: int, bound: int) -> int:
+        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks.
+
+        ``bound`` is the learner's ``lease_bound``, here and for ``oldest_for_lease``.
+        """
+        batches = (bound + 1 - (version - active_version)) // self.updates_per_batch
         return max(0, min(batches, steps_left)) * self.groups_per_step
 
     def oldest_trainable(self, version: int) -> int:
@@ -103,10 +145,10 @@ class BufferSettings:
         """The oldest version that the batch after one taken at ``version`` may hold."""
         return self.oldest_trainable(version + self.updates_per_batch)
 
-    def oldest_for_lease(self, *, version: int, outstanding: int) -> int:
+    def oldest_for_lease(self, *, version: int, outstanding: int, bound: int) -> int:
         """The oldest version for the next lease, with ``outstanding`` groups before it, at its expected batch."""
         batches_before = outstanding // self.groups_per_step
-        return max(0, self.oldest_trainable(version + batches_before * self.updates_per_batch))
+        return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
 
     def lease_seed(self, kind: LeaseKind, dataset: str, position: int) -> int:
         """63 bits that depend on nothing but the run's seed and the prompt's place."""

@@ -68,8 +68,9 @@ def lacks_groups(state: QueueState, lineage: str, step: int, num_groups: int) ->
 
 
 def ack(
-    state: QueueState, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool
-) -> bytes | None:
+    state: QueueState, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool,
+    lease_bound: int | None = None,
+) -> bytes | None:  # fmt: skip
     """As ``Buffer.ack``; the snapshot that was asked for."""
     learner = state.attached(lineage)
     if learner.acked is not None and learner.acked[0] == step:
@@ -81,7 +82,12 @@ def ack(
         raise QueueError(
             f"expected version {learner.version + facts.stepped}..{newest} after step {step}, got {new_version}"
         )
+    lowest, highest = state.settings.lowest_bound, state.settings.max_staleness
+    lease_bound = highest if lease_bound is None else lease_bound
+    if not lowest <= lease_bound <= highest:
+        raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {lease_bound}")
     _settle(state, learner, facts)
+    learner.lease_bound = lease_bound
     learner.step, learner.version = step + 1, new_version
     state.filtered_since_step = state.filtered_right_since_step = 0
     state.drop_too_old(learner)

@@ -117,7 +117,8 @@ class Buffer:
         state.old_lineages |= {state.learner.lineage} if state.learner is not None else set()
         restore.void_leases(state)
         restore.restore(state, saved)
-        state.learner = LearnerSide(lineage, step, num_steps, version=fork_version, fork_version=fork_version)
+        bound = state.settings.max_staleness if saved is None else saved.lease_bound
+        state.learner = LearnerSide(lineage, step, num_steps, fork_version, fork_version, bound)
         state.drop_too_old(state.learner)
         state.revision += 1
 
@@ -188,16 +189,19 @@ class Buffer:
         return batches.lacks_groups(self._state, lineage, step, num_groups)
 
     def ack(
-        self, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool, now: float
-    ) -> Acked:
+        self, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool, now: float,
+        lease_bound: int | None = None,
+    ) -> Acked:  # fmt: skip
         """The taken step is trained (or its optimizer step was skipped), and the learner is at ``new_version``.
+
+        ``lease_bound`` is the bound on staleness for leases from here on (none: ``max_staleness``).
 
         Raises:
             LineageError: of another learner.
-            QueueError: the step is not the taken one, the version can't be, or the facts don't add up.
+            QueueError: the step is not the taken one, the version or bound can't be, or the facts don't add up.
         """
         self._state.at(now)
-        body = batches.ack(self._state, lineage, step, new_version, facts, snapshot=snapshot)
+        body = batches.ack(self._state, lineage, step, new_version, facts, snapshot=snapshot, lease_bound=lease_bound)
         return Acked(self.stats(), body)
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:

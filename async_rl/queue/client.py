@@ -161,13 +161,16 @@ class LearnerQueue:
 
     def ack(
         self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
-        next_take_s: float | None = None,
+        lease_bound: int | None = None, next_take_s: float | None = None,
     ) -> Acked:  # fmt: skip
         """The step that was taken as ``step`` is done, and the learner is at ``version``.
 
-        ``next_take_s``: the take of the next step is begun right behind (``begin_take``, with so long a wait).
+        ``lease_bound``: of staleness, for leases from here on (none: ``queue.max_staleness``). ``next_take_s``: the
+        take of the next step is begun right behind (``begin_take``, with so long a wait).
         """
-        fields = {"lineage": lineage, "step": step, "version": version, "snapshot": snapshot}
+        fields = {
+            "lineage": lineage, "step": step, "version": version, "snapshot": snapshot, "lease_bound": lease_bound,
+        }  # fmt: skip
         request_id = self._connection.post("ack", {**fields, "facts": facts_fields(facts)})
         if next_take_s is not None:
             self.begin_take(lineage, step + 1, version, next_take_s)

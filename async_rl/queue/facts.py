@@ -13,6 +13,7 @@ from itertools import islice
 import numpy as np
 
 from async_rl.codec import FlatGroup, decode_flat_group
+from async_rl.kept_tokens import contains
 from async_rl.queue.bodies import Bytes
 from async_rl.records import NO_VERSION, Lease, LeaseKind
 from async_rl.wire import DEFAULT_LIMITS, Limits
@@ -24,7 +25,8 @@ class GroupFacts:
 
     ``num_tokens`` counts those under the mask; ``oldest_version`` and ``newest_version`` are among them, both
     ``NO_VERSION`` if there is none. ``reward`` and ``accuracy`` are sums over rollouts. ``unfit`` says why no learner
-    could train on it whatever the lease and the version; empty if nothing speaks against it.
+    could train on it whatever the lease and the version; empty if nothing speaks against it. ``has_kept_tokens`` says
+    whether it tells what top-p and top-k left to be sampled.
     """
 
     lease_id: str
@@ -40,6 +42,8 @@ class GroupFacts:
     accuracy: float
     every_rollout_failed: bool
     unfit: str
+    temperature: float
+    has_kept_tokens: bool
 
 
 def read_facts(body: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupFacts:
@@ -68,6 +72,8 @@ def read_facts(body: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupFacts:
         accuracy=accuracy,
         every_rollout_failed=every_rollout_failed,
         unfit="every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy),
+        temperature=fields["temperature"],
+        has_kept_tokens=group.kept is not None,
     )
 
 
@@ -89,6 +95,8 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
             return f"rollout {index} has no sampled token"
         if start <= not_finite < end:
             return f"rollout {index} has a behavior logprob that is not finite"
+    if group.kept is not None and not contains(group.kept, group.token_ids[group.loss_mask]).all():
+        return "a sampled token is not among those that top-p and top-k kept"
     return ""
 
 
@@ -107,6 +115,15 @@ def why_unfit(facts: GroupFacts, lease: Lease, *, newest_version: int) -> str:
         return f"expected {lease.group_size} rollouts, got {facts.num_rollouts}"
     if facts.unfit:
         return facts.unfit
+    sampling = lease.sampling
+    if facts.temperature != sampling.temperature:
+        return f"expected samples at temperature {sampling.temperature}, got {facts.temperature}"
+    # Logprobs of a renormalised distribution mean nothing without what it was renormalised over.
+    if facts.num_tokens and facts.has_kept_tokens == sampling.keeps_all:
+        return (
+            f"expected {'no ' if sampling.keeps_all else ''}kept tokens under top_p = {sampling.top_p} and top_k = "
+            f"{sampling.top_k}, got {'some' if facts.has_kept_tokens else 'none'}"
+        )
     if facts.num_tokens and not 0 <= facts.oldest_version <= facts.newest_version <= newest_version:
         return (
             f"the group was sampled by versions {facts.oldest_version}..{facts.newest_version}, known are "

@@ -36,7 +36,9 @@ def grant(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     elif len(leases) < max_leases:
         more, answer_train = _grant_training(state, learner, generator_id, version, max_leases - len(leases))
         leases += more
-        answer = answer or answer_train
+        # An evaluation that waits for a version to come must not hide that training goes on with one that is there.
+        if answer is None or (answer_train is not None and answer_train.activate is not None):
+            answer = answer_train
     if leases:
         state.revision += 1
         return LeasesGranted(tuple(leases))
@@ -78,7 +80,7 @@ def _grant_training(
     if not learner.steps_left:
         return [], LeasesGranted((), f"all {learner.num_steps} steps are trained")
     settings = state.settings
-    limit = settings.group_limit(version=learner.version, active_version=version, steps_left=learner.steps_left)
+    limit = _limit(state, learner, version)
     leases: list[Lease] = []
     while len(leases) < max_leases:
         if state.outstanding >= limit:
@@ -95,6 +97,12 @@ def _grant_training(
     return leases, None
 
 
+def _limit(state: QueueState, learner: LearnerSide, version: int) -> int:
+    return state.settings.group_limit(
+        version=learner.version, active_version=version, steps_left=learner.steps_left, bound=learner.lease_bound
+    )
+
+
 def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> LeasesGranted:
     groups = state.ledger.groups
     line = (
@@ -102,12 +110,8 @@ def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> 
         f"(learner at version {learner.version}, generator at {version}, {learner.steps_left} steps left)"
     )
     announced = learner.announced_version
-    if announced is not None and announced > version:
-        fresh = state.settings.group_limit(
-            version=learner.version, active_version=announced, steps_left=learner.steps_left
-        )
-        if state.outstanding < fresh:
-            return LeasesGranted((), line, activate=announced)
+    if announced is not None and announced > version and state.outstanding < _limit(state, learner, announced):
+        return LeasesGranted((), line, activate=announced)
     return LeasesGranted((), line)
 
 
@@ -116,8 +120,10 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
     attempts = state.attempts_of(position)
     lease = build_lease(
         state, None, position, lease_id=_new_id(state, learner, "train", position), lineage=learner.lineage,
-        min_version=settings.oldest_for_lease(version=learner.version, outstanding=state.outstanding),
-        attempt=attempts.failed + attempts.stale + 1,
+        min_version=settings.oldest_for_lease(
+            version=learner.version, outstanding=state.outstanding, bound=learner.lease_bound
+        ),
+        attempt=attempts.failed + attempts.stale + 1, version=version,
     )  # fmt: skip
     state.leases.add(HeldLease(lease, generator_id, version, settings.worst_case_bytes, state.now, state.now))
     state.ledger.issue(settings.group_size)
@@ -130,7 +136,7 @@ def _issue_eval(
     row = heapq.heappop(evaluation.todo)
     lease = build_lease(
         state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
-        min_version=evaluation.min_version, attempt=evaluation.attempts[row] + 1,
+        min_version=evaluation.min_version, attempt=evaluation.attempts[row] + 1, version=version,
     )  # fmt: skip
     state.leases.add(HeldLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
     state.eval_ledger.issue(evaluation.num_samples)
@@ -144,9 +150,13 @@ def _new_id(state: QueueState, learner: LearnerSide, kind: LeaseKind, position: 
 
 def build_lease(
     state: QueueState, evaluation: Evaluation | None, position: int, *, lease_id: str, lineage: str, min_version: int,
-    attempt: int,
+    attempt: int, version: int,
 ) -> Lease:  # fmt: skip
-    """A lease of a training prompt at ``position``, or of an evaluation's row."""
+    """A lease of a training prompt at ``position``, or of an evaluation's row.
+
+    ``version`` is the one that the generator had active when it asked. The oldest that can sample decides about the
+    temperature, so that it is the same whoever samples and whenever the lease is built.
+    """
     settings = state.settings
     kind: LeaseKind = "train" if evaluation is None else "eval"
     return Lease(
@@ -154,7 +164,7 @@ def build_lease(
         kind=kind,
         prompt=state.prompt(position) if evaluation is None else evaluation.prompt(position),
         group_size=settings.group_size if evaluation is None else evaluation.num_samples,
-        sampling=settings.sampling if evaluation is None else evaluation.sampling,
+        sampling=settings.sampling_at(max(version, min_version)) if evaluation is None else evaluation.sampling,
         lineage=lineage,
         min_version=min_version,
         max_staleness=settings.max_staleness,

@@ -222,6 +222,7 @@ class Handlers:
 
     def _on_ack(self, message: Message, now: float) -> Reply:
         fields = message.fields
+        has_bound = fields.get("lease_bound") is not None
         acked = self.buffer.ack(
             field(fields, "lineage", str),
             field(fields, "step", int),
@@ -229,6 +230,7 @@ class Handlers:
             facts_from_fields(field(fields, "facts", dict)),
             snapshot=field(fields, "snapshot", bool),
             now=now,
+            lease_bound=field(fields, "lease_bound", int) if has_bound else None,
         )
         return _acked(acked)
 

@@ -142,6 +142,7 @@ def status(state: QueueState) -> dict[str, Any]:
         "step": learner.step if learner else None,
         "num_steps": learner.num_steps if learner else None,
         "version": learner.version if learner else None,
+        "lease_bound": learner.lease_bound if learner else None,
         "finished": bool(learner and learner.finished),
         "announced": {name: getattr(announced, name) for name in announced.__slots__} if announced else None,
         "depth": len(state.queued),

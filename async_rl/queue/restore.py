@@ -27,6 +27,7 @@ def save(state: QueueState, learner: LearnerSide) -> bytes:
         lineage=learner.lineage,
         step=learner.step,
         version=learner.version,
+        lease_bound=learner.lease_bound,
         data_digest=state.data_digest,
         position=state.stream.position,
         again=tuple(sorted([*state.stream.again, *in_flight])),

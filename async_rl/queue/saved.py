@@ -85,6 +85,7 @@ def _learner_fields(learner: LearnerSide) -> dict[str, Any]:
         "num_steps": learner.num_steps,
         "version": learner.version,
         "fork_version": learner.fork_version,
+        "lease_bound": learner.lease_bound,
         "announcement": None if announced is None else {n: getattr(announced, n) for n in Announcement.__slots__},
         "taken": [group.lease_id for group in learner.taken],
         "acked": learner.acked,
@@ -124,6 +125,7 @@ def _load_groups(state: QueueState, entries: Entries, small: Mapping[str, Any]) 
             num_steps=plain["num_steps"],
             version=plain["version"],
             fork_version=plain["fork_version"],
+            lease_bound=plain["lease_bound"],
             announcement=None if announced is None else Announcement(**announced),
             acked=None if plain["acked"] is None else (plain["acked"][0], plain["acked"][1]),
             finished=plain["finished"],
@@ -175,7 +177,7 @@ def _held_lease(state: QueueState, lease_id: str, fields: Mapping[str, Any]) -> 
     evaluation = None if key is None else state.evals.get(key)
     lease = grants.build_lease(
         state, evaluation, fields["position"], lease_id=lease_id, lineage=fields["lineage"],
-        min_version=fields["min_version"], attempt=fields["attempt"],
+        min_version=fields["min_version"], attempt=fields["attempt"], version=fields["version"],
     )  # fmt: skip
     reserved = 0 if evaluation is not None else state.settings.worst_case_bytes
     return HeldLease(

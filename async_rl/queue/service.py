@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 from async_rl.address import check_address
+from async_rl.chat import vocabulary_size
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
 from async_rl.faults import fault_point
@@ -77,6 +78,7 @@ class QueueServer:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
         KeyFileError: the keys of ``queue.keys`` are missing or unfit.
         ConfigError: the queue can't hold one step.
+        ModelError: how much room a step needs depends on the model, which is not there.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class QueueServer:
         stream = PromptStream(
             len(train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
         )
-        settings = BufferSettings.from_config(config)
+        settings = BufferSettings.from_config(config, vocab_size=_vocabulary_size(config))
         self._run_dir = Path(config.run.dir)
         # A server that is refused its address leaves no journal behind.
         self._endpoint = Endpoint(config.queue, insecure=insecure, last_port=_last_port(self._run_dir, run_id))
@@ -384,3 +386,12 @@ def _error(error: Exception) -> Reply:
     kinds = {LineageError: "lineage", WireError: "wire"}
     kind = kinds.get(type(error), "queue" if isinstance(error, AsyncRLError) else "internal")
     return Reply("error", {"kind": kind, "message": str(error) or type(error).__name__})
+
+
+def _vocabulary_size(config: Config) -> int | None:
+    """That of the tokens that are sampled, where the room to reserve depends on it: top-p without top-k."""
+    if config.sampling.top_p == 1 or config.sampling.top_k:
+        return None
+    if config.generator.backend == "fake":
+        return config.generator.fake.vocab_size
+    return vocabulary_size(config.model.path)

@@ -33,6 +33,7 @@ class Snapshot:
     lineage: str
     step: int
     version: int
+    lease_bound: int
     data_digest: str
     position: int
     again: tuple[int, ...]
@@ -78,6 +79,7 @@ class Snapshot:
             lineage=field(fields, "lineage", str),
             step=field(fields, "step", int),
             version=field(fields, "version", int),
+            lease_bound=field(fields, "lease_bound", int),
             data_digest=field(fields, "data_digest", str),
             position=field(fields, "position", int),
             again=tuple(field(fields, "again", list)),

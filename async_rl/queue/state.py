@@ -34,7 +34,8 @@ class LearnerSide:
     """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken`` belongs to ``step``.
 
     ``acked`` is the last acked step with the snapshot that its ack asked for. ``waits_since``: under ``on_stale =
-    "wait"``, when the next batch could have been handed over but for leases that it would make stale.
+    "wait"``, when the next batch could have been handed over but for leases that it would make stale. ``lease_bound``
+    is the bound on staleness that leases are given by, as of the last ack: ``max_staleness``, or less.
     """
 
     lineage: str
@@ -42,6 +43,7 @@ class LearnerSide:
     num_steps: int
     version: int
     fork_version: int
+    lease_bound: int
     announcement: Announcement | None = None
     taken: tuple[HeldGroup, ...] = ()
     taken_bytes: int = 0

@@ -11,6 +11,7 @@ import pytest
 from async_rl.config import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.generator.fake_backend import FakeBackend
+from async_rl.kept_tokens import contains
 from tests.generator.leases import make_lease
 
 
@@ -145,3 +146,26 @@ def test_prompts_that_contain_a_chosen_text_always_fail():
         with pytest.raises(ValueError, match=r"generator\.fake\.fails_on = '1 \+ 1' is in the prompt"):
             prompt_of(backend)
     assert len(backend.encode_prompt([{"role": "user", "content": "1 + 2"}]))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "num_kept"), [(1.0, 5, 5), (1.0, 99, 32), (0.5, 0, 16), (0.3, 5, 2), (0.01, 0, 1)]
+)
+def test_of_equally_likely_tokens_top_k_and_top_p_keep_the_first(top_p: float, top_k: int, num_kept: int):
+    # Of 32 tokens; 0.3 of 5 is 1.5, which takes two of them to reach.
+    backend = make_backend(mean_tokens=40.0)
+    backend.submit(make_lease(top_p=top_p, top_k=top_k, max_new_tokens=80), prompt_of(backend))
+    for sampled in run_all(backend).values():
+        assert set(sampled.token_ids.tolist()) <= set(range(num_kept))
+        assert sampled.logprobs.tolist() == pytest.approx([-math.log(num_kept)] * len(sampled.token_ids))
+        assert sampled.kept is not None
+        assert len(sampled.kept) == len(sampled.token_ids)
+        for token in range(32):
+            assert contains(sampled.kept, np.full(len(sampled.kept), token, np.int32)).all() == (token < num_kept)
+
+
+def test_what_keeps_all_carries_no_kept_tokens():
+    backend = make_backend()
+    backend.submit(make_lease("plain"), prompt_of(backend))
+    backend.submit(make_lease("greedy", top_k=3, temperature=0.0), prompt_of(backend))
+    assert all(sampled.kept is None for sampled in run_all(backend).values())

@@ -15,6 +15,7 @@ from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.causal_model import refuse_unsupported
 from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.kept_tokens import KeptTokens, contains
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
 
@@ -225,6 +226,7 @@ def test_top_k_and_top_p_score_the_distribution_that_was_sampled(make_backend):
         ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
         with torch.no_grad():
             probabilities = model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1].softmax(-1).numpy()
+        sizes: list[int] = []
         for row, token, logprob in zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True):
             order = np.argsort(-row)
             # top-p keeps the shortest head of the ordered distribution whose sum reaches 0.5.
@@ -232,6 +234,35 @@ def test_top_k_and_top_p_score_the_distribution_that_was_sampled(make_backend):
             kept = order[:size]
             assert token in kept
             assert logprob == pytest.approx(float(np.log(row[token] / row[kept].sum())), abs=1e-5)
+            sizes.append(size)
+        assert sampled.kept is not None
+        assert kept_counts(sampled.kept) == sizes
+        assert contains(sampled.kept, sampled.token_ids).all()
+
+
+def kept_counts(kept: KeptTokens) -> list[int]:
+    vocabulary = range(len(CHARACTERS) + 3)
+    return np.sum([contains(kept, np.full(len(kept), token, np.int32)) for token in vocabulary], axis=0).tolist()
+
+
+def test_only_rows_that_do_not_keep_all_carry_kept_tokens_and_keep_them_when_others_leave(make_backend):
+    # Answers end at different steps, so rows move to other seats with what they have gathered.
+    backend, alone = make_backend(seats=8), make_backend(seats=8)
+    submit(backend, "plain", group_size=3, max_new_tokens=5, seed=1)
+    submit(backend, "greedy", group_size=2, top_k=2, temperature=0.0, max_new_tokens=9, seed=2)
+    for one in (backend, alone):
+        submit(one, "k", group_size=2, top_k=7, top_p=0.9, max_new_tokens=30, seed=3)
+    finished, expected = run_all(backend), run_all(alone)
+    for (lease_id, index), sampled in finished.items():
+        if lease_id != "k":
+            assert sampled.kept is None
+            continue
+        assert sampled.kept is not None
+        assert max(kept_counts(sampled.kept)) <= 7
+        other = expected[lease_id, index]
+        assert other.kept is not None
+        assert sampled.token_ids.tolist() == other.token_ids.tolist()
+        assert sampled.kept.words.tolist() == other.kept.words.tolist()
 
 
 def test_tokens_are_drawn_with_their_probabilities(make_backend):

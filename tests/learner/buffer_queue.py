@@ -79,10 +79,10 @@ class BufferQueue:
 
     def ack(
         self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
-        next_take_s: float | None = None,
+        lease_bound: int | None = None, next_take_s: float | None = None,
     ) -> Acked:  # fmt: skip
         self._told("ack")
-        acked = self.buffer.ack(lineage, step, version, facts, snapshot=snapshot, now=0.0)
+        acked = self.buffer.ack(lineage, step, version, facts, snapshot=snapshot, now=0.0, lease_bound=lease_bound)
         self.buffer.check()
         return acked
 

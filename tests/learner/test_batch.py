@@ -1,9 +1,12 @@
 """Taken groups to sequences: masks and their causes, staleness, and the facts for the ledger."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from async_rl.errors import StaleRolloutError
+from async_rl.kept_tokens import pack_ids
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import check_staleness, prepare_batch, staleness_summary, trained_facts
 from async_rl.loss_config import LossConfig
@@ -148,3 +151,18 @@ def test_what_a_skipped_update_held_was_not_trained():
         tokens_masked={"truncated": 1, "step_skipped": 4, "skip_threshold": 1},
     )
     assert trained_facts(prepared, [], stepped=[False, False]).tokens_trained == 0
+
+
+def test_kept_tokens_go_to_the_learner_and_leave_with_stale_tokens():
+    # Sampled by versions 0, 2, 2 from {2}, {2, 3} and {2, 3, 4}. From version 1 on, the first is stale.
+    young = rollout(1.0, [0, 2, 2])
+    kept = pack_ids(np.array([1, 2, 3]), np.array([2, 2, 3, 2, 3, 4], np.int32), vocab_size=200)
+    chosen = replace(young, sequences=(replace(young.sequences[0], kept=kept),))
+    (whole,), (cut,), (plain,) = (
+        prepare(taken(r), oldest_version=oldest).updates[0] for r, oldest in ((chosen, 0), (chosen, 1), (young, 1))
+    )
+    assert whole.kept is not None
+    assert cut.kept is not None
+    assert (whole.kept.sizes.tolist(), whole.kept.words.tolist()) == ([1, 2, 3], [2, 2, 3, 2, 3, 4])
+    assert (cut.kept.sizes.tolist(), cut.kept.words.tolist()) == ([2, 3], [2, 3, 2, 3, 4])
+    assert plain.kept is None

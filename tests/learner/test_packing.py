@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from async_rl import wire
 from async_rl.errors import WireError
+from async_rl.kept_tokens import pack_ids
 from async_rl.learner.packing import (
     MicroBatch,
     TrainSequence,
@@ -102,6 +103,55 @@ def test_by_sequence_undoes_pack(lengths: list[int], num_ranks: int, max_tokens:
     assert found.keys() == set(range(len(lengths)))
     for s in sequences:
         np.testing.assert_array_equal(found[s.sequence_id], s.behavior_logprobs[s.loss_mask])
+
+
+def keeping(plain: TrainSequence) -> TrainSequence:
+    """The i-th token was chosen from itself and the i below it."""
+    tokens = plain.token_ids[plain.loss_mask]
+    ids = [np.arange(max(0, token - i), token + 1) for i, token in enumerate(tokens.tolist())]
+    counts, flat = np.array([len(each) for each in ids], np.int64), np.concatenate([np.zeros(0, np.int32), *ids])
+    return replace(plain, kept=pack_ids(counts, flat, vocab_size=2000))
+
+
+def test_kept_tokens_go_with_their_tokens_or_are_absent():
+    # Longest first: 301, 302, 303 were chosen from one, two and three tokens; 701 from anything, as nothing was told.
+    [[batch]] = pack([sequence(7, 2), keeping(sequence(3, 4))], max_tokens=6, num_ranks=1)
+    assert batch.targets.tolist() == [301, 302, 303, 701]
+    assert batch.kept_sizes.tolist() == [1, 2, 3, 0]
+    assert batch.kept_words.tolist() == [301, 301, 302, 301, 302, 303]
+    [[plain]] = pack([sequence(7, 2)], max_tokens=6, num_ranks=1)
+    assert plain.kept_sizes.shape == plain.kept_words.shape == (0,)
+    assert plain.kept_sizes.dtype == plain.kept_words.dtype == np.int32
+
+
+def test_kept_tokens_for_another_number_of_trained_tokens_are_refused():
+    with pytest.raises(ValueError, match="sequence 0: expected kept tokens for 3 trained tokens, got 2"):
+        pack([replace(sequence(0, 4), kept=keeping(sequence(0, 3)).kept)], max_tokens=9, num_ranks=1)
+
+
+@given(
+    drawn=st.lists(st.tuples(st.integers(2, 12), st.booleans()), max_size=12),
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(12, 40),
+)
+@settings(max_examples=50, deadline=None)
+def test_every_trained_token_keeps_its_own_set_through_packing(
+    drawn: list[tuple[int, bool]], num_ranks: int, max_tokens: int
+):
+    plain = [sequence(i, length) for i, (length, _) in enumerate(drawn)]
+    sequences = [keeping(s) if has_kept else s for s, (_, has_kept) in zip(plain, drawn, strict=True)]
+    found: dict[int, list[int]] = {}
+    for batch in (b for part in pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks) for b in part):
+        if not len(batch.kept_sizes):
+            assert all(sequences[i].kept is None for i in batch.sequence_ids.tolist() if i >= 0)
+            continue
+        assert batch.kept_sizes.shape == batch.targets.shape
+        *sets, rest = np.split(batch.kept_words, np.cumsum(batch.kept_sizes))
+        assert not len(rest)
+        for index, words in zip(batch.sequence_index.tolist(), sets, strict=True):
+            found.setdefault(int(batch.sequence_ids[index]), []).extend(words.tolist())
+    for s in sequences:
+        assert found.get(s.sequence_id, []) == ([] if s.kept is None else s.kept.words.tolist())
 
 
 def test_by_sequence_refuses_another_number_of_values():
@@ -266,13 +316,19 @@ def test_micro_batch_survives_the_wire():
         assert received.flags.writeable
 
 
+def test_kept_tokens_survive_the_wire():
+    [[batch]] = pack([keeping(sequence(0, 4))], max_tokens=9, num_ranks=1)
+    back = from_arrays(wire.decode(wire.encode("micro_batch", {}, to_arrays(batch))).arrays)
+    assert (back.kept_sizes.tolist(), back.kept_words.tolist()) == ([1, 2, 3], [1, 1, 2, 1, 2, 3])
+
+
 def test_dummy_survives_the_wire():
     back = from_arrays(wire.decode(wire.encode("micro_batch", {}, to_arrays(dummy_micro_batch()))).arrays)
     assert back.sequence_ids.tolist() == [-1]
 
 
 def test_micro_batch_with_an_array_missing_is_refused():
-    with pytest.raises(WireError, match="expected the 14 arrays of a micro-batch, got 13"):
+    with pytest.raises(WireError, match="expected the 16 arrays of a micro-batch, got 15"):
         from_arrays(to_arrays(dummy_micro_batch())[:-1])
 
 

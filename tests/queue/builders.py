@@ -86,7 +86,7 @@ def group(
         position=lease.prompt.position,
         generator_id=generator,
         lineage=lease.lineage,
-        temperature=1.0,
+        temperature=lease.sampling.temperature,
         rollouts=rollouts,
         weights_digest={version: f"digest-{version}"},
     )
@@ -115,14 +115,20 @@ def all_trained(groups: int = 2, rollouts: int = 2, tokens: int = 3) -> TrainedF
 SKIPPED = TrainedFacts(False, 0)
 
 
-def ack(buffer: Buffer, facts: TrainedFacts | None = None, *, snapshot: bool = False, now: float = 0.0) -> bytes | None:
+def ack(
+    buffer: Buffer, facts: TrainedFacts | None = None, *, snapshot: bool = False, now: float = 0.0,
+    lease_bound: int | None = None, announced: bool = True,
+) -> bytes | None:  # fmt: skip
     """Ack the taken step, one version on if it was stepped, and announce it."""
     learner = buffer.learner
     assert learner is not None
     facts = facts or all_trained(buffer.settings.groups_per_step)
     version = learner.version + facts.stepped
-    body = buffer.ack(learner.lineage, learner.step, version, facts, snapshot=snapshot, now=now).snapshot
-    announce(buffer, version, learner.lineage)
+    body = buffer.ack(
+        learner.lineage, learner.step, version, facts, snapshot=snapshot, now=now, lease_bound=lease_bound
+    ).snapshot
+    if announced:
+        announce(buffer, version, learner.lineage)
     return body
 
 

@@ -67,7 +67,7 @@ def corpus(
         "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
         "await_eval": (own, ()),
         "take": (at, ()),
-        "ack": ({**at, "snapshot": False, "facts": facts_fields(facts)}, ()),
+        "ack": ({**at, "snapshot": False, "lease_bound": 1, "facts": facts_fields(facts)}, ()),
         "snapshot": (own, ()),
         "checkpoint_committed": ({**own, "step": step}, ()),
         "finish": (own, ()),

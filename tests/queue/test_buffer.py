@@ -70,7 +70,7 @@ def test_leases_stop_at_the_limit_of_steps_within_the_bound():
 )
 def test_the_limit_counts_whole_batches_of_updates(updates, staleness, behind, limit):
     s = settings(updates_per_batch=updates, max_staleness=staleness)
-    assert s.group_limit(version=10, active_version=10 - behind, steps_left=99) == limit
+    assert s.group_limit(version=10, active_version=10 - behind, steps_left=99, bound=staleness) == limit
 
 
 def test_no_more_groups_are_leased_than_the_steps_left_need():
@@ -100,8 +100,68 @@ def test_a_generator_of_another_lineage_activates_first():
 def test_each_lease_names_the_oldest_version_that_its_batch_can_still_train():
     # v = 3, eta = 1: the first batch trains at 3 (oldest 2), the second at 4 (oldest 3).
     s = settings()
-    oldest = [s.oldest_for_lease(version=3, outstanding=n) for n in range(4)]
+    oldest = [s.oldest_for_lease(version=3, outstanding=n, bound=1) for n in range(4)]
     assert oldest == [2, 2, 3, 3]
+
+
+def test_a_lower_bound_gives_no_lease_until_what_is_there_is_within_it_and_all_of_it_is_trained():
+    # Bound 4: (4 + 1) * 2 = 10 groups, all returned. At bound 1 there is room for (1 + 1) * 2 = 4.
+    buffer = make_buffer(max_staleness=4)
+    for lease in leases(buffer, 99):
+        put(buffer, group(lease))
+    for version, queued, given in ((1, 8, 0), (2, 6, 0), (3, 4, 0), (4, 2, 2)):
+        take(buffer)
+        ack(buffer, lease_bound=1)
+        assert groups_of(buffer)["queued"] == queued
+        new = leases(buffer, 99, version)
+        assert len(new) == given
+    # Before them comes one batch, trained at 4: theirs is trained at 5, and they may be 1 version old.
+    assert {lease.min_version for lease in new} == {4}
+    assert positions(take(buffer)) == [8, 9]
+    assert dropped(buffer) == {}
+
+
+@pytest.mark.parametrize(("bound", "limit"), [(0, 2), (3, 8), (4, 10), (None, 10)])
+def test_an_ack_sets_the_bound_for_the_leases_after_it(bound: int | None, limit: int):
+    # (bound + 1) * 2 groups; none is max_staleness.
+    buffer = make_buffer(max_staleness=4)
+    fill_and_take(buffer)
+    ack(buffer, lease_bound=1)
+    fill_and_take(buffer, 1)
+    ack(buffer, lease_bound=bound)
+    assert len(leases(buffer, 99, 2)) == limit
+
+
+def test_an_old_generator_is_told_the_version_that_a_lower_bound_asks_for():
+    buffer = make_buffer(max_staleness=4)
+    fill_and_take(buffer)
+    ack(buffer, lease_bound=0)
+    granted = buffer.lease("g0", (LINEAGE, 0), 9, 0.0)
+    assert (granted.leases, granted.activate) == ((), 1)
+
+
+@pytest.mark.parametrize("bound", [-1, 0, 5])
+def test_a_bound_out_of_its_limits_is_refused_and_changes_nothing(bound: int):
+    # Published every second version: samples are 1 version old at times, and a bound of 0 would wait for ever.
+    buffer = make_buffer(max_staleness=4, sync_every=2)
+    fill_and_take(buffer)
+    with pytest.raises(QueueError, match=rf"expected a bound for new leases of 1\.\.4, got {bound}"):
+        ack(buffer, lease_bound=bound)
+    assert groups_of(buffer)["taken"] == 2
+    ack(buffer, lease_bound=1)
+    assert buffer.status(0.0)["lease_bound"] == 1
+
+
+def test_a_bound_comes_back_with_its_snapshot_and_goes_without_one():
+    buffer = make_buffer(max_staleness=4)
+    fill_and_take(buffer)
+    snapshot = ack(buffer, snapshot=True, lease_bound=2)
+    fill_and_take(buffer, 1)
+    ack(buffer, lease_bound=3)
+    buffer.attach("line-b", LINEAGE, 1, 1, 100, snapshot, 1.0)
+    assert buffer.status(1.0)["lease_bound"] == 2
+    buffer.attach("line-c", "line-b", 0, 0, 100, None, 1.0)
+    assert buffer.status(1.0)["lease_bound"] == 4
 
 
 def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():
@@ -521,6 +581,20 @@ def test_an_evaluation_waits_for_its_version():
     announce(buffer, 1)
     assert buffer.lease("g0", (LINEAGE, 0), 1, 0.0).activate == 1
     assert [lease.min_version for lease in leases(buffer, 1, version=1)] == [1]
+
+
+def test_an_evaluation_of_a_version_to_come_lets_training_go_on_with_the_next_one():
+    # As under learner.n_behind: version 2 is trained, 1 is announced, and the evaluation waits for 2. The bound has
+    # room for version 1 alone: (1 + 1 - (2 - 1)) * 2 = 2 groups.
+    buffer = make_buffer()
+    fill_and_take(buffer)
+    ack(buffer)
+    fill_and_take(buffer, 1)
+    ack(buffer, announced=False)
+    buffer.evaluate("test", 2, rows(1), 1, SAMPLING, 2, False)
+    granted = buffer.lease("g0", (LINEAGE, 0), 4, 0.0)
+    assert (granted.leases, granted.activate) == ((), 1)
+    assert len(leases(buffer, 4, 1)) == 2
 
 
 def test_results_come_in_row_order_until_they_are_confirmed():

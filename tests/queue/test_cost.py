@@ -25,7 +25,9 @@ NUM_CYCLES = 8
 
 def put(buffer: Buffer, lease: Lease, version: int) -> None:
     position, lease_id = lease.prompt.position, lease.lease_id
-    facts = GroupFacts(lease_id, "train", position, "g0", lease.lineage, 2, 6, version, version, 1.0, 1.0, False, "")
+    facts = GroupFacts(
+        lease_id, "train", position, "g0", lease.lineage, 2, 6, version, version, 1.0, 1.0, False, "", 1.0, False
+    )
     assert buffer.put("g0", facts, b"body", 0.0) == "queued"
 
 

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.codec import decode_group, encode_group
 from async_rl.errors import WireError
+from async_rl.kept_tokens import KeptTokens, contains, pack_ids
 from async_rl.queue.facts import read_facts, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
 
@@ -24,16 +26,27 @@ def mostly(usual: object, *odd: object) -> st.SearchStrategy:
 
 
 @st.composite
-def sequences(draw: st.DrawFn, logprobs: list[float], versions: list[int]) -> TokenSequence:
+def kept_tokens(draw: st.DrawFn, tokens: list[int]) -> KeptTokens:
+    """Sets of a vocabulary of 100, each mostly with its token."""
+    others = draw(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=len(tokens), max_size=len(tokens)))
+    sets = [o | {t} if draw(mostly(True, False)) else o for o, t in zip(others, tokens, strict=True)]
+    ids = [token for each in sets for token in sorted(each)]
+    return pack_ids(np.array([len(s) for s in sets], np.int64), np.array(ids, np.int32), vocab_size=100)
+
+
+@st.composite
+def sequences(draw: st.DrawFn, logprobs: list[float], versions: list[int], has_kept: bool) -> TokenSequence:
     """Of these logprobs and versions; often with a token that is not sampled, at times with none that is."""
     length = draw(st.integers(0, 4))
 
     def column(values: list, dtype: type) -> np.ndarray:
         return np.array(draw(st.lists(st.sampled_from(values), min_size=length, max_size=length)), dtype)
 
+    mask = column([True, False], np.bool_)
     return TokenSequence(
         token_ids=np.arange(length, dtype=np.int32),
-        loss_mask=column([True, False], np.bool_),
+        loss_mask=mask,
+        kept=draw(kept_tokens(np.flatnonzero(mask).tolist())) if has_kept else None,
         behavior_logprobs=column(logprobs, np.float32),
         versions=column(versions, np.int32),
     )
@@ -43,9 +56,10 @@ def sequences(draw: st.DrawFn, logprobs: list[float], versions: list[int]) -> To
 def groups(draw: st.DrawFn) -> Group:
     logprobs = draw(st.sampled_from([[-0.5, -1.5], [-0.5, -1.5], [-0.5, math.nan, math.inf, -math.inf]]))
     versions = draw(st.sampled_from([[0, 3, NEWEST], [0, 3, NEWEST], [3, NEWEST + 1], [3, NO_VERSION], [3, -2]]))
+    has_kept = draw(st.sampled_from([False, False, False, True]))
     rollouts = st.builds(
         Rollout,
-        st.lists(sequences(logprobs, versions), min_size=draw(st.integers(0, 1)), max_size=3).map(tuple),
+        st.lists(sequences(logprobs, versions, has_kept), min_size=draw(st.integers(0, 1)), max_size=3).map(tuple),
         st.dictionaries(
             st.sampled_from(["correct", "format", "overlong"]),
             st.one_of(st.floats(-2, 2), mostly(1, math.nan, math.inf)),
@@ -59,7 +73,7 @@ def groups(draw: st.DrawFn) -> Group:
         position=draw(mostly(7, 8)),
         generator_id="g0",
         lineage=draw(mostly("line", "other")),
-        temperature=1.0,
+        temperature=draw(mostly(1.0, 0.5, math.nan)),
         rollouts=tuple(draw(st.lists(rollouts, max_size=4))),
     )
 
@@ -86,6 +100,13 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
         for sequence in rollout.sequences:
             if not np.isfinite(sequence.behavior_logprobs[sequence.loss_mask]).all():
                 return f"rollout {index} has a behavior logprob that is not finite"
+    of_kept = [(s.kept, s.token_ids[s.loss_mask]) for r in group.rollouts for s in r.sequences if s.kept is not None]
+    if not all(contains(kept, token_ids).all() for kept, token_ids in of_kept):
+        return "a sampled token is not among those that top-p and top-k kept"
+    if group.temperature != lease.sampling.temperature:
+        return f"expected samples at temperature {lease.sampling.temperature}, got {group.temperature}"
+    if group.num_sampled and of_kept:
+        return "expected no kept tokens under top_p = 1.0 and top_k = 0, got some"
     versions = sampled_versions(group)
     if versions and not 0 <= min(versions) <= max(versions) <= NEWEST:
         return f"the group was sampled by versions {min(versions)}..{max(versions)}, known are 0..{NEWEST}"
@@ -100,6 +121,7 @@ def check_against_decoded(body: bytes) -> None:
     group, facts = decode_group(body), read_facts(body)
     assert (facts.lease_id, facts.kind, facts.position) == (group.lease_id, group.kind, group.position)
     assert (facts.generator_id, facts.lineage) == (group.generator_id, group.lineage)
+    np.testing.assert_equal(facts.temperature, group.temperature)
     assert (facts.num_rollouts, facts.num_tokens) == (len(group.rollouts), group.num_sampled)
     versions = sampled_versions(group)
     assert facts.oldest_version == min(versions, default=NO_VERSION)
@@ -177,3 +199,31 @@ def test_what_lies_off_the_mask_is_nobodys_concern():
         sequence.behavior_logprobs[0], sequence.versions[0] = math.nan, 99
     facts = read_facts(encode_group(group))
     assert (facts.newest_version, why_unfit(facts, LEASE, newest_version=2)) == (2, "")
+
+
+def test_samples_at_another_temperature_than_the_leases_are_unfit():
+    facts = read_facts(encode_group(replace(fit_group(), temperature=0.9)))
+    assert why_unfit(facts, LEASE, newest_version=2) == "expected samples at temperature 1.0, got 0.9"
+
+
+def chosen_from(sets: list[list[int]]) -> Group:
+    """The three tokens 1, 2, 3 of each rollout were chosen from these sets, of a vocabulary of 100."""
+    counts, ids = np.array([len(s) for s in sets]), np.concatenate(sets).astype(np.int32)
+    group, kept = fit_group(), pack_ids(counts, ids, vocab_size=100)
+    rollouts = tuple(replace(r, sequences=(replace(r.sequences[0], kept=kept),)) for r in group.rollouts)
+    return replace(group, rollouts=rollouts)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 5), (0.9, 5)])
+def test_renormalised_logprobs_without_what_was_kept_are_unfit(top_p: float, top_k: int):
+    lease = replace(LEASE, sampling=replace(LEASE.sampling, top_p=top_p, top_k=top_k))
+    refusal = why_unfit(read_facts(encode_group(fit_group())), lease, newest_version=2)
+    assert refusal == f"expected kept tokens under top_p = {top_p} and top_k = {top_k}, got none"
+    kept = read_facts(encode_group(chosen_from([[1], [2, 9], [0, 3]])))
+    assert why_unfit(kept, lease, newest_version=2) == ""
+    assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no kept tokens under top_p = 1.0")
+
+
+def test_a_sampled_token_that_was_not_kept_is_unfit():
+    facts = read_facts(encode_group(chosen_from([[1], [9], [0, 3]])))
+    assert facts.unfit == "a sampled token is not among those that top-p and top-k kept"

@@ -39,6 +39,7 @@ class Checkpoint:
     lineage: str
     step: int
     version: int
+    lease_bound: int
     snapshot: bytes
     books: Books
     held: frozenset[str]
@@ -90,8 +91,9 @@ class World(Witness):
             generator.asked[lease.lease_id] = generator.active[1]
         if any(lease.kind == "train" for lease in granted.leases):
             limit = self.settings.group_limit(
-                version=self.learner.version, active_version=generator.active[1], steps_left=self.learner.steps_left
-            )
+                version=self.learner.version, active_version=generator.active[1], steps_left=self.learner.steps_left,
+                bound=self.learner.lease_bound,
+            )  # fmt: skip
             assert self.ledger["taken"] + self.ledger["in_flight"] + self.ledger["queued"] <= limit
         self.settle()
         return granted
@@ -128,6 +130,8 @@ class World(Witness):
             accuracy=accuracy,
             every_rollout_failed=what == "failed",
             unfit="every rollout failed" if what == "failed" else "",
+            temperature=lease.sampling.temperature,
+            has_kept_tokens=False,
         )
         size = {"full": WORST_CASE, "huge": WORST_CASE * 3 // 2}.get(what, 100)
         self.sent[lease_id] = facts, lease_id.encode().ljust(size, b".")
@@ -225,8 +229,8 @@ class World(Witness):
         assert not isinstance(answer, NotReady), answer.reason
         return answer
 
-    def ack(self, updates: int, *, snapshot: bool = False) -> None:
-        """Train on what was taken: so many optimizer steps, 0 if they were skipped."""
+    def ack(self, updates: int, *, snapshot: bool = False, lease_bound: int | None = None) -> None:
+        """Train on what was taken: so many optimizer steps, 0 if they were skipped. None: the bound stays."""
         learner, taken = self.learner, self.taken
         assert taken is not None
         facts = [self.sent[lease_id][0] for lease_id in taken]
@@ -236,7 +240,11 @@ class World(Witness):
         else:
             done = TrainedFacts(False, 0)
         step, version = learner.step, learner.version + updates
-        body = self.buffer.ack(self.lineage, step, version, done, snapshot=snapshot, now=self.now).snapshot
+        bound = learner.lease_bound if lease_bound is None else lease_bound
+        body = self.buffer.ack(
+            self.lineage, step, version, done, snapshot=snapshot, now=self.now, lease_bound=bound
+        ).snapshot
+        assert self.learner.lease_bound == bound
         self.acked, self.taken = (step, version, done, body), None
         ended = self.books.trained if updates else self.books.skipped
         ended.update(f.position for f in facts)
@@ -303,6 +311,8 @@ class World(Witness):
         self.buffer.attach(self.lineage, old, version, step, self.knobs.num_steps, snapshot, self.now)
         self.settle()
         assert self.held_ids == (frozenset() if checkpoint is None else checkpoint.held)
+        highest = self.settings.max_staleness
+        assert self.learner.lease_bound == (highest if checkpoint is None else checkpoint.lease_bound)
         self.announce()
 
     def wake_old_learner(self) -> None:
@@ -377,5 +387,7 @@ class World(Witness):
     def _note_checkpoint(self, body: bytes | None) -> None:
         assert body is not None
         learner = self.learner
-        made = Checkpoint(self.lineage, learner.step, learner.version, body, self.books.copy(), self.held_ids)
+        made = Checkpoint(
+            self.lineage, learner.step, learner.version, learner.lease_bound, body, self.books.copy(), self.held_ids
+        )
         self.written = [c for c in self.written if c.step != made.step] + [made]

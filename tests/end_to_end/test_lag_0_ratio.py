@@ -1,0 +1,150 @@
+"""At lag 0 the ratio pi/mu is 1, however the tokens were sampled: the real generator's backend, the real learner.
+
+A group goes the whole way but for the sockets: backend, sequence, codec, the queue's judgement, batch, packing, model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.codec import decode_group, encode_group
+from async_rl.config import GeneratorConfig
+from async_rl.generator.grading import whole_sequence
+from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.kept_tokens import pack_ids
+from async_rl.learner.batch import prepare_batch
+from async_rl.learner.fsdp_engine import FsdpEngine
+from async_rl.learner.model import PolicyModel, load_model, to_device
+from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.parallel import init_ranks
+from async_rl.queue.facts import read_facts, why_unfit
+from async_rl.queue.messages import TakenGroup
+from async_rl.records import Group, Lease, Rollout
+from tests.generator.leases import make_lease
+from tests.learner.tiny import tiny_config, tiny_model
+
+TEMPERATURES, TOP_PS, TOP_KS = (0.6, 1.0, 1.5), (1.0, 0.9, 0.5), (0, 1, 4, 50)
+COMBINATIONS = list(product(TEMPERATURES, TOP_PS, TOP_KS))
+VOCABULARY = 200
+"""7 words of bits: sets of up to 6 tokens are lists of ids, larger ones bits."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """With a model whose distributions are neither flat nor certain, so that top-p keeps few here and many there."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("ratio")
+    config = Qwen2Config.from_pretrained(tiny_model(root / "model"))
+    config.vocab_size, config.initializer_range = VOCABULARY, 0.4
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(root / "model")
+    yield root
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def policy(root: Path) -> PolicyModel:
+    return PolicyModel(load_model(tiny_config(root, "model").model))
+
+
+@pytest.fixture(scope="module")
+def groups(root: Path) -> list[tuple[Lease, Group]]:
+    """One for every combination, sampled together, so that rows of every kind stand side by side."""
+    backend = TransformersBackend.from_files(root / "model", GeneratorConfig(batch_size=16), load_pretrained=True)
+    leases = {
+        str(i): make_lease(str(i), temperature=t, top_p=p, top_k=k, max_new_tokens=12, seed=i)
+        for i, (t, p, k) in enumerate(COMBINATIONS)
+    }
+    for i, lease in leases.items():
+        backend.submit(lease, backend.encode_prompt([{"role": "user", "content": f"what is {i} + 1"}]))
+    sampled: dict[str, list[Any]] = {i: [None] * lease.group_size for i, lease in leases.items()}
+    while backend.num_running:
+        for sample in backend.step():
+            sampled[sample.lease_id][sample.index] = sample
+    return [(lease, group_of(lease, sampled[i])) for i, lease in leases.items()]
+
+
+def group_of(lease: Lease, samples: list[Any]) -> Group:
+    """As it comes out of the queue, which has nothing to say against it."""
+    rollouts = tuple(Rollout((whole_sequence(s),), {"correct": 1.0}, 1.0, s.finish_reason) for s in samples)
+    group = Group(lease.lease_id, "train", 0, "g", lease.lineage, lease.sampling.temperature, rollouts, {0: "digest"})
+    body = encode_group(group)
+    assert why_unfit(read_facts(body), lease, newest_version=0) == ""
+    return decode_group(body)
+
+
+def train_sequences(groups: list[tuple[Lease, Group]]) -> list[TrainSequence]:
+    taken = [TakenGroup(group, lease.prompt, 0.0, 0, False) for lease, group in groups]
+    prepared = prepare_batch(taken, mask_truncated=False, num_updates=1, known_weights=lambda _: True)
+    return [replace(s, advantages=s.advantages + (-1) ** s.sequence_id) for s in prepared.updates[0]]
+
+
+@pytest.mark.parametrize("index", range(len(COMBINATIONS)), ids=[f"T{t}-p{p}-k{k}" for t, p, k in COMBINATIONS])
+def test_the_ratio_at_lag_0_is_1(policy: PolicyModel, groups: list[tuple[Lease, Group]], index: int):
+    _, top_p, top_k = COMBINATIONS[index]
+    sequences = train_sequences([groups[index]])
+    assert all((s.kept is None) == (top_p == 1 and top_k == 0) for s in sequences)
+    [[batch]] = pack(sequences, max_tokens=4096, num_ranks=1)
+    on_device = to_device(batch, torch.device("cpu"))
+    # What would be wrong: no kept tokens, or, where there are none, another temperature.
+    wrong = replace(
+        on_device, kept=None, temperatures=on_device.temperatures * (1.2 if on_device.kept is None else 1.0)
+    )
+    with torch.no_grad():
+        scored, scored_wrong = policy(on_device), policy(wrong)
+    behavior = torch.from_numpy(batch.behavior_logprobs)
+    assert ((scored.logprobs - behavior).exp() - 1).abs().max() < 1e-5
+    assert ((scored_wrong.logprobs - behavior).exp() - 1).abs().max() > 1e-2
+    if top_k == 1:
+        assert behavior.abs().max() == 0
+
+
+def test_sets_are_written_both_ways_and_none_is_larger_than_top_k(groups: list[tuple[Lease, Group]]):
+    sizes = {lease.lease_id: [s.kept for r in group.rollouts for s in r.sequences] for lease, group in groups}
+    both = np.concatenate([k.sizes for of_group in sizes.values() for k in of_group if k is not None])
+    assert (both > 0).any()
+    assert (both < 0).any()
+    for (_, _, top_k), of_group in zip(COMBINATIONS, sizes.values(), strict=True):
+        if 0 < top_k < 7:
+            assert all(0 < size <= top_k for k in of_group if k is not None for size in k.sizes.tolist())
+
+
+def test_a_step_over_all_combinations_finds_no_mismatch_however_it_is_cut(
+    root: Path, groups: list[tuple[Lease, Group]]
+):
+    sequences, found = train_sequences(groups), []
+    for max_tokens in (8192, 64):
+        config = tiny_config(root, "model", learner={"max_tokens": max_tokens})
+        engine = FsdpEngine(config, init_ranks(config))
+        found.append((engine.score(sequences, of="policy"), engine.update(sequences, version=0)))
+        engine.close()
+    (whole, stats), (cut, cut_stats) = found
+    for sequence in sequences:
+        behavior = sequence.behavior_logprobs[sequence.loss_mask]
+        np.testing.assert_allclose(np.exp(whole[sequence.sequence_id] - behavior), 1.0, atol=1e-5)
+        np.testing.assert_allclose(cut[sequence.sequence_id], whole[sequence.sequence_id], atol=1e-5)
+    assert (stats.ratio_mean, stats.ratio_max, stats.ess) == pytest.approx((1.0, 1.0, 1.0), abs=1e-5)
+    assert stats.grad_norm > 0
+    assert (cut_stats.grad_norm, cut_stats.entropy) == pytest.approx((stats.grad_norm, stats.entropy), rel=1e-4)
+
+
+def test_sets_of_another_models_tokens_are_refused(root: Path, groups: list[tuple[Lease, Group]]):
+    config = tiny_config(root, "model")
+    engine = FsdpEngine(config, init_ranks(config))
+    sequence = train_sequences(groups[1:2])[0]
+    num = np.count_nonzero(sequence.loss_mask)
+    strange = pack_ids(np.ones(num, np.int64), np.full(num, VOCABULARY), vocab_size=10 * VOCABULARY)
+    with pytest.raises(ValueError, match="expected kept tokens below the model's 200, got 200; does its generator"):
+        engine.update([replace(sequence, kept=strange)], version=0)
+    engine.close()

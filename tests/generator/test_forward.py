@@ -1,0 +1,174 @@
+"""The direct forward pass against transformers' own modules, over one cache each, fed the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from async_rl.config import GeneratorConfig
+from async_rl.generator.causal_model import WeightTable
+from async_rl.generator.decode_attention import register
+from async_rl.generator.forward import Forward, TransformersForward, make_forward
+from async_rl.generator.llama_forward import LlamaForward
+from async_rl.generator.slot_cache import SlotCache
+from async_rl.generator.transformers_backend import TransformersBackend
+from tests.generator.leases import make_lease
+from tests.generator.tiny_model import make_model, weights_of, write_tokenizer
+
+CPU = torch.device("cpu")
+VOCABULARY = 40
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.3,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+RELATIVES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "llama with biases": LlamaConfig(**SIZES, num_key_value_heads=4, attention_bias=True, mlp_bias=True),
+    "llama 3 rope": LlamaConfig(**SIZES, num_key_value_heads=1, rope_parameters=LLAMA3_ROPE),
+    "dynamic rope": LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=DYNAMIC_ROPE),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, head_dim=16, sliding_window=None),
+    "qwen2, tied": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "gelu": LlamaConfig(**SIZES, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def built(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """Random weights everywhere: norms and biases too, which a new model has as ones and zeros."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def decoded(forward: Forward, model: PreTrainedModel, num_steps: int = 5) -> tuple[list[Tensor], Tensor]:
+    """Logits of some steps of four ragged rows behind prefilled prompts, and the prompts' keys and values."""
+    cache = SlotCache(model.config.num_hidden_layers, 6, CPU)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3, 7, 1, 5]
+    prompts_BT = torch.randint(3, VOCABULARY, (4, 7), generator=generator)
+    prefilled = forward.prefill(prompts_BT)
+    prefixes = [prefilled.prefix(row, length) for row, length in enumerate(lengths)]
+    cache.reserve(8, 24)
+    for row, prefix in enumerate(prefixes):
+        cache.write_prefix(row, 1, prefix)
+    logits = []
+    positions = torch.tensor(lengths)
+    for _ in range(num_steps):
+        length = cache.padded(int(positions.max()) + 1)
+        cache.reserve(length, 24)
+        cache.begin_step(positions, length)
+        logits.append(forward.decode(torch.randint(3, VOCABULARY, (4,), generator=generator), positions, cache))
+        positions = positions + 1
+    return logits, torch.cat([torch.stack(p).flatten() for p in prefixes])
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_the_direct_pass_gives_the_logits_and_prefixes_of_the_models_own_modules(name):
+    model = built(RELATIVES[name])
+    assert isinstance(make_forward(model), LlamaForward)
+    expected_logits, expected_prefixes = decoded(TransformersForward(model), model)
+    logits, prefixes = decoded(LlamaForward(model), model)
+    torch.testing.assert_close(prefixes, expected_prefixes, rtol=1e-5, atol=1e-6)
+    for got, expected in zip(logits, expected_logits, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2, tied", "qwen3"])
+def test_the_direct_pass_rounds_bfloat16_where_the_models_own_modules_do(name):
+    # One rounding of bfloat16 is 2**-8; other places to round would show in most of the logits.
+    model = built(RELATIVES[name], torch.bfloat16)
+    expected, _ = decoded(TransformersForward(model), model, num_steps=1)
+    got, _ = decoded(LlamaForward(model), model, num_steps=1)
+    assert got[0].dtype == torch.bfloat16
+    assert (got[0] == expected[0]).float().mean() > 0.9
+
+
+def test_new_weights_are_used_at_once():
+    model, other = built(RELATIVES["qwen2, tied"]), built(RELATIVES["qwen2, tied"], seed=1)
+    forward = LlamaForward(model)
+    before, _ = decoded(forward, model)
+    WeightTable(model).replace(weights_of(other))
+    after, _ = decoded(forward, model)
+    expected, _ = decoded(TransformersForward(other), other)
+    torch.testing.assert_close(after[-1], expected[-1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(before[-1], after[-1])
+
+
+@torch.inference_mode()
+def test_a_position_has_the_same_angles_whatever_the_length_of_the_table():
+    # The deterministic mode relies on it: how long the table is depends on what ran before.
+    model = built(RELATIVES["llama 3 rope"])
+    x, positions = torch.zeros(1, 32), torch.arange(64)
+    short = LlamaForward(model)._rotation(x, positions, 10)
+    grown = LlamaForward(model)._rotation
+    grown(x, positions, 30)
+    for got, expected in zip(grown(x, positions, 250), short, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_only_the_known_classes_with_plain_linear_modules_take_the_direct_pass():
+    class Adapted(nn.Linear):
+        pass
+
+    class Derived(type(built(RELATIVES["llama"]))):  # might compute anything
+        pass
+
+    assert not LlamaForward.fits(Derived(RELATIVES["llama"]))
+    model: Any = built(RELATIVES["llama"])
+    model.model.layers[1].self_attn.q_proj = Adapted(32, 32, bias=False)
+    assert isinstance(make_forward(model), TransformersForward)
+    assert LlamaForward.fits(make_model(0))
+
+
+def test_any_other_model_is_called_as_it_is(tmp_path):
+    # GPT-NeoX: parallel residuals, one matrix for queries, keys and values, rotation of a quarter of each head.
+    tokenizer = write_tokenizer(tmp_path)
+    config = GPTNeoXConfig(**{**SIZES, "vocab_size": len(tokenizer)}, eos_token_id=1)
+    model = built(config)
+    model.save_pretrained(tmp_path)
+    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=3), load_pretrained=True)
+    assert isinstance(backend._forward, TransformersForward)
+    for lease_id, prompt in (("a", "1+1"), ("b", "a longer prompt")):
+        prompt_ids = backend.encode_prompt([{"role": "user", "content": prompt}])
+        backend.submit(make_lease(lease_id, group_size=2, max_new_tokens=12), prompt_ids)
+    finished = []
+    while backend.num_running:
+        finished += backend.step()
+    assert len(finished) == 4
+    for sampled in finished:
+        ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1], -1)
+        expected = logprobs.gather(1, ids[0, len(sampled.prompt_ids) :, None])[:, 0].numpy()
+        np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-5)

@@ -1,0 +1,103 @@
+"""What leases say about sampling: the temperature of their version, and the room that kept tokens may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from async_rl.errors import ConfigError
+from async_rl.queue import saved
+from async_rl.queue.admission import BufferSettings
+from async_rl.queue.buffer import Buffer
+from tests.queue.builders import SAMPLING, ack, group, leases, make_buffer, make_config, put, settings, take
+
+COOLING = {"temperature_end": 0.6, "temperature_steps": 4}
+
+
+def temperatures(buffer: Buffer, version: int) -> list[float]:
+    return [lease.sampling.temperature for lease in leases(buffer, 2, version)]
+
+
+def test_temperature_goes_down_on_a_line_over_the_versions_and_stays():
+    # From 1.0 to 0.6 over 4 versions: 0.1 a version.
+    cooling = settings(**COOLING)
+    found = [cooling.sampling_at(version).temperature for version in range(7)]
+    assert found == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.6, 0.6])
+    assert found[4] == 0.6
+    assert replace(cooling.sampling_at(3), temperature=1.0) == SAMPLING
+    assert settings().sampling_at(3) is settings().sampling
+
+
+def test_a_lease_has_the_temperature_of_the_version_that_samples_it():
+    buffer = make_buffer(max_staleness=1, **COOLING)
+    first = leases(buffer, 2)
+    assert [lease.sampling.temperature for lease in first] == [1.0, 1.0]
+    for lease in first:
+        assert put(buffer, group(lease)) == "queued"
+    take(buffer)
+    ack(buffer)
+    # The learner is at version 1, the generator still at 0 or already at 1.
+    assert temperatures(buffer, 0) == [1.0, 1.0]
+    assert temperatures(buffer, 1) == pytest.approx([0.9, 0.9])
+
+
+def test_samples_at_the_temperature_of_another_version_are_refused():
+    buffer = make_buffer(**COOLING)
+    (lease,) = leases(buffer, 1)
+    assert put(buffer, replace(group(lease), temperature=0.9)) == "refused"
+
+
+def test_a_restarted_queue_gives_its_leases_the_temperature_they_had():
+    buffer = make_buffer(max_staleness=1, **COOLING)
+    for lease in leases(buffer, 2):
+        put(buffer, group(lease))
+    take(buffer)
+    ack(buffer)
+    for lease in leases(buffer, 1, version=0) + leases(buffer, 1, version=1):
+        held = buffer._state.leases.get(lease.lease_id)
+        assert held is not None
+        assert saved._held_lease(buffer._state, lease.lease_id, held.facts()).lease == lease
+
+
+# 2 rollouts a group, 8 + 8 tokens of 13 bytes each, 1024 bytes a rollout and 4096 a group: 6560 without kept tokens.
+PLAIN_BYTES = 2 * (16 * 13 + 1024) + 4096
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "vocab_size", "words"),
+    [
+        (1.0, 0, None, None),  # nothing is left out
+        (1.0, 50, None, 50),  # 50 ids
+        (0.9, 50, None, 50),
+        (0.9, 0, 1000, 32),  # 1000 bits
+        (0.9, 20, 1000, 20),
+        (1.0, 50, 1000, 32),
+    ],
+)
+def test_a_lease_reserves_what_its_kept_tokens_may_take(
+    top_p: float, top_k: int, vocab_size: int | None, words: int | None
+):
+    found = settings(sampling=replace(SAMPLING, top_p=top_p, top_k=top_k), vocab_size=vocab_size).worst_case_bytes
+    # For each of 2 * 8 sampled tokens a size and the words, 4 bytes each.
+    assert found == PLAIN_BYTES + (0 if words is None else 2 * 8 * 4 * (1 + words))
+
+
+def test_top_p_alone_is_refused_where_nothing_bounds_what_it_keeps():
+    with pytest.raises(ConfigError, match=r"sampling\.top_p: 0\.9 alone may keep .*; set sampling\.top_k"):
+        settings(sampling=replace(SAMPLING, top_p=0.9))
+
+
+def test_a_step_that_kept_tokens_make_too_large_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"queue\.max_bytes: .*or lower \(or set\) sampling\.top_k"):
+        settings(sampling=replace(SAMPLING, top_p=0.9), vocab_size=1 << 21)  # 256 KiB a token, of 1 MiB
+    with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens$"):
+        settings(max_bytes=100)
+
+
+def test_settings_come_from_the_config():
+    config = make_config("r", sampling={"temperature": 1.2, "temperature_end": 0.8, "top_p": 0.9, "group_size": 2})
+    found = BufferSettings.from_config(config, vocab_size=100)
+    assert (found.sampling.top_p, found.vocab_size) == (0.9, 100)
+    # 3 steps of one update each.
+    assert [found.sampling_at(v).temperature for v in (0, 3, 4)] == pytest.approx([1.2, 0.8, 0.8])
