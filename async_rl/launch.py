@@ -90,10 +90,16 @@ def describe_commands(config: Config, commands: RunCommands) -> list[str]:
 
 
 def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, insecure: bool) -> RunCommands:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return RunCommands(
-        config, config_arguments, run_id=run_id, insecure=insecure, inherited=os.environ, num_cores=cores
-    )
+        config, config_arguments, run_id=run_id, insecure=insecure, inherited=os.environ,
+        num_cores=len(cores) or os.cpu_count() or 1, cores=() if _has_gpu() else cores,
+    )  # fmt: skip
+
+
+def _has_gpu() -> bool:
+    """Whether there is one of NVIDIA's or AMD's. Which cores are near it is the system's to know."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
 @contextmanager

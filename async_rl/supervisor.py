@@ -7,6 +7,7 @@ the run is finished (the learner says so with a file) no end is a good one, what
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -230,6 +231,8 @@ class Supervisor:
             popen = self._lifeline.spawn(
                 command.argv, environment={**self._environment, **command.environment}, log=log
             )
+            if command.cores:
+                os.sched_setaffinity(popen.pid, command.cores)
             unit.processes.append(_Process(command, popen, log, offset))
 
     def _await_queue(self) -> str:

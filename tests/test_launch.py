@@ -54,10 +54,11 @@ def is_alive(pid: int) -> bool:
 # --- commands
 
 
-def some_commands(config: Config, inherited: dict[str, str] | None = None) -> RunCommands:
+def some_commands(config: Config, inherited: dict[str, str] | None = None, cores: tuple[int, ...] = ()) -> RunCommands:
     return RunCommands(
-        config, ["run.toml", "--set", "run.seed=1"], run_id="r1", insecure=False, inherited=inherited or {}, num_cores=8
-    )
+        config, ["run.toml", "--set", "run.seed=1"], run_id="r1", insecure=False, inherited=inherited or {},
+        num_cores=8, cores=cores,
+    )  # fmt: skip
 
 
 def test_every_rank_gets_its_place_its_devices_and_the_rendezvous():
@@ -70,6 +71,27 @@ def test_every_rank_gets_its_place_its_devices_and_the_rendezvous():
     assert expected.items() <= environment.items()
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert environment["OMP_NUM_THREADS"] == "2"  # 8 cores over 2 ranks and 2 generators
+
+
+def cores_of(config: Config, cores: tuple[int, ...], inherited: dict[str, str] | None = None) -> list[tuple[int, ...]]:
+    commands = some_commands(config, inherited, cores)
+    generators = [commands.generator(i, "tcp://127.0.0.1:5", 0) for i in range(commands.num_generators)]
+    assert commands.queue(None).cores == ()
+    return [command.cores for command in (*commands.learner(1), *generators)]
+
+
+def test_ranks_and_generators_share_the_cores_that_there_are():
+    config = a_config(learner={"nproc": 1}, generator={"count": 2})
+    assert cores_of(config, (0, 1, 2, 5, 6)) == [(0, 1), (2, 5), (6,)]
+    assert cores_of(config, (0, 1)) == [(), (), ()]
+    line = some_commands(config, cores=(3, 4, 7)).learner(1)[0].shell_line()
+    assert f" taskset -c 3 {sys.executable} -m async_rl learner" in line
+
+
+def test_whoever_chooses_threads_keeps_all_cores():
+    assert cores_of(a_config(), (0, 1), {"OMP_NUM_THREADS": "2"}) == [(), ()]
+    assert cores_of(a_config(learner={"num_threads": 2}), (0, 1)) == [(), ()]
+    assert cores_of(a_config(generator={"num_threads": 2}), (0, 1)) == [(), ()]
 
 
 def test_generators_are_dealt_their_devices_in_order():
