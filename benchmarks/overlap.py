@@ -18,7 +18,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -71,9 +70,7 @@ def quickstart_settings(num_steps: int) -> list[str]:
 def run_async(num_steps: int) -> dict[str, Any]:
     """The product: launch, with everything that it starts on these cores."""
     command = [sys.executable, "-m", "async_rl", "launch", CONFIG, "--fresh", *quickstart_settings(num_steps)]
-    subprocess.run(
-        [*command, "--set", f"run.dir={RUN_DIR}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=_environment()
-    )
+    subprocess.run([*command, "--set", f"run.dir={RUN_DIR}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     rows = read_metrics(ROOT / RUN_DIR / "metrics.jsonl")
     steps = [row for row in rows if "version" in row]
     evals = [row["eval/held_out/accuracy"] for row in rows if "eval/held_out/accuracy" in row]
@@ -91,10 +88,6 @@ def run_peer(module: str, num_steps: int, num_threads: int) -> dict[str, Any]:
     command = [sys.executable, "-m", module, CONFIG, *quickstart_settings(num_steps), "--threads", str(num_threads)]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _environment() -> Mapping[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def cpu_table(num_steps: int, rounds: int) -> None:
