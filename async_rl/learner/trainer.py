@@ -128,12 +128,6 @@ class Trainer:
                 self.engine.tick()
                 self._evals.collect()
 
-    def _begin_next_take(self) -> None:
-        """The queue prepares the next batch while this step is published and recorded."""
-        state = self.state
-        if state.step < self.config.learner.steps:
-            self.queue.begin_take(lineage=state.lineage, step=state.step, version=state.version, wait_s=TAKE_WAIT_S)
-
     def _train(self, batch: Batch) -> None:
         config, version = self.config, self.state.version
         last_version, bound = version + config.learner.updates_per_batch - 1, config.queue.max_staleness
@@ -155,7 +149,6 @@ class Trainer:
         bound_row = self._steer(updates, oldest=staleness.max)
         acked, facts = self._acknowledge(prepared, updates)
         fault_point("learner.acknowledged")
-        self._begin_next_take()
         if self._publish_due():
             self._publish(is_last=self._is_last)
         run_updates = [update for update in updates if update is not None]
@@ -222,6 +215,8 @@ class Trainer:
             facts=facts,
             snapshot=snapshot,
             lease_bound=None if bound_state is None else bound_state.bound,
+            # The queue prepares the next batch while this step is published and recorded.
+            next_take_s=TAKE_WAIT_S if done < self.config.learner.steps else None,
         )
         self.state.step = done
         return acked, facts
