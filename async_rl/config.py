@@ -12,20 +12,12 @@ from pydantic import Field, field_validator, model_validator
 
 from async_rl.address import check_address
 from async_rl.config_section import Section
+from async_rl.engine_config import GeneratorConfig, SamplingConfig, WeightsConfig
 from async_rl.errors import AddressError
 from async_rl.loss_config import LossConfig
+from async_rl.task_config import SYSTEM_PROMPTS, DataConfig, EvalConfig, RewardConfig
 
-RewardType = Literal["boxed", "think_answer_tags"]
 OnStale = Literal["drop", "wait", "mask"]
-
-_SYSTEM_PROMPTS: dict[str, str] = {
-    "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
-    "think_answer_tags": (
-        "You are a helpful assistant. You first think about the reasoning process inside <think> </think>, then give "
-        "the final answer inside <answer> </answer>, without any explanation there, for example "
-        "<answer> 123 </answer>. The user asks a maths problem.\n\n"
-    ),
-}
 
 
 class RunConfig(Section):
@@ -41,54 +33,6 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = False
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
-
-
-class DataConfig(Section):
-    train: str = Field(default="", description="training rows, JSONL; needed by every role but sft")
-    eval: dict[str, str] = Field(default={}, description="dataset name -> file")
-    epochs: int | None = Field(default=None, ge=1, description="end the run after so many passes; none: learner.steps")
-    system_prompt: str | None = Field(default=None, description="none: by reward type; empty: no system message")
-    on_bad_row: Literal["refuse", "skip"] = "refuse"
-    on_change: Literal["refuse", "accept"] = Field(
-        default="refuse", description="when the training file is another one than at the checkpoint"
-    )
-    shuffle: bool = Field(default=True, description="a new seeded order every epoch")
-
-
-class SamplingConfig(Section):
-    group_size: int = Field(default=8, ge=1, le=1024)
-    temperature: float = Field(default=1.0, gt=0)
-    temperature_end: float | None = Field(
-        default=None, gt=0, description="what temperature goes to, on a line over the versions; none: it stays"
-    )
-    temperature_steps: int | None = Field(
-        default=None, ge=1, description="version at which temperature_end is reached; none: the run's last"
-    )
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="sample from the likeliest tokens that reach this probability; 1: off"
-    )
-    top_k: int = Field(
-        default=0, ge=0, description="sample from so many of the likeliest tokens; 0: off. Bounds what top_p keeps"
-    )
-    max_new_tokens: int = Field(default=3584, ge=1)
-    max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts are refused and counted")
-    stop: tuple[str, ...] = Field(default=(), strict=False, description="stop strings, kept in the text")
-    deterministic: bool = Field(
-        default=False, description="the same samples, bit for bit, whoever samples them; a group at a time, so slow"
-    )
-
-
-class RewardConfig(Section):
-    type: RewardType = "boxed"
-    scale: float = Field(default=1.0, gt=0, description="reward of a correct answer")
-    soft_overlong: bool = Field(default=True, description="punish long answers, on a line over cache_length tokens")
-    overlong: Literal["dapo", "zero_at_limit"] = Field(
-        default="dapo",
-        description="dapo: eq. 13, times scale, so cut answers lose 1 scale; zero_at_limit: the line only where there "
-        "is an answer, and a reward of 0 for cut answers, even without soft_overlong",
-    )
-    cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
-    time_limit_s: float = Field(default=5.0, gt=0, description="per answer")
 
 
 class QueueConfig(Section):
@@ -171,52 +115,9 @@ class LearnerConfig(Section):
     distributed_timeout_s: float = Field(default=600.0, gt=0)
 
 
-class FakeConfig(Section):
-    """Settings of the fake backend: it samples by hashing, at a pace of its own."""
-
-    accuracy: float = Field(default=0.5, ge=0, le=1, description="share of correct answers")
-    mean_tokens: float = Field(default=16.0, ge=1)
-    sigma: float = Field(default=0.0, ge=0, description="of log-normal answer lengths")
-    step_time_s: float = Field(default=0.0, ge=0, description="duration of one decode step, whatever the batch")
-    vocab_size: int = Field(default=32, ge=2)
-    fails_on: str = Field(default="", description="prompts that contain this text always fail; empty: none")
-
-
-class GeneratorConfig(Section):
-    backend: Literal["auto", "transformers", "fake"] = "auto"
-    count: int = Field(default=1, ge=0, description="generators that launch starts")
-    devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, dealt out in order")
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    batch_size: int = Field(default=64, ge=1, description="sequences sampled at a time")
-    max_concurrent_groups: int | None = Field(default=None, ge=1, description="none: as many as fill batch_size")
-    memory_fraction: float = Field(default=0.8, gt=0, le=1)
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads; none: cores over processes")
-    fake: FakeConfig = FakeConfig()
-
-
-class WeightsConfig(Section):
-    transport: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="auto: nccl where the learner runs on CUDA, else gloo"
-    )
-    sync_every: int = Field(default=1, ge=1, description="publish every so many versions")
-    deadline_s: float = Field(default=60.0, gt=0, description="a generator that is not done by then is dropped")
-    bucket_bytes: int = Field(default=64 << 20, ge=1024, description="bytes of one digested part of a version")
-    staging_bytes: int | None = Field(
-        default=None, ge=1024, description="host memory for versions in flight; none: two"
-    )
-    trusted_network: bool = False
-
-
 class CheckpointConfig(Section):
     every: int = Field(default=50, ge=0, description="steps; 0: only at the end")
     keep_last: int = Field(default=2, ge=1)
-
-
-class EvalConfig(Section):
-    every: int = Field(default=50, ge=0, description="steps; 0: only at the start and the end")
-    temperature: float = Field(default=0.0, ge=0)
-    num_samples: int = Field(default=1, ge=1)
-    max_rows: int | None = Field(default=None, ge=1, description="the first rows of each dataset; none: all")
 
 
 class LogConfig(Section):
@@ -369,7 +270,7 @@ class Config(Section):
         """The system message; empty for none."""
         if self.data.system_prompt is not None:
             return self.data.system_prompt
-        return _SYSTEM_PROMPTS[self.reward.type]
+        return SYSTEM_PROMPTS[self.reward.type]
 
     @property
     def cache_length(self) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from async_rl.config import Config, GeneratorConfig
+from async_rl.config import Config
+from async_rl.engine_config import GeneratorConfig
 from async_rl.errors import ConfigError
 from async_rl.loss_config import OFF_VALUES
 

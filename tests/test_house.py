@@ -14,7 +14,8 @@ PACKAGE = ROOT / "async_rl"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "faults", "memory", "__init__"),
-    ("kept_tokens", "records", "wire", "codec", "address", "config_section", "loss_config", "config", "config_file"),
+    ("kept_tokens", "records", "wire", "codec", "address"),
+    ("config_section", "task_config", "engine_config", "loss_config", "config", "config_file"),
     ("run_dir", "step_log", "metrics", "eval_records", "lifeline"),
     ("keys", "data", "chat", "rewards", "queue", "weights", "curve"),
     ("generator", "learner"),
@@ -28,9 +29,10 @@ STRANGERS = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
-    "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "config",
-    "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat", "rewards", "queue",
-    "launch", "preflight", "cli", "generator.worker", "generator.backend", "generator.fake_backend",
+    "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "task_config",
+    "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
+    "rewards", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend",
+    "generator.fake_backend",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config import FakeConfig, GeneratorConfig, RewardType
+from async_rl.engine_config import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.kept_tokens import KeptTokens, join, pack_ids
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
+from async_rl.task_config import RewardType
 
 _CHARACTERS_PER_TOKEN = 4
 

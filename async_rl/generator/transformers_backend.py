@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from async_rl.chat import load_tokenizer, render_prompt
-from async_rl.config import GeneratorConfig
+from async_rl.engine_config import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.causal_model import WeightTable, build_model, end_of_sequence_ids

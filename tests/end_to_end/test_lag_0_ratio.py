@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from async_rl.codec import decode_group, encode_group
-from async_rl.config import GeneratorConfig
+from async_rl.engine_config import GeneratorConfig
 from async_rl.generator.grading import whole_sequence
 from async_rl.generator.transformers_backend import TransformersBackend
 from async_rl.kept_tokens import pack_ids

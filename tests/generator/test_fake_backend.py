@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from async_rl.config import FakeConfig, GeneratorConfig
+from async_rl.engine_config import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.generator.fake_backend import FakeBackend
 from async_rl.kept_tokens import contains

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from async_rl.config import GeneratorConfig
+from async_rl.engine_config import GeneratorConfig
 from async_rl.generator.causal_model import WeightTable
 from async_rl.generator.decode_attention import register
 from async_rl.generator.forward import Forward, TransformersForward, make_forward

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from async_rl.config import GeneratorConfig
+from async_rl.engine_config import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.causal_model import refuse_unsupported

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, RewardConfig, RunConfig, SamplingConfig
+from async_rl.config import Config, ModelConfig, RunConfig
+from async_rl.engine_config import SamplingConfig
 from async_rl.errors import RewardError
 from async_rl.rewards.registry import RewardInput, RewardOutput, build_reward
+from async_rl.task_config import RewardConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

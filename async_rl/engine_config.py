@@ -1,0 +1,68 @@
+"""How it is sampled: the sections ``sampling``, ``generator``, ``weights``. ``config.py`` checks them together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from async_rl.config_section import Section
+
+
+class SamplingConfig(Section):
+    group_size: int = Field(default=8, ge=1, le=1024)
+    temperature: float = Field(default=1.0, gt=0)
+    temperature_end: float | None = Field(
+        default=None, gt=0, description="what temperature goes to, on a line over the versions; none: it stays"
+    )
+    temperature_steps: int | None = Field(
+        default=None, ge=1, description="version at which temperature_end is reached; none: the run's last"
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="sample from the likeliest tokens that reach this probability; 1: off"
+    )
+    top_k: int = Field(
+        default=0, ge=0, description="sample from so many of the likeliest tokens; 0: off. Bounds what top_p keeps"
+    )
+    max_new_tokens: int = Field(default=3584, ge=1)
+    max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts are refused and counted")
+    stop: tuple[str, ...] = Field(default=(), strict=False, description="stop strings, kept in the text")
+    deterministic: bool = Field(
+        default=False, description="the same samples, bit for bit, whoever samples them; a group at a time, so slow"
+    )
+
+
+class FakeConfig(Section):
+    """Settings of the fake backend: it samples by hashing, at a pace of its own."""
+
+    accuracy: float = Field(default=0.5, ge=0, le=1, description="share of correct answers")
+    mean_tokens: float = Field(default=16.0, ge=1)
+    sigma: float = Field(default=0.0, ge=0, description="of log-normal answer lengths")
+    step_time_s: float = Field(default=0.0, ge=0, description="duration of one decode step, whatever the batch")
+    vocab_size: int = Field(default=32, ge=2)
+    fails_on: str = Field(default="", description="prompts that contain this text always fail; empty: none")
+
+
+class GeneratorConfig(Section):
+    backend: Literal["auto", "transformers", "fake"] = "auto"
+    count: int = Field(default=1, ge=0, description="generators that launch starts")
+    devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, dealt out in order")
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=64, ge=1, description="sequences sampled at a time")
+    max_concurrent_groups: int | None = Field(default=None, ge=1, description="none: as many as fill batch_size")
+    memory_fraction: float = Field(default=0.8, gt=0, le=1)
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads; none: cores over processes")
+    fake: FakeConfig = FakeConfig()
+
+
+class WeightsConfig(Section):
+    transport: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="auto: nccl where the learner runs on CUDA, else gloo"
+    )
+    sync_every: int = Field(default=1, ge=1, description="publish every so many versions")
+    deadline_s: float = Field(default=60.0, gt=0, description="a generator that is not done by then is dropped")
+    bucket_bytes: int = Field(default=64 << 20, ge=1024, description="bytes of one digested part of a version")
+    staging_bytes: int | None = Field(
+        default=None, ge=1024, description="host memory for versions in flight; none: two"
+    )
+    trusted_network: bool = False
