@@ -5,34 +5,31 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
 from async_rl.kept_tokens import KeptTokens, split, why_malformed
 from async_rl.records import (
-    FINISH_REASONS,
     BoolArray,
     FinishReason,
     Float32Array,
     Group,
     Int32Array,
     Lease,
+    LeaseKind,
     Prompt,
     Rollout,
     Sampling,
     TokenSequence,
 )
-from async_rl.wire import DEFAULT_LIMITS, Limits, Pieces, decode, encode
+from async_rl.wire import DEFAULT_LIMITS, Limits, Pieces, TypedReader, encode
 
 _T = TypeVar("_T")
 _COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
-_INTEGERS = {int}
-_NUMBERS = frozenset((int, float))
-_NUMBERS_OR_NONE = _NUMBERS | {type(None)}
-_TEXTS = frozenset((str,))
-_TEXTS_OR_NONE = _TEXTS | {type(None)}
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
@@ -141,6 +138,34 @@ def _lease_from_fields(fields: Mapping[str, Any], samplings: Sequence[Sampling])
     )
 
 
+class GroupFields(msgspec.Struct, frozen=True, gc=False):
+    """What a group's message says beside its arrays. R rollouts of S sequences with T tokens in all.
+
+    Attributes:
+        num_sequences: [R], adds up to S.
+        lengths: [S], tokens of each sequence, adds up to T.
+        reward_parts: by name [R], None for a rollout without that part.
+        accuracy: [R].
+        finish_reason: [R].
+        extracted: [R].
+    """
+
+    lease_id: str
+    kind: LeaseKind
+    position: int
+    generator_id: str
+    lineage: str
+    temperature: float
+    weights_digest: dict[int, str]
+    sampling_time_s: float
+    num_sequences: list[_Count]
+    lengths: list[_Count]
+    reward_parts: dict[str, list[float | None]]
+    accuracy: list[float]
+    finish_reason: list[FinishReason]
+    extracted: list[str | None]
+
+
 def encode_group(group: Group) -> bytes:
     """The group as a frame of its own, so that the queue can keep and hand on its bytes unread.
 
@@ -150,22 +175,22 @@ def encode_group(group: Group) -> bytes:
     rollouts = group.rollouts
     sequences = [s for r in rollouts for s in r.sequences]
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
-    fields = {
-        "lease_id": group.lease_id,
-        "kind": group.kind,
-        "position": group.position,
-        "generator_id": group.generator_id,
-        "lineage": group.lineage,
-        "temperature": group.temperature,
-        "weights_digest": dict(group.weights_digest),
-        "sampling_time_s": group.sampling_time_s,
-        "num_sequences": [len(r.sequences) for r in rollouts],
-        "lengths": [len(s.token_ids) for s in sequences],
-        "reward_parts": {name: [r.reward_parts.get(name) for r in rollouts] for name in names},
-        "accuracy": [r.accuracy for r in rollouts],
-        "finish_reason": [r.finish_reason for r in rollouts],
-        "extracted": [r.extracted for r in rollouts],
-    }
+    fields = GroupFields(
+        lease_id=group.lease_id,
+        kind=group.kind,
+        position=group.position,
+        generator_id=group.generator_id,
+        lineage=group.lineage,
+        temperature=group.temperature,
+        weights_digest=dict(group.weights_digest),
+        sampling_time_s=group.sampling_time_s,
+        num_sequences=[len(r.sequences) for r in rollouts],
+        lengths=[len(s.token_ids) for s in sequences],
+        reward_parts={name: [r.reward_parts.get(name) for r in rollouts] for name in names},
+        accuracy=[r.accuracy for r in rollouts],
+        finish_reason=[r.finish_reason for r in rollouts],
+        extracted=[r.extracted for r in rollouts],
+    )
     arrays = [
         _column("<i4", [s.token_ids for s in sequences]),
         _column("|b1", [s.loss_mask for s in sequences]),
@@ -184,18 +209,15 @@ def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:
     return Pieces(dtype, [np.ascontiguousarray(array, dtype).data for array in arrays])
 
 
+_READER = TypedReader("group", GroupFields)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatGroup:
-    """A group's message as it came, everything in it checked. R rollouts of S sequences with T tokens in all.
+    """A group's message as it came, everything in it checked.
 
     Attributes:
-        fields: by name, those of ``Group`` that are neither its rollouts nor made of them.
-        num_sequences: [R], adds up to S.
-        lengths: [S], tokens of each sequence, adds up to T.
-        reward_parts: by name [R], None for a rollout without that part. Numbers may be int or float, here and below.
-        accuracy: [R].
-        finish_reason: [R].
-        extracted: [R].
+        fields: all but the arrays.
         token_ids: int32 [T], like the others a view into the frame, and sequence behind sequence.
         loss_mask: bool [T].
         behavior_logprobs: float32 [T].
@@ -203,13 +225,7 @@ class FlatGroup:
         kept: of the tokens under the mask; None where nothing was left out.
     """
 
-    fields: Mapping[str, Any]
-    num_sequences: list[int]
-    lengths: list[int]
-    reward_parts: dict[str, list[float | None]]
-    accuracy: list[float]
-    finish_reason: list[FinishReason]
-    extracted: list[str | None]
+    fields: GroupFields
     token_ids: Int32Array
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
@@ -218,7 +234,7 @@ class FlatGroup:
 
     @property
     def num_rollouts(self) -> int:
-        return len(self.num_sequences)
+        return len(self.fields.num_sequences)
 
 
 def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> Group:
@@ -228,35 +244,45 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
         WireError: the frame is malformed or its lengths, dtypes or values don't fit together.
     """
     flat = decode_flat_group(frame, limits)
+    fields, rewards = flat.fields, flat.fields.reward_parts
     token_ids, loss_mask, logprobs, versions = flat.token_ids, flat.loss_mask, flat.behavior_logprobs, flat.versions
-    kept = _kept_by_sequence(flat)
     sequences: list[TokenSequence] = []
     start = 0
-    for length, of_sequence in zip(flat.lengths, kept, strict=True):
+    for length, kept in zip(fields.lengths, _kept_by_sequence(flat), strict=True):
         at = slice(start, start + length)
-        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], of_sequence))
+        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], kept))
         start = at.stop
     rollouts: list[Rollout] = []
     first = 0
-    for index, count in enumerate(flat.num_sequences):
-        parts = {name: float(v) for name, values in flat.reward_parts.items() if (v := values[index]) is not None}
+    for index, count in enumerate(fields.num_sequences):
+        parts = {name: value for name, values in rewards.items() if (value := values[index]) is not None}
         rollouts.append(
             Rollout(
                 sequences=tuple(sequences[first : first + count]),
                 reward_parts=parts,
-                accuracy=float(flat.accuracy[index]),
-                finish_reason=flat.finish_reason[index],
-                extracted=flat.extracted[index],
+                accuracy=fields.accuracy[index],
+                finish_reason=fields.finish_reason[index],
+                extracted=fields.extracted[index],
             )
         )
         first += count
-    return Group(rollouts=tuple(rollouts), **flat.fields)
+    return Group(
+        lease_id=fields.lease_id,
+        kind=fields.kind,
+        position=fields.position,
+        generator_id=fields.generator_id,
+        lineage=fields.lineage,
+        temperature=fields.temperature,
+        rollouts=tuple(rollouts),
+        weights_digest=fields.weights_digest,
+        sampling_time_s=fields.sampling_time_s,
+    )
 
 
 def _kept_by_sequence(flat: FlatGroup) -> Sequence[KeptTokens | None]:
     if flat.kept is None:
-        return [None] * len(flat.lengths)
-    ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.lengths)]
+        return [None] * len(flat.fields.lengths)
+    ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
     return split(flat.kept, np.diff(ends, prepend=0).tolist())
 
 
@@ -266,37 +292,27 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     Raises:
         WireError: where ``decode_group`` does.
     """
-    message = decode(frame, limits)
-    fields, arrays = message.fields, message.arrays
-    if message.type != "group" or len(arrays) not in (4, 6):
-        raise WireError(
-            f"expected a 'group' message with 4 or 6 arrays, got {reprlib.repr(message.type)} with {len(arrays)}"
-        )
-    num_tokens = arrays[0].size
-    for array, dtype in zip(arrays[:4], _COLUMN_DTYPES, strict=True):
+    fields, arrays = _READER.read(frame, limits)
+    if len(arrays) not in (4, 6):
+        raise WireError(f"expected a 'group' message with 4 or 6 arrays, got {len(arrays)}")
+    token_ids, loss_mask, logprobs, versions = arrays[:4]
+    num_tokens = token_ids.size
+    for array, dtype in zip(arrays, _COLUMN_DTYPES):
         if array.dtype != dtype or array.shape != (num_tokens,):
             raise WireError("expected four flat arrays of one length: int32, bool, float32, int32")
     # Sums of other bytes would count tokens that are not there.
-    if num_tokens and arrays[1].view(np.uint8).max() > 1:
+    if num_tokens and np.maximum.reduce(loss_mask.view(np.uint8)) > 1:
         raise WireError("expected a mask of bytes 0 and 1")
-    num_sequences, lengths = field(fields, "num_sequences", list), field(fields, "lengths", list)
-    _check_counts("lengths", lengths, num_tokens)
-    _check_counts("num_sequences", num_sequences, len(lengths))
-    reward_parts = field(fields, "reward_parts", dict)
-    num_rollouts = len(num_sequences)
-    for name, values in reward_parts.items():
-        if type(name) is not str:
-            raise WireError("expected 'reward_parts' to map names to lists of numbers")
-        _check_column(f"reward_parts.{name}", values, num_rollouts, _NUMBERS_OR_NONE)
-    _check_column("accuracy", fields.get("accuracy"), num_rollouts, _NUMBERS)
-    _check_column("extracted", fields.get("extracted"), num_rollouts, _TEXTS_OR_NONE)
-    _check_column("finish_reason", fields.get("finish_reason"), num_rollouts, _TEXTS)
-    if unknown := set(fields["finish_reason"]) - FINISH_REASONS:
-        raise WireError(f"unknown finish reason {reprlib.repr(unknown.pop())}")
-    return FlatGroup(
-        _group_fields(fields), num_sequences, lengths, reward_parts, fields["accuracy"], fields["finish_reason"],
-        fields["extracted"], *arrays[:4], kept=None if len(arrays) == 4 else _kept(arrays),
-    )  # fmt: skip
+    _check_sum("lengths", fields.lengths, num_tokens)
+    _check_sum("num_sequences", fields.num_sequences, len(fields.lengths))
+    num_rollouts = len(fields.num_sequences)
+    for name, values in fields.reward_parts.items():
+        _check_length(f"reward_parts.{name}", values, num_rollouts)
+    _check_length("accuracy", fields.accuracy, num_rollouts)
+    _check_length("finish_reason", fields.finish_reason, num_rollouts)
+    _check_length("extracted", fields.extracted, num_rollouts)
+    kept = None if len(arrays) == 4 else _kept(arrays)
+    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, kept)
 
 
 def _kept(arrays: Sequence[np.ndarray]) -> KeptTokens:
@@ -308,32 +324,11 @@ def _kept(arrays: Sequence[np.ndarray]) -> KeptTokens:
     return KeptTokens(sizes, words)
 
 
-def _check_counts(name: str, counts: list[Any], total: int) -> None:
-    if (counts and (set(map(type, counts)) != _INTEGERS or min(counts) < 0)) or sum(counts) != total:
+def _check_sum(name: str, counts: list[int], total: int) -> None:
+    if sum(counts) != total:
         raise WireError(f"expected {name!r} to be counts that add up to {total}, got {reprlib.repr(counts)}")
 
 
-def _check_column(name: str, values: Any, length: int, types: frozenset[type]) -> None:
-    if type(values) is not list or len(values) != length or not types.issuperset(map(type, values)):
-        allowed = " or ".join(sorted(t.__name__ for t in types))
-        raise WireError(f"expected {name!r} to be a list of {length} {allowed}, got {reprlib.repr(values)}")
-
-
-def _group_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    kind = field(fields, "kind", str)
-    if kind not in ("train", "eval"):
-        raise WireError(f"expected a group of kind 'train' or 'eval', got {reprlib.repr(kind)}")
-    digests = field(fields, "weights_digest", dict)
-    for version, digest in digests.items():
-        if not isinstance(version, int) or not isinstance(digest, str):
-            raise WireError("expected 'weights_digest' to map versions to digests")
-    return {
-        "lease_id": field(fields, "lease_id", str),
-        "kind": kind,
-        "position": field(fields, "position", int),
-        "generator_id": field(fields, "generator_id", str),
-        "lineage": field(fields, "lineage", str),
-        "temperature": field(fields, "temperature", float),
-        "weights_digest": digests,
-        "sampling_time_s": field(fields, "sampling_time_s", float),
-    }
+def _check_length(name: str, values: Sequence[object], length: int) -> None:
+    if len(values) != length:
+        raise WireError(f"expected {name!r} to be a list of {length}, got {reprlib.repr(values)}")

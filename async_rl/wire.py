@@ -6,7 +6,8 @@ Layout (little-endian)::
 
 The header is ``[schema, type, fields, [[dtype, shape, offset], ...], number of parts]``; offsets count from the end of
 the padded header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits``, and
-against the bytes that are really there, before anything is allocated. Arrays are read-only views into the frame.
+against the bytes that are really there, before anything is allocated; messages of a type that comes often are read by
+a ``TypedReader``, which checks their fields in C. Arrays are read-only views into the frame.
 *Parts* are byte strings that travel behind the frame as frames of their own, for whoever passes them on unread: nobody
 on the way has to copy them. Who sends and receives frames sees to them; here they are only counted.
 Errors quote through ``reprlib``: what they quote may be huge, or nested deeper than ``repr`` can go.
@@ -19,9 +20,10 @@ import reprlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgpack
+import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
@@ -34,6 +36,7 @@ _DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", 
 _CONTAINERS = frozenset((dict, list))
 _KEYS = frozenset((str, int, bool))
 _NO_HEADER = "header is not [schema, type, fields, arrays, number of parts]"
+_F = TypeVar("_F")
 _SMALL_HEADER_BYTES = 1024
 """Up to here lies cost little: no list has more items than there are bytes, and nested ones at most 3 MB together."""
 
@@ -51,6 +54,7 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+Arrays = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class Message:
 
     type: str
     fields: Mapping[str, Any]
-    arrays: tuple[np.ndarray, ...] = ()
+    arrays: Arrays = ()
     num_parts: int = 0
     parts: tuple[memoryview, ...] = ()
 
@@ -96,13 +100,28 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _plain_number(value: Any) -> int | float:
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is neither text, a number, a list nor a map")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+
+
 def encode(
-    type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray | Pieces] = (), *, num_parts: int = 0
+    type_: str,
+    fields: Mapping[str, Any] | msgspec.Struct,
+    arrays: Sequence[np.ndarray | Pieces] = (),
+    *,
+    num_parts: int = 0,
 ) -> bytes:
-    """One frame, which ``num_parts`` parts will follow. Arrays are written C-contiguous and little-endian.
+    """One frame, which ``num_parts`` parts will follow. Arrays are written C-contiguous and little-endian, numpy's
+    numbers as plain ones.
 
     Raises:
-        WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64.
+        WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64; or the fields are not
+            plain data.
     """
     table: list[list[Any]] = []
     bodies: list[Piece] = []
@@ -119,9 +138,10 @@ def encode(
         padded = _padded(num_bytes)
         bodies += (*pieces, bytes(padded - num_bytes))
         offset += padded
+    plain = dict(fields) if isinstance(fields, Mapping) else fields
     try:
-        header: bytes = msgpack.Packer(use_bin_type=True).pack([SCHEMA_VERSION, type_, dict(fields), table, num_parts])
-    except (TypeError, ValueError, OverflowError) as error:
+        header = _ENCODER.encode([SCHEMA_VERSION, type_, plain, table, num_parts])
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"fields of a {type_!r} message are not plain data: {error}") from error
     size = _PREFIX.size + len(header)
     return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies])
@@ -144,7 +164,54 @@ def decode(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMIT
     return Message(type_, fields, tuple(_array(view, start, entry) for entry in table), num_parts)
 
 
-def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
+class _ArrayEntry(msgspec.Struct, array_like=True, gc=False):
+    dtype: str
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**40)]], msgspec.Meta(max_length=4)]
+    offset: Annotated[int, msgspec.Meta(ge=0, multiple_of=ALIGNMENT)]
+
+
+class _TypedHeader(msgspec.Struct, Generic[_F], array_like=True, gc=False):
+    schema: int
+    type: str
+    fields: _F
+    table: list[_ArrayEntry]
+    num_parts: int
+
+
+class TypedReader(Generic[_F]):
+    """Reads frames of one type, without parts, whose fields are a msgspec ``Struct``."""
+
+    def __init__(self, type_: str, fields: type[_F]) -> None:
+        self._type = type_
+        self._decoder = msgspec.msgpack.Decoder(_TypedHeader[fields])
+
+    def read(self, frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> tuple[_F, Arrays]:
+        """The fields and arrays in ``frame``.
+
+        Raises:
+            WireError: where ``decode`` does, or the fields are not those of the type.
+        """
+        view = memoryview(frame).toreadonly()
+        raw, start = _raw_header(view, limits)
+        try:
+            header: _TypedHeader[_F] = self._decoder.decode(raw)
+        except (ValueError, RecursionError) as error:
+            # What is wrong with any message, its schema say, is the better answer.
+            decode(frame, limits)
+            raise WireError(f"not the fields of a {self._type!r} message: {error}") from error
+        if (header.schema, header.type, header.num_parts) != (SCHEMA_VERSION, self._type, 0):
+            message = decode(frame, limits)
+            raise WireError(
+                f"expected a {self._type!r} message without parts, got {reprlib.repr(message.type)} with "
+                f"{message.num_parts}"
+            )
+        if len(header.table) > limits.max_arrays:
+            raise WireError(f"expected at most {limits.max_arrays} arrays, got {len(header.table)}")
+        return header.fields, tuple([_array_at(view, start, e.dtype, e.shape, e.offset) for e in header.table])
+
+
+def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
+    """The header's bytes, and where the arrays begin."""
     if len(view) > limits.max_bytes:
         raise WireError(f"expected at most {limits.max_bytes} bytes, got {len(view)}")
     if len(view) < _PREFIX.size:
@@ -154,7 +221,12 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
         raise WireError(f"expected a frame that begins with {_MAGIC!r}, got {bytes(magic)!r}")
     if length > limits.max_header_bytes or _PREFIX.size + length > len(view):
         raise WireError(f"header claims {length} bytes, frame has {len(view)}")
-    header = _unpacked(view[_PREFIX.size : _PREFIX.size + length], limits)
+    return view[_PREFIX.size : _PREFIX.size + length], _padded(_PREFIX.size + length)
+
+
+def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
+    raw, start = _raw_header(view, limits)
+    header = _unpacked(raw, limits)
     if not isinstance(header, list) or len(header) != 5:
         raise WireError(_NO_HEADER)
     schema, type_, fields, table, num_parts = header
@@ -167,7 +239,7 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
     if len(table) > limits.max_arrays or not 0 <= num_parts <= limits.max_arrays:
         raise WireError(f"expected at most {limits.max_arrays} arrays, and parts, got {len(table)} and {num_parts}")
     _check_nesting(fields, limits.max_depth - 1)
-    return header, _padded(_PREFIX.size + length)
+    return header, start
 
 
 def _unpacked(raw: memoryview, limits: Limits) -> Any:
@@ -214,14 +286,20 @@ def _array(view: memoryview, start: int, entry: Any) -> np.ndarray:
     if type(entry) is not list or len(entry) != 3:
         raise WireError(f"expected an array entry [dtype, shape, offset], got {reprlib.repr(entry)}")
     dtype_name, shape, offset = entry
-    dtype = _DTYPES.get(dtype_name) if type(dtype_name) is str else None
-    if dtype is None or type(shape) is not list or len(shape) > 4 or type(offset) is not int:
+    if type(dtype_name) is not str or type(shape) is not list or len(shape) > 4 or type(offset) is not int:
         raise WireError(f"expected an array entry [dtype, shape, offset], got {reprlib.repr(entry)}")
     for length in shape:
         if type(length) is not int or not 0 <= length < 2**40:
             raise WireError(f"impossible shape {reprlib.repr(shape)}")
     if offset < 0 or offset % ALIGNMENT:
         raise WireError(f"impossible offset {offset}")
+    return _array_at(view, start, dtype_name, shape, offset)
+
+
+def _array_at(view: memoryview, start: int, dtype_name: str, shape: list[int], offset: int) -> np.ndarray:
+    dtype = _DTYPES.get(dtype_name)
+    if dtype is None:
+        raise WireError(f"expected a dtype of {sorted(_DTYPES)}, got {reprlib.repr(dtype_name)}")
     end = start + offset + math.prod(shape) * dtype.itemsize
     if end > len(view):
         raise WireError(f"array claims bytes up to {end}, frame has {len(view)}")

@@ -65,14 +65,14 @@ def test_a_group_survives_the_wire(lengths: list[list[int]]):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
-@pytest.mark.parametrize("lengths", [[4], [6], [5, 1], [-5], ["5"], [True]])
+@pytest.mark.parametrize("lengths", [[4], [6], [5, 1]])
 def test_sequence_lengths_that_do_not_add_up_are_refused(lengths: list):
     message = decode(encode_group(group([[5]])))
     with pytest.raises(WireError, match="'lengths' to be counts that add up to 5"):
         decode_group(encode("group", {**message.fields, "lengths": lengths}, message.arrays))
 
 
-@pytest.mark.parametrize("counts", [[2], [1, 1], [2, -1], ["1"], [True], []])
+@pytest.mark.parametrize("counts", [[2], [1, 1], []])
 def test_numbers_of_sequences_that_do_not_add_up_are_refused(counts: list):
     message = decode(encode_group(group([[5]])))
     with pytest.raises(WireError, match="'num_sequences' to be counts that add up to 1"):
@@ -100,7 +100,7 @@ def test_arrays_of_another_dtype_are_refused():
 )
 def test_a_field_of_the_wrong_kind_is_refused(key: str, value: object):
     message = decode(encode_group(group([[5]])))
-    with pytest.raises(WireError, match="expected"):
+    with pytest.raises(WireError, match=rf"not the fields of a 'group' message: .*\.{key}"):
         decode_group(encode("group", {**message.fields, key: value}, message.arrays))
 
 
@@ -115,16 +115,21 @@ def test_a_mask_of_other_bytes_than_0_and_1_is_refused():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("lengths", 5, "'lengths' to be list"),
-        ("reward_parts", {"correct": ["1"]}, "'reward_parts.correct' to be a list of 1 NoneType or float or int"),
-        ("reward_parts", {"correct": 1.0}, "'reward_parts.correct' to be a list"),
-        ("reward_parts", {7: [1.0]}, "names to lists of numbers"),
-        ("accuracy", ["1"], "'accuracy' to be a list of 1 float or int"),
-        ("accuracy", [True], "'accuracy' to be a list"),
+        ("lengths", 5, r"Expected `array`, got `int` - at `\$\[2\]\.lengths`"),
+        ("lengths", [-5], r"Expected `int` >= 0 - at `\$\[2\]\.lengths\[0\]`"),
+        ("lengths", [True], "Expected `int`, got `bool`"),
+        ("num_sequences", ["1"], "Expected `int`, got `str`"),
+        ("num_sequences", [2, -1], "Expected `int` >= 0"),
+        ("reward_parts", {"correct": ["1"]}, r"Expected `float \| null`, got `str`"),
+        ("reward_parts", {"correct": 1.0}, "Expected `array`, got `float`"),
+        ("reward_parts", {"correct": [1.0, 1.0]}, "'reward_parts.correct' to be a list of 1"),
+        ("reward_parts", {7: [1.0]}, "Expected `str`, got `int`"),
+        ("accuracy", ["1"], "Expected `float`, got `str`"),
+        ("accuracy", [True], "Expected `float`, got `bool`"),
         ("accuracy", [1.0, 1.0], "'accuracy' to be a list of 1"),
-        ("finish_reason", ["bored"], "unknown finish reason"),
-        ("finish_reason", [["stop"]], "'finish_reason' to be a list of 1 str"),
-        ("extracted", [42], "'extracted' to be a list"),
+        ("finish_reason", ["bored"], "Invalid enum value 'bored'"),
+        ("finish_reason", [["stop"]], "Expected `str`, got `array`"),
+        ("extracted", [42], r"Expected `str \| null`, got `int`"),
     ],
 )
 def test_a_column_with_a_value_of_the_wrong_kind_is_refused(key: str, value: object, message: str):
@@ -202,7 +207,7 @@ def test_kept_tokens_that_do_not_fit_their_tokens_are_refused(column: int, array
 
 def test_half_of_the_kept_tokens_columns_are_refused():
     sent = decode(encode_group(with_kept(group([[5]]))))
-    with pytest.raises(WireError, match="4 or 6 arrays, got 'group' with 5"):
+    with pytest.raises(WireError, match="4 or 6 arrays, got 5"):
         decode_group(encode("group", sent.fields, sent.arrays[:5]))
 
 

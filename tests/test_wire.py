@@ -75,7 +75,7 @@ def frame_with(header: object, body: bytes = b"") -> bytes:
         (frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]), "impossible shape .* too big"),
         (frame_with([1, "t", {}, [["<i4", [0], 3]], 0]), "impossible offset 3"),
         (frame_with([1, "t", {}, [["<i4", [0], -16]], 0]), "impossible offset -16"),
-        (frame_with([1, "t", {}, [["|O", [1], 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype of .*, got '\|O'"),
         (frame_with([1, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
         (frame_with([1, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
         (frame_with([1, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),

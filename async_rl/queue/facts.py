@@ -24,7 +24,7 @@ class GroupFacts:
     """One returned group.
 
     ``num_tokens`` counts those under the mask; ``oldest_version`` and ``newest_version`` are among them, both
-    ``NO_VERSION`` if there is none. ``reward`` and ``accuracy`` are sums over rollouts. ``unfit`` says why no learner
+    ``NO_VERSION`` if there is none, and meaningless if versions don't go with the mask, which is ``unfit``. ``reward`` and ``accuracy`` are sums over rollouts. ``unfit`` says why no learner
     could train on it whatever the lease and the version; empty if nothing speaks against it. ``has_kept_tokens`` says
     whether it tells what top-p and top-k left to be sampled.
     """
@@ -53,26 +53,27 @@ def read_facts(body: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupFacts:
         WireError: where ``decode_group`` does.
     """
     group = decode_flat_group(body, limits)
-    fields = group.fields
-    versions = group.versions[group.loss_mask]
-    every_rollout_failed = group.finish_reason.count("error") == group.num_rollouts
-    reward = float(sum(sum(filter(None, values)) for values in group.reward_parts.values()))
-    accuracy = float(sum(group.accuracy))
+    fields, versions = group.fields, group.versions
+    num_tokens = int(np.count_nonzero(group.loss_mask))
+    every_rollout_failed = fields.finish_reason.count("error") == group.num_rollouts
+    reward = float(sum(sum(filter(None, values)) for values in fields.reward_parts.values()))
+    accuracy = float(sum(fields.accuracy))
     return GroupFacts(
-        lease_id=fields["lease_id"],
-        kind=fields["kind"],
-        position=fields["position"],
-        generator_id=fields["generator_id"],
-        lineage=fields["lineage"],
+        lease_id=fields.lease_id,
+        kind=fields.kind,
+        position=fields.position,
+        generator_id=fields.generator_id,
+        lineage=fields.lineage,
         num_rollouts=group.num_rollouts,
-        num_tokens=versions.size,
-        oldest_version=int(versions.min()) if versions.size else NO_VERSION,
-        newest_version=int(versions.max()) if versions.size else NO_VERSION,
+        num_tokens=num_tokens,
+        # NO_VERSION, off the mask, is the largest of unsigned numbers and the smallest of signed ones.
+        oldest_version=int(np.minimum.reduce(versions.view(np.uint32)).view(np.int32)) if num_tokens else NO_VERSION,
+        newest_version=int(np.maximum.reduce(versions)) if num_tokens else NO_VERSION,
         reward=reward,
         accuracy=accuracy,
         every_rollout_failed=every_rollout_failed,
         unfit="every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy),
-        temperature=fields["temperature"],
+        temperature=fields.temperature,
         has_kept_tokens=group.kept is not None,
     )
 
@@ -82,14 +83,17 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
     # A sum is finite only if all its terms are; and if it overflows, none of them means anything.
     if not math.isfinite(sum_of_scores):
         return "a reward is not finite, or too large"
-    if group.num_rollouts and not 0.0 <= min(group.accuracy) <= max(group.accuracy) <= 1.0:
-        return f"expected accuracies in 0..1, got {min(group.accuracy)} to {max(group.accuracy)}"
+    fields, accuracy = group.fields, group.fields.accuracy
+    if group.num_rollouts and not 0.0 <= min(accuracy) <= max(accuracy) <= 1.0:
+        return f"expected accuracies in 0..1, got {min(accuracy)} to {max(accuracy)}"
     # As byte strings, searched in C: a numpy call for each rollout costs ten times as much.
     sampled = group.loss_mask.tobytes()
+    if np.greater_equal(group.versions, 0).tobytes() != sampled:
+        return f"expected a version from 0 on for every sampled token, and {NO_VERSION} for all others"
     not_finite = np.less(np.isfinite(group.behavior_logprobs), group.loss_mask).tobytes().find(b"\1")
-    lengths = iter(group.lengths)
+    lengths = iter(fields.lengths)
     end = 0
-    for index, (count, finish_reason) in enumerate(zip(group.num_sequences, group.finish_reason, strict=True)):
+    for index, (count, finish_reason) in enumerate(zip(fields.num_sequences, fields.finish_reason, strict=True)):
         start, end = end, end + sum(islice(lengths, count))
         if finish_reason != "error" and sampled.find(b"\1", start, end) < 0:
             return f"rollout {index} has no sampled token"

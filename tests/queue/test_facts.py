@@ -94,6 +94,9 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
         return "a reward is not finite, or too large"
     if not 0.0 <= min(accuracies) <= max(accuracies) <= 1.0:
         return f"expected accuracies in 0..1, got {min(accuracies)} to {max(accuracies)}"
+    sequences = [s for rollout in group.rollouts for s in rollout.sequences]
+    if any((s.versions >= 0).tolist() != s.loss_mask.tolist() for s in sequences):
+        return "expected a version from 0 on for every sampled token, and -1 for all others"
     for index, rollout in enumerate(group.rollouts):
         if rollout.num_sampled == 0 and rollout.finish_reason != "error":
             return f"rollout {index} has no sampled token"
@@ -123,11 +126,10 @@ def check_against_decoded(body: bytes) -> None:
     assert (facts.generator_id, facts.lineage) == (group.generator_id, group.lineage)
     np.testing.assert_equal(facts.temperature, group.temperature)
     assert (facts.num_rollouts, facts.num_tokens) == (len(group.rollouts), group.num_sampled)
-    versions = sampled_versions(group)
-    assert facts.oldest_version == min(versions, default=NO_VERSION)
-    assert facts.newest_version == max(versions, default=NO_VERSION)
-    if not versions or facts.oldest_version >= 0:
-        assert facts.oldest_version == group.oldest_version
+    if not facts.unfit:
+        versions = sampled_versions(group)
+        assert facts.oldest_version == min(versions, default=NO_VERSION) == group.oldest_version
+        assert facts.newest_version == max(versions, default=NO_VERSION)
     assert facts.every_rollout_failed == all(r.finish_reason == "error" for r in group.rollouts)
     # The columns are added up in another order.
     np.testing.assert_allclose(facts.reward, float(sum(r.reward for r in group.rollouts)), rtol=1e-12, atol=1e-12)
@@ -192,13 +194,20 @@ def test_a_group_of_versions_the_learner_has_not_reached_is_unfit_only_until_it_
     assert why_unfit(facts, LEASE, newest_version=2) == ""
 
 
-def test_what_lies_off_the_mask_is_nobodys_concern():
+def test_a_logprob_off_the_mask_is_nobodys_concern():
     group = fit_group()
     for rollout in group.rollouts:
-        sequence = rollout.sequences[0]
-        sequence.behavior_logprobs[0], sequence.versions[0] = math.nan, 99
+        rollout.sequences[0].behavior_logprobs[0] = math.nan
     facts = read_facts(encode_group(group))
     assert (facts.newest_version, why_unfit(facts, LEASE, newest_version=2)) == (2, "")
+
+
+@pytest.mark.parametrize(("at", "version"), [(0, 0), (0, 99), (1, -1), (3, -5)])
+def test_versions_that_do_not_go_with_the_mask_are_unfit(at: int, version: int):
+    # The first token is the prompt's, the others are sampled.
+    group = fit_group()
+    group.rollouts[1].sequences[0].versions[at] = version
+    assert "a version from 0 on for every sampled token" in read_facts(encode_group(group)).unfit
 
 
 def test_samples_at_another_temperature_than_the_leases_are_unfit():
