@@ -24,9 +24,9 @@ class GroupFacts:
     """One returned group.
 
     ``num_tokens`` counts those under the mask; ``oldest_version`` and ``newest_version`` are among them, both
-    ``NO_VERSION`` if there is none, and meaningless if versions don't go with the mask, which is ``unfit``. ``reward`` and ``accuracy`` are sums over rollouts. ``unfit`` says why no learner
-    could train on it whatever the lease and the version; empty if nothing speaks against it. ``has_kept_tokens`` says
-    whether it tells what top-p and top-k left to be sampled.
+    ``NO_VERSION`` if there is none, and meaningless if versions don't go with the mask. ``reward`` and ``accuracy`` are
+    sums over rollouts. ``unfit`` says why no learner could train on it whatever the lease and the version; empty if
+    nothing speaks against it. ``has_kept_tokens`` says whether it tells what top-p and top-k left to be sampled.
     """
 
     lease_id: str

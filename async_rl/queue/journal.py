@@ -103,7 +103,7 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """On disk, in segment files."""
+        """On disk, in segment files, but for at most two files' worth that is written over next."""
         return self._segments.num_bytes
 
     @property

@@ -1,8 +1,12 @@
-"""Bodies in append-only files, ``segment-00000001`` and so on, each deleted whole once nothing in it is live.
+"""Bodies in append-only files, ``segment-00000001`` and so on, each given up whole once nothing in it is live.
 
 Bodies enter and places leave; only ``journal.Journal`` calls this, and it says when a file may go. In a file every
-body follows a header of magic, length and xxh3_64, so that a file can be checked alone. The numbers of files are never
-used twice, and every process starts a file of its own: behind a tail torn by SIGKILL nothing is ever written.
+body follows a header of magic, length and xxh3_64. The numbers of files are never used twice, and every process starts
+a file of its own: behind a tail torn by SIGKILL nothing is ever written.
+
+One file that was given up is kept as ``spare`` and becomes the next segment, to be written over from its beginning: the
+system's pages of a file that is there cost a third of new ones. Behind the end of such a segment lies what it held
+before; no place names that.
 
 A place says where its body was *first* written, and stays its name for life. A few long-lived bodies would pin all
 the files they lie in, so they are copied forward into the open one, and ``moved`` says where they are now.
@@ -25,6 +29,7 @@ _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
 _DAMAGED = "the journal is damaged: restart the queue with a new queue.journal_dir"
 _NAME = re.compile(r"segment-(\d{8,})")
+_SPARE = "spare"
 
 
 class Spot(NamedTuple):
@@ -65,6 +70,9 @@ class Segments:
         self._segments: dict[int, _Segment] = {}
         self._open: _Segment | None = None
         self._last = after
+        # One of an earlier process may be longer than a segment is now.
+        (directory / _SPARE).unlink(missing_ok=True)
+        self._has_spare = False
         self._maybe_empty: set[int] = set()
         self.moved: dict[Place, Spot] = {}
         self.num_bytes = self.live_bytes = 0
@@ -149,7 +157,7 @@ class Segments:
         return moves
 
     def settle(self, moves: Iterable[Move]) -> None:
-        """Nothing committed needs the old copies any more, nor what was released: delete the files with only those."""
+        """Nothing committed needs the old copies any more, nor what was released: give up the files with only those."""
         for place, spot in moves:
             self._leave(place, self._find(place)[0])
             self.moved[place] = spot
@@ -157,7 +165,7 @@ class Segments:
         for number in list(self._maybe_empty):
             segment = self._segments[number]
             if segment is not self._open and not segment.live:
-                self._delete(segment)
+                self._give_up(segment)
             if segment is not self._open:
                 self._maybe_empty.discard(number)
 
@@ -195,14 +203,12 @@ class Segments:
     def _append(self, *parts: Bytes) -> Spot:
         segment = self._open
         if segment is None:
-            number = self._last + 1
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
-            segment = self._open = self._add(number, self._path(number), flags)
+            segment = self._open = self._next()
         start, size = segment.num_bytes, sum(map(len, parts))
         try:
-            written = os.writev(segment.file, parts)
+            written = os.pwritev(segment.file, parts, start)
             if written != size:
-                _write_rest(segment.file, b"".join(parts), written)
+                _write_rest(segment.file, b"".join(parts), written, start)
         except OSError as error:
             os.ftruncate(segment.file, start)
             raise disk_error(self._directory, error) from error
@@ -218,14 +224,35 @@ class Segments:
         except OSError as error:
             raise QueueError(f"{segment.path}, offset {offset}: {error}; {_DAMAGED}") from error
 
-    def _delete(self, segment: _Segment) -> None:
+    def _give_up(self, segment: _Segment) -> None:
         try:
-            segment.path.unlink()
+            if self._has_spare or segment.num_bytes < self._segment_bytes:
+                segment.path.unlink()
+            else:
+                segment.path.rename(self._directory / _SPARE)
+                self._has_spare = True
         except OSError as error:
             raise disk_error(self._directory, error) from error
         os.close(segment.file)
         del self._segments[segment.number]
         self.num_bytes -= segment.num_bytes
+
+    def _next(self) -> _Segment:
+        """A segment to write to, with nothing in it."""
+        number = self._last + 1
+        path, flags = self._path(number), os.O_RDWR
+        if self._has_spare:
+            try:
+                (self._directory / _SPARE).rename(path)
+            except OSError as error:
+                raise disk_error(self._directory, error) from error
+            self._has_spare = False
+        else:
+            flags |= os.O_CREAT | os.O_EXCL
+        segment = self._add(number, path, flags)
+        self.num_bytes -= segment.num_bytes
+        segment.num_bytes = 0
+        return segment
 
     def _add(self, number: int, path: Path, flags: int) -> _Segment:
         try:
@@ -254,8 +281,7 @@ def _size(place: Place) -> int:
     return _HEADER.size + place.length
 
 
-def _write_rest(file: int, data: bytes, written: int) -> None:
+def _write_rest(file: int, data: bytes, written: int, start: int) -> None:
     """The end of a write that the system cut short: on a full disk this raises what was wrong."""
-    rest = memoryview(data)[written:]
-    while rest:
-        rest = rest[os.write(file, rest) :]
+    while written < len(data):
+        written += os.pwrite(file, memoryview(data)[written:], start + written)

@@ -15,7 +15,6 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ from async_rl.queue.evals import Row
 from async_rl.queue.files import QueueRecord, read_record, write_json
 from async_rl.queue.handlers import Handlers, Reply, Waiting, WelcomePack
 from async_rl.queue.journal import Journal, pack, unpack
+from async_rl.queue.parking import Parking, Request
 from async_rl.queue.protocol import name
-from async_rl.queue.roster import MAX_GENERATORS
 from async_rl.queue.stream import PromptStream
 from async_rl.wire import Message, decode, encode
 
@@ -49,26 +48,12 @@ FINISH_GRACE_S = 10.0
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
 """Steps that come faster share one writing of the ledger."""
-_MAX_PARKED = 2 * MAX_GENERATORS + 64
-"""A hello and a lease request of every generator; beyond, requests are answered at once."""
 _DRAIN_S = 0.003
 """Messages are handled for so long before their replies go out. Longer, and the learner waits behind generators'
 returns; shorter, and every message pays for a commit of its own."""
 _MAX_DRAIN = 256
 _RECENT_BYTES = 256 << 20
 """Groups in memory beside the journal."""
-
-
-@dataclass(slots=True)
-class _Parked:
-    identity: bytes
-    request_id: str | None
-    generator_id: str | None
-    type: str
-    waiting: Waiting
-    deadline: float
-    since: float
-    tried: int = -1
 
 
 class QueueServer:
@@ -112,8 +97,9 @@ class QueueServer:
         self._handlers = Handlers(buffer, config, limited, run_id)
         self._buffer, self._config, self._on_ready = buffer, config, on_ready
         self._lifeline_fd, self._orphan_s = lifeline_fd, orphan_s
-        self._parked: list[_Parked] = []
+        self._parking = Parking(lambda: buffer.revision, self._send, self._failed)
         self._outbox: dict[bytes, list[Bytes]] = {}
+        self._has_batch = False
         self._committed = -1
         self._told: tuple[Any, ...] = ()
         self._saved_welcome: WelcomePack | None = None
@@ -152,7 +138,7 @@ class QueueServer:
                 self._drain()
                 now = time.monotonic()
                 self._buffer.expire(now)
-                self._answer_parked(now)
+                self._parking.answer(now)
                 self._push_notices()
                 self._commit()
                 self._send_outbox()
@@ -175,7 +161,7 @@ class QueueServer:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        deadlines = [now + LEDGER_EVERY_S, *(p.deadline for p in self._parked)]
+        deadlines = [now + LEDGER_EVERY_S, *self._parking.deadlines()]
         if self._buffer.next_deadline is not None:
             deadlines.append(self._buffer.next_deadline)
         self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
@@ -184,7 +170,9 @@ class QueueServer:
         now = time.monotonic()
         for identity, frames in self._endpoint.receive(_MAX_DRAIN, now):
             self._receive(identity, frames)
-            if time.monotonic() - now >= _DRAIN_S:
+            self._parking.answer_only("take")
+            # The learner does nothing until its batch comes.
+            if self._has_batch or time.monotonic() - now >= _DRAIN_S:
                 break
         self._endpoint.note_refused(now)
 
@@ -199,7 +187,7 @@ class QueueServer:
             self._endpoint.sizes.check(message, sum(map(len, frames)))
             self._handle(identity, request_id, message)
         except Exception as error:
-            self._send(identity, request_id, None, self._failed(identity, error))
+            self._send(Request(identity, request_id, None, "malformed"), self._failed(identity, error))
 
     def _failed(self, identity: bytes, error: Exception) -> Reply:
         """The server outlives bad requests, and its own bugs: the request is refused, and the log has the place."""
@@ -214,14 +202,11 @@ class QueueServer:
         generator_id = self._handlers.generator_of(message, identity, now)
         self._note_learner(message, now)
         answer = self._handlers.handle(message, now)
+        request = Request(identity, request_id, generator_id, message.type)
         if isinstance(answer, Reply):
-            self._send(identity, request_id, generator_id, answer)
+            self._send(request, answer)
         elif isinstance(answer, Waiting):
-            # One waiting request of a type a client: a newer one, or the same sent again, replaces it.
-            self._parked = [p for p in self._parked if (p.identity, p.type) != (identity, message.type)]
-            deadline = now + (answer.wait_s if len(self._parked) < _MAX_PARKED else 0.0)
-            self._parked.append(_Parked(identity, request_id, generator_id, message.type, answer, deadline, since=now))
-            self._answer_parked(now)
+            self._parking.park(request, answer, now)
 
     def _note_learner(self, message: Message, now: float) -> None:
         learner = self._buffer.learner
@@ -229,43 +214,15 @@ class QueueServer:
         if message.type == "attach" or (learner is not None and lineage == learner.lineage and message.type != "lease"):
             self._learner_seen = now
 
-    def _answer_parked(self, now: float) -> None:
-        """Try parked requests, in order of arrival, until an answer to one no longer changes what another gets."""
-        revision = None
-        while revision != self._buffer.revision:
-            revision = self._buffer.revision
-            self._try_parked(now)
-
-    def _try_parked(self, now: float) -> None:
-        still: list[_Parked] = []
-        parked, self._parked = self._parked, []
-        for item in parked:
-            last = now >= item.deadline
-            if item.tried == self._buffer.revision and not last:
-                still.append(item)
-                continue
-            try:
-                reply = item.waiting.attempt(now, last)
-            except Exception as error:
-                reply = self._failed(item.identity, error)
-            item.tried = self._buffer.revision
-            if reply is None:
-                still.append(item)
-            else:
-                self._send(item.identity, item.request_id, item.generator_id, reply)
-        self._parked = still
-
-    def _send(self, identity: bytes, request_id: str | None, generator_id: str | None, reply: Reply) -> None:
-        fields = {**reply.fields, "request_id": request_id, **self._notice(generator_id, reply)}
+    def _send(self, request: Request, reply: Reply) -> None:
+        fields = {**reply.fields, "request_id": request.request_id, **self._notice(request.generator_id, reply)}
         if reply.type == "status":
-            now = time.monotonic()
-            waits = [
-                {"who": p.generator_id or "learner", "for": p.type, "since_s": now - p.since} for p in self._parked
-            ]
+            waits = self._parking.waits(time.monotonic())
             extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
             fields["status"] = {**fields["status"], **extra}
+        self._has_batch |= reply.type == "batch"
         frame = encode(reply.type, fields, reply.arrays, num_parts=len(reply.parts))
-        self._send_frames(identity, [frame, *reply.parts])
+        self._send_frames(request.identity, [frame, *reply.parts])
 
     def _notice(self, generator_id: str | None, reply: Reply) -> dict[str, Any]:
         notice = self._handlers.notice(generator_id)
@@ -276,7 +233,7 @@ class QueueServer:
         self._outbox.setdefault(identity, []).extend(frames)
 
     def _send_outbox(self) -> None:
-        outbox, self._outbox = self._outbox, {}
+        outbox, self._outbox, self._has_batch = self._outbox, {}, False
         for identity, frames in outbox.items():
             self._endpoint.send(identity, frames)
 

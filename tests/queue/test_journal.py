@@ -148,7 +148,9 @@ def test_a_long_lived_body_among_thousands_of_short_ones_pins_little(tmp_path: P
             long_lived[name] = journal.keep(name.encode())
             journal.commit([put(name, long_lived[name])], {})
             assert journal.num_bytes <= journal.live_bytes + max(2 * segment_bytes, journal.live_bytes)
-            assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("segment-*"))
+            # Beside what counts there are the spare file, and what the open one held before it is written over.
+            on_disk = sum(path.stat().st_size for path in tmp_path.iterdir() if path.name.startswith("s"))
+            assert journal.num_bytes <= on_disk <= journal.num_bytes + 2 * (segment_bytes + 124)
         assert "segment-00000001" not in segment_names(tmp_path)
         assert journal.read(long_lived["first"]) == b"first" * 20
     journal, _, places = reopened(tmp_path, segment_bytes=segment_bytes)

@@ -104,9 +104,39 @@ def test_a_number_is_never_used_twice(tmp_path: Path):
     assert place.segment == 8
     segments.release(place)
     segments.settle([])
-    assert names(tmp_path) == []
+    assert names(tmp_path) == ["spare"]
     assert segments.keep(b"b").segment == 9
     segments.close()
+
+
+def test_a_file_that_was_given_up_is_written_over_and_another_one_deleted(tmp_path: Path):
+    segments = Segments(tmp_path, 60)
+    # Two bodies a file.
+    for place in [segments.keep(letter * 6) for letter in (b"a", b"b", b"c", b"d")]:
+        segments.release(place)
+    segments.settle([])
+    assert names(tmp_path) == ["spare"]
+    place = segments.keep(b"new")
+    assert (names(tmp_path), place.segment, place.offset) == (["segment-00000003"], 3, 0)
+    assert (segments.read(place), segments.num_bytes) == (b"new", 24 + 3)
+    segments.close()
+    # Behind what was written is what the file held before; whoever comes next reads the one and ignores the other.
+    held = (tmp_path / "segment-00000003").read_bytes()
+    assert (len(held), held[24:27]) == (60, b"new")
+    later = Segments(tmp_path, 60, after=3)
+    later.adopt(place, Spot(3, 0))
+    assert (later.read(place), later.keep(b"more").segment) == (b"new", 4)
+    later.close()
+
+
+def test_a_spare_file_of_an_earlier_process_goes(tmp_path: Path):
+    segments = Segments(tmp_path, 1)
+    segments.release(segments.keep(b"a"))
+    segments.settle([])
+    segments.close()
+    assert names(tmp_path) == ["spare"]
+    Segments(tmp_path, 1, after=1).close()
+    assert names(tmp_path) == []
 
 
 def test_files_go_when_settled_and_only_those_without_a_live_body(tmp_path: Path):
@@ -117,11 +147,11 @@ def test_files_go_when_settled_and_only_those_without_a_live_body(tmp_path: Path
         segments.release(place)
     assert names(tmp_path) == ["segment-00000001", "segment-00000002", "segment-00000003"]
     segments.settle([])
-    assert names(tmp_path) == ["segment-00000002", "segment-00000003"]
+    assert names(tmp_path) == ["segment-00000002", "segment-00000003", "spare"]
     assert segments.read(d) == b"d" * 6
     segments.release(d)
     segments.settle([])
-    assert names(tmp_path) == ["segment-00000003"]
+    assert names(tmp_path) == ["segment-00000003", "spare"]
     segments.close()
 
 
@@ -150,7 +180,8 @@ def test_the_emptiest_files_are_copied_forward_and_places_stay(tmp_path: Path):
     assert len(moves) == 3
     assert len(names(tmp_path)) == 7
     segments.settle(moves)
-    assert len(names(tmp_path)) == 4
+    assert len(names(tmp_path)) == 4 + 1
+    assert "spare" in names(tmp_path)
     assert (segments.live_bytes, segments.num_bytes - segments.live_bytes) == (400, 350)
     assert "segment-00000001" in names(tmp_path)
     for place in live:
