@@ -109,6 +109,15 @@ def _plain_number(value: Any) -> int | float:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
 
 
+def pack_plain(data: Any) -> bytes:
+    """Maps, lists, text, bytes and numbers (numpy's as well) as msgpack; for unpacking elsewhere, tuples are lists.
+
+    Raises:
+        TypeError: something else is in it. OverflowError, ValueError, RecursionError: it is too large, or too deep.
+    """
+    return _ENCODER.encode(data)
+
+
 def encode(
     type_: str,
     fields: Mapping[str, Any] | msgspec.Struct,
@@ -140,7 +149,7 @@ def encode(
         offset += padded
     plain = dict(fields) if isinstance(fields, Mapping) else fields
     try:
-        header = _ENCODER.encode([SCHEMA_VERSION, type_, plain, table, num_parts])
+        header = pack_plain([SCHEMA_VERSION, type_, plain, table, num_parts])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"fields of a {type_!r} message are not plain data: {error}") from error
     size = _PREFIX.size + len(header)

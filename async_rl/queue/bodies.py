@@ -7,17 +7,16 @@ bodies in segment files, so that they outlive it, and ``RecentBodies`` saves rea
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import xxhash
 
 Bytes = bytes | bytearray | memoryview
 _COPY_BELOW_BYTES = 32 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where one body lies; a store says what ``segment`` and ``offset`` mean. ``digest``: its xxh3_64, 0 in memory."""
 
     segment: int

@@ -17,8 +17,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.address import check_address, refuse_open_bind
 from async_rl.config import QueueConfig
-from async_rl.errors import AddressError
-from async_rl.keys import Guard, ServerKeys
+from async_rl.errors import AddressError, QueueError
+from async_rl.keys import DEFAULT_CLIENT, AllowList, Guard, ServerKeys
 from async_rl.queue.bodies import Bytes
 from async_rl.queue.frames import send_frames
 from async_rl.queue.gate import BLOCKED_S, Gate, Sizes
@@ -64,6 +64,7 @@ class Endpoint:
         self._current: zmq.Frame | None = None
         self._refused, self._untaken = _Tally(), _Tally()
         self._guard: Guard | None = None
+        self._allowed: AllowList | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._socket.get_monitor_socket(_REFUSALS)
@@ -101,6 +102,21 @@ class Endpoint:
                 "peer %r (%s) sent more than queue.max_malformed_per_minute = %d malformed messages; it is not heard "
                 "for %.0f s", peer, self._sender(), self._config.max_malformed_per_minute, BLOCKED_S,
             )  # fmt: skip
+
+    def refuse_strangers(self, type_: str) -> None:
+        """What only the learner may say needs the run's own key, ``client.key``; without keys anyone may.
+
+        Raises:
+            QueueError: the message that is being handled came under another key.
+        """
+        if self._allowed is None or self._current is None:
+            return
+        name = self._allowed.name_of(str(self._current.get("User-Id")).encode())
+        if name != DEFAULT_CLIENT:
+            raise QueueError(
+                f"expected {type_!r} under the learner's key, {DEFAULT_CLIENT}.key, got it under that of {name!r}, "
+                f"which is for generators"
+            )
 
     def note_refused(self, now: float) -> None:
         """Count handshakes that were refused since the last call; say so now and then."""
@@ -147,7 +163,8 @@ class Endpoint:
         config = self._config
         refuse_open_bind(config.address or _ANY, insecure=insecure, has_keys=config.keys is not None)
         if config.keys is not None:
-            self._guard = ServerKeys.load(config.keys).guard(self._socket, self._context)
+            keys = ServerKeys.load(config.keys)
+            self._guard, self._allowed = keys.guard(self._socket, self._context), AllowList(keys.allowed)
 
     def _bind(self, last_port: int | None) -> str:
         wanted = self._config.address or _ANY

@@ -7,9 +7,9 @@ tokens are looked at as four flat columns: numpy runs a fixed number of times a 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from async_rl.codec import FlatGroup, decode_flat_group
@@ -19,8 +19,7 @@ from async_rl.records import NO_VERSION, Lease, LeaseKind
 from async_rl.wire import DEFAULT_LIMITS, Limits
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
+class GroupFacts(msgspec.Struct, frozen=True, gc=False):
     """One returned group.
 
     ``num_tokens`` counts those under the mask; ``oldest_version`` and ``newest_version`` are among them, both

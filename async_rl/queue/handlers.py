@@ -41,6 +41,10 @@ from async_rl.wire import Message
 MAX_WAIT_S = 60.0
 """A request is parked no longer; its client asks again."""
 _OF_GENERATORS = frozenset({"hello", "lease", "heartbeat", "return", "fail", "bye"})
+OF_LEARNERS = frozenset({
+    "attach", "alive", "bye_learner", "announce", "evaluate", "eval_results", "await_eval", "take", "ack", "snapshot",
+    "checkpoint_committed", "finish",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

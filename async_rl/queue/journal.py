@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import msgpack
+import msgspec
 
 from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.bodies import Bytes, Place
 from async_rl.queue.changes import Change, Kind
 from async_rl.queue.segments import Move, Segments, Spot, disk_error
+from async_rl.wire import pack_plain
 
 _NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs_nodev", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
@@ -98,8 +99,6 @@ class Journal:
             self._opened = opened.pop_all()
         self._is_adopted = self._last_segment is None
         self._obsolete: list[tuple[int, int]] = []
-        # Making one costs as much as packing a record.
-        self._packer = msgpack.Packer()
 
     @property
     def num_bytes(self) -> int:
@@ -185,7 +184,7 @@ class Journal:
 
     def _write_entries(self, changes: Iterable[Change]) -> None:
         latest = {(kind, key): fields for kind, key, fields in changes}
-        puts = [(*record, self._packer.pack(fields)) for record, fields in latest.items() if fields is not None]
+        puts = [(*record, pack(fields)) for record, fields in latest.items() if fields is not None]
         gone = [record for record, fields in latest.items() if fields is None]
         if puts:
             self._index.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", puts)
@@ -205,14 +204,12 @@ class Journal:
 
 def pack(plain: Mapping[str, Any]) -> bytes:
     """Plain data as bytes, for the state of a commit."""
-    packed = msgpack.packb(plain)
-    assert isinstance(packed, bytes)
-    return packed
+    return pack_plain(plain)
 
 
 def unpack(data: bytes) -> dict[str, Any]:
     """The inverse of ``pack``; tuples have become lists."""
-    return msgpack.unpackb(data, strict_map_key=False)
+    return msgspec.msgpack.decode(data)
 
 
 # The index.

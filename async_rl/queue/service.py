@@ -32,7 +32,7 @@ from async_rl.queue.changes import Changes
 from async_rl.queue.endpoint import Endpoint
 from async_rl.queue.evals import Row
 from async_rl.queue.files import QueueRecord, read_record, write_json
-from async_rl.queue.handlers import Handlers, Reply, Waiting, WelcomePack
+from async_rl.queue.handlers import OF_LEARNERS, Handlers, Reply, Waiting, WelcomePack
 from async_rl.queue.journal import Journal, pack, unpack
 from async_rl.queue.parking import Parking, Request
 from async_rl.queue.protocol import name
@@ -199,6 +199,8 @@ class QueueServer:
 
     def _handle(self, identity: bytes, request_id: str | None, message: Message) -> None:
         now = time.monotonic()
+        if message.type in OF_LEARNERS:
+            self._endpoint.refuse_strangers(message.type)
         generator_id = self._handlers.generator_of(message, identity, now)
         self._note_learner(message, now)
         answer = self._handlers.handle(message, now)

@@ -8,13 +8,13 @@ import sys
 import tempfile
 import threading
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec.structs import asdict
 
 from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.bodies import Place
@@ -324,7 +324,7 @@ TestRandomHistories.settings = settings(max_examples=40, stateful_step_count=40,
 
 COMMITS = """
 import os, sys
-from dataclasses import asdict
+from msgspec.structs import asdict
 from pathlib import Path
 from async_rl.queue.bodies import Place
 from async_rl.queue.changes import Change

@@ -81,6 +81,22 @@ def test_a_run_s_roles_talk_under_their_keys(servers, tmp_path, keys):
         learner.close()
 
 
+def test_a_generators_key_can_not_speak_for_the_learner(servers, tmp_path, keys):
+    server = servers.start(config_with(tmp_path, keys))
+    stranger = LearnerQueue(server.address, DEADLINE_S, client_file(keys, "node7"))
+    learner = LearnerQueue(server.address, DEADLINE_S, client_file(keys))
+    try:
+        with pytest.raises(QueueError, match=r"expected 'attach' under the learner's key, client.key, got .* 'node7'"):
+            attach(stranger)
+        attach(learner)
+        with pytest.raises(QueueError, match="expected 'finish' under the learner's key"):
+            stranger.finish("lineage")
+        assert stranger.ping() == "run"
+    finally:
+        stranger.close()
+        learner.close()
+
+
 def test_who_is_not_on_the_list_gets_no_answer_and_is_counted(servers, tmp_path, keys):
     server = servers.start(config_with(tmp_path, keys))
     make_keys(tmp_path / "other")
