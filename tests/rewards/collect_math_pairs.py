@@ -193,7 +193,7 @@ def differ(one: Any, other: Any) -> bool:
             type(one) is type(other) and one != other
         )
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
-    point = {symbol: sympy.Rational(index + 3, 7) for index, symbol in enumerate(symbols)}
+    point: dict[Any, Any] = {symbol: sympy.Rational(index + 3, 7) for index, symbol in enumerate(symbols)}
     try:
         gap = abs(complex((one - other).subs(point).evalf()))
     except (TypeError, ValueError):
