@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.errors import ModelError
+from async_rl.records import TEXT_ROLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,9 +100,13 @@ def _tokenizer_class(directory: Path) -> str:
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
     """Token ids, int32 [P], of the chat so far with the opening of the assistant's turn.
 
+    A message of ``TEXT_ROLE`` alone is text to be continued: no template, only what the tokenizer puts before a text.
+
     Raises:
         ModelError: the template refuses the messages (a role it does not know, say), or renders to nothing.
     """
+    if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
+        return np.asarray(tokenizer(messages[0]["content"])["input_ids"], dtype=np.int32)
     try:
         ids = tokenizer.apply_chat_template(
             [dict(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
@@ -165,8 +170,8 @@ def vocabulary_size(path: str | Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def check_model(path: str | Path) -> None:
-    """A quick preflight that loads no weights.
+def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = _PROBE_MESSAGES) -> None:
+    """A quick preflight that loads no weights. ``messages`` are rendered: the first row's, if there is one.
 
     Raises:
         ModelError: no such model, no readable ``config.json``, no tokenizer, or a chat template that fails.
@@ -181,4 +186,5 @@ def check_model(path: str | Path) -> None:
         raise ModelError(f"model.path: can't read {config_path}: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"model.path: {config_path} names no model_type; is it a Hugging Face causal LM?")
-    render_prompt(load_tokenizer(directory), _PROBE_MESSAGES)
+    is_chat = all(message["role"] != TEXT_ROLE for message in messages)
+    render_prompt(load_tokenizer(directory, needs_template=is_chat), messages)

@@ -255,7 +255,7 @@ def evaluate(
     max_prompt_tokens: Annotated[
         int, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts are counted, not asked.")
     ] = 4096,
-    reward: Annotated[str, typer.Option("--reward", metavar="TYPE", help="boxed or think_answer_tags.")] = "boxed",
+    reward: Annotated[str, typer.Option("--reward", metavar="TYPE", help="As reward.type.")] = "boxed",
     system_prompt: Annotated[
         str | None, typer.Option("--system-prompt", metavar="TEXT", help="Default: by reward type; empty: none.")
     ] = None,

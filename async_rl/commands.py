@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -126,7 +127,10 @@ class RunCommands:
         extra: dict[str, str] = {}
         if self._generator_devices is not None:
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
-        argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags])
+        # What may be imported is each machine's own to say, so it is never read from the config that the queue sends.
+        allowed = [json.dumps(name, ensure_ascii=False) for name in self._config.generator.allow_code]
+        own = ["--set", f"generator.allow_code=[{', '.join(allowed)}]"] if allowed else []
+        argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
         cores = self._shares[self._config.learner.nproc + index]
         return Command(name, argv, self._environment(self._config.generator.num_threads, extra), cores)
 

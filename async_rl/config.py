@@ -14,8 +14,9 @@ from async_rl.address import check_address
 from async_rl.config_section import Section
 from async_rl.engine_config import GeneratorConfig, SamplingConfig, WeightsConfig
 from async_rl.errors import AddressError
+from async_rl.local_code import is_code_name
 from async_rl.loss_config import LossConfig
-from async_rl.task_config import SYSTEM_PROMPTS, DataConfig, EvalConfig, RewardConfig
+from async_rl.task_config import REWARD_NEEDS, SYSTEM_PROMPTS, DataConfig, EvalConfig, RewardConfig
 
 OnStale = Literal["drop", "wait", "mask"]
 
@@ -270,7 +271,17 @@ class Config(Section):
         """The system message; empty for none."""
         if self.data.system_prompt is not None:
             return self.data.system_prompt
-        return SYSTEM_PROMPTS[self.reward.type]
+        return SYSTEM_PROMPTS.get(self.reward.type, "")
+
+    @property
+    def row_needs(self) -> tuple[str, ...]:
+        """What every row must have for its rewards; functions of the user's own say for themselves."""
+        return tuple(dict.fromkeys(key for name in self.reward.names for key in REWARD_NEEDS.get(name, ())))
+
+    @property
+    def code_names(self) -> tuple[str, ...]:
+        """The user's own code that the run asks generators to import."""
+        return tuple(dict.fromkeys(name for name in self.reward.names if is_code_name(name)))
 
     @property
     def cache_length(self) -> int:

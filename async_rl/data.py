@@ -1,175 +1,88 @@
-"""Datasets: a JSONL file becomes checked rows. Called by the queue server (training), evaluation and ``doctor``.
+"""Datasets: a file or a dataset of the hub becomes checked rows.
 
-A math row is ``{"messages": [{"role": ..., "content": ...}, ...], "gt_answer": "72"}``; ``messages`` may also be one
-such object, ``gt_answer`` a number. Every other key travels to the reward untouched. Blank lines are ignored.
+Called by the queue server (training and its evaluations), offline evaluation and the checks before a start. Where rows
+come from is ``data_files``'s, what a row is ``data_rows``'s.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Mapping
+import logging
 from dataclasses import dataclass
-from decimal import Decimal
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
-import msgpack
-
+from async_rl.config import Config
+from async_rl.data_files import Source
+from async_rl.data_rows import MAX_NESTING, Row, RowRules, parse_row
 from async_rl.errors import DataError
 
+__all__ = ["MAX_NESTING", "LoadedRows", "OnBadRow", "Row", "RowRules", "load_rows", "load_rows_of"]
+
+logger = logging.getLogger(__name__)
+
 OnBadRow = Literal["refuse", "skip"]
-
-MAX_NESTING = 6
-"""Lists and objects inside each other in one value of a row; the wire allows little more around them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One prompt as the file has it. ``reward_data`` holds ``gt_answer`` as text, and the row's other keys."""
-
-    messages: tuple[Mapping[str, str], ...]
-    reward_data: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRows:
-    """A dataset: its good rows in file order, how many bad ones were skipped, the file's SHA-256 in hex."""
+    """A dataset: its good rows in file order, how many bad ones were skipped, SHA-256 in hex of where they are from.
+
+    ``first_skipped`` says what was wrong with the first bad one; empty if none was.
+    """
 
     rows: tuple[Row, ...]
     num_skipped: int
     digest: str
+    first_skipped: str = ""
 
 
-def load_rows(path: str, *, on_bad_row: OnBadRow = "refuse", system_prompt: str = "") -> LoadedRows:
-    """The rows of the JSONL file at ``path``.
-
-    Args:
-        path: UTF-8, one JSON object a line.
-        on_bad_row: ``refuse`` raises at the first bad row, ``skip`` leaves bad rows out and counts them.
-        system_prompt: put in front of every row that has no system message of its own; empty adds nothing.
+def load_rows_of(config: Config, source: str) -> LoadedRows:
+    """The rows of ``source`` as the run's config reads them.
 
     Raises:
-        DataError: the file can't be read or has no good row; or, under ``refuse``, a row is not UTF-8, not JSON, not
-            of the shape above, or lacks its answer. The message names ``file:line``.
+        DataError: as ``load_rows``.
+    """
+    rules = RowRules(
+        system_prompt=config.system_prompt,
+        needs=config.row_needs,
+        columns=config.data.columns,
+        prompt_format=config.data.prompt_format,
+    )
+    loaded = load_rows(source, on_bad_row=config.data.on_bad_row, rules=rules)
+    if loaded.num_skipped:
+        logger.warning(
+            "%s: skipped %d bad rows of %d, first: %s",
+            source, loaded.num_skipped, loaded.num_skipped + len(loaded.rows), loaded.first_skipped,
+        )  # fmt: skip
+    return loaded
+
+
+def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules | None = None) -> LoadedRows:
+    """The rows of ``source`` (see ``data_files``).
+
+    Args:
+        on_bad_row: ``refuse`` raises at the first bad row, ``skip`` leaves bad rows out and counts them.
+        rules: what a row is; none: a math row without a system message.
+
+    Raises:
+        DataError: the source can't be read or has no good row; or, under ``refuse``, a row is not UTF-8, not JSON, not
+            of the right shape, or lacks what its reward needs. The message names ``file:line``.
     """
     if on_bad_row not in ("refuse", "skip"):
         raise ValueError(f"on_bad_row: expected 'refuse' or 'skip', got {on_bad_row!r}")
+    opened, rules = Source(source), rules or RowRules()
     rows: list[Row] = []
-    num_skipped = 0
-    digest = hashlib.sha256()
-    try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                digest.update(line)
-                if not line.strip():
-                    continue
-                try:
-                    rows.append(_parse_row(line, f"{path}:{number}", system_prompt))
-                except DataError:
-                    if on_bad_row == "refuse":
-                        raise
-                    num_skipped += 1
-    except FileNotFoundError:
-        raise DataError(f"no dataset at {path}") from None
-    except OSError as error:
-        raise DataError(f"can't read the dataset {path}: {error.strerror or error}") from error
+    num_skipped, first_skipped = 0, ""
+    for where, raw in opened.records():
+        try:
+            if isinstance(raw, DataError):
+                raise raw
+            rows.append(parse_row(raw, where, rules))
+        except DataError as error:
+            if on_bad_row == "refuse":
+                raise
+            num_skipped += 1
+            first_skipped = first_skipped or str(error)
     if not rows:
         cause = f"all {num_skipped} rows are bad and were skipped" if num_skipped else "the file has no rows"
-        raise DataError(f"expected at least one row in {path}, got none: {cause}")
-    return LoadedRows(tuple(rows), num_skipped, digest.hexdigest())
-
-
-def _parse_row(line: bytes, where: str, system_prompt: str) -> Row:
-    raw = _parse_json(line, where)
-    if not isinstance(raw, dict):
-        raise DataError(f"{where}: expected a JSON object, got {_kind(raw)}")
-    if "messages" not in raw or raw.get("gt_answer") is None:
-        missing = "messages" if "messages" not in raw else "gt_answer"
-        raise DataError(f'{where}: expected a row with "messages" and "gt_answer", got no {missing} in {sorted(raw)}')
-    messages = _parse_messages(raw["messages"], where)
-    if system_prompt and all(message["role"] != "system" for message in messages):
-        messages = ({"role": "system", "content": system_prompt}, *messages)
-    reward_data = {key: value for key, value in raw.items() if key != "messages"}
-    reward_data["gt_answer"] = _answer_text(raw["gt_answer"], where)
-    _check_can_travel(messages, reward_data, where)
-    return Row(messages, reward_data)
-
-
-def _parse_json(line: bytes, where: str) -> Any:
-    try:
-        text = line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: expected UTF-8, got byte 0x{line[error.start]:02x} at {error.start}") from None
-    try:
-        return json.loads(text.strip(), parse_constant=_no_constant, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        cause = f"{error.msg.removesuffix(' at')} at column {error.colno}"  # some of Python's messages end in " at"
-        raise DataError(f"{where}: expected one JSON object a line: {cause}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not usable JSON: {error}") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
-    return found
-
-
-def _parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    listed = [raw] if isinstance(raw, dict) else raw
-    if not isinstance(listed, list) or not listed:
-        raise DataError(f"{where}: messages: expected an object or a list of them, got {_kind(raw)}")
-    for index, message in enumerate(listed):
-        is_message = (
-            isinstance(message, dict)
-            and message.keys() == {"role", "content"}
-            and all(isinstance(value, str) for value in message.values())
-        )
-        if not is_message or not message["role"]:
-            got = str(message)[:120]
-            raise DataError(f'{where}: messages[{index}]: expected {{"role": text, "content": text}}, got {got}')
-    return tuple({"role": message["role"], "content": message["content"]} for message in listed)
-
-
-def _answer_text(answer: Any, where: str) -> str:
-    if isinstance(answer, str) and answer.strip():
-        return answer
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return str(answer)
-    if isinstance(answer, float) and math.isfinite(answer):
-        return format(Decimal(repr(answer)), "f")  # 1e-07 is no way to write an answer
-    raise DataError(f"{where}: gt_answer: expected text that is not blank or a number, got {_kind(answer)}")
-
-
-def _check_can_travel(messages: tuple[Mapping[str, str], ...], reward_data: Mapping[str, Any], where: str) -> None:
-    for key, value in reward_data.items():
-        if _nesting(value) > MAX_NESTING:
-            raise DataError(f"{where}: {key}: expected at most {MAX_NESTING} levels of nesting, got more")
-    try:
-        msgpack.packb([messages, reward_data])
-    except (TypeError, ValueError, OverflowError) as error:
-        # JSON allows what the wire can't carry: lone surrogates, integers beyond 64 bits.
-        raise DataError(f"{where}: a value can't be sent to a generator: {error}") from None
-
-
-def _nesting(value: Any) -> int:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if items is None else 1 + max((_nesting(item) for item in items), default=0)
-
-
-def _kind(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    return "an object" if isinstance(value, dict) else f"the number {str(value)[:40]}"
+        raise DataError(f"expected at least one row in {source}, got none: {cause}")
+    return LoadedRows(tuple(rows), num_skipped, opened.digest, first_skipped)

@@ -25,7 +25,7 @@ class SamplingConfig(Section):
         default=0, ge=0, description="sample from so many of the likeliest tokens; 0: off. Bounds what top_p keeps"
     )
     max_new_tokens: int = Field(default=3584, ge=1)
-    max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts are refused and counted")
+    max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts: see data.on_long_prompt")
     stop: tuple[str, ...] = Field(default=(), strict=False, description="stop strings, kept in the text")
     deterministic: bool = Field(
         default=False, description="the same samples, bit for bit, whoever samples them; a group at a time, so slow"
@@ -52,6 +52,11 @@ class GeneratorConfig(Section):
     max_concurrent_groups: int | None = Field(default=None, ge=1, description="none: as many as fill batch_size")
     memory_fraction: float = Field(default=0.8, gt=0, le=1)
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; none: cores over processes")
+    allow_code: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="modules and files of yours that this machine's generators may import; never taken from the queue",
+    )
     fake: FakeConfig = FakeConfig()
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from async_rl.chat import model_directory, quiet_progress_bars
 from async_rl.config import Config
 from async_rl.config_file import parse_config
-from async_rl.data import load_rows
+from async_rl.data import load_rows_of
 from async_rl.errors import DataError, ModelError
 from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
-from async_rl.generator.backend import Backend
-from async_rl.generator.grading import graded_rollout
+from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.grading import graded_rollouts
 from async_rl.preflight import check_writable
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling
 from async_rl.rewards.records import Reward
@@ -59,7 +59,8 @@ def run_eval(
         "data": {} if system_prompt is None else {"system_prompt": system_prompt},
         "sampling": {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens},
         "reward": {"type": reward_type},
-        "generator": {"batch_size": batch_size},
+        # Who names code on this command line allows it.
+        "generator": {"batch_size": batch_size, "allow_code": [reward_type.rpartition(":")[0]]},
     }
     config = parse_config(settings, "the command line")
     answers = None if out is None else _answers_path(out)
@@ -101,25 +102,27 @@ def sample_leases(
 ) -> tuple[list[tuple[Prompt, Group]], int]:
     """Every lease's group, in the order of ``leases``, and the number of prompts too long to be asked."""
     open_leases: dict[str, Lease] = {}
-    rollouts: dict[str, dict[int, Rollout]] = {}
+    samples: dict[str, list[Sampled]] = {}
+    rollouts: dict[str, list[Rollout]] = {}
     for lease in leases:
         prompt_ids = backend.encode_prompt(lease.prompt.messages)
         if len(prompt_ids) <= lease.sampling.max_prompt_tokens:
-            open_leases[lease.lease_id], rollouts[lease.lease_id] = lease, {}
+            open_leases[lease.lease_id], samples[lease.lease_id] = lease, []
             backend.submit(lease, prompt_ids)
-    num_answered = 0
     while backend.num_running:
         for sample in backend.step():
-            lease = open_leases[sample.lease_id]
-            rollouts[sample.lease_id][sample.index] = graded_rollout(reward, lease, sample)
-            num_answered += len(rollouts[sample.lease_id]) == lease.group_size
+            lease, answers = open_leases[sample.lease_id], samples[sample.lease_id]
+            answers.append(sample)
+            if len(answers) == lease.group_size:
+                answers.sort(key=lambda one: one.index)
+                rollouts[sample.lease_id] = graded_rollouts(reward, lease, answers)
             if progress is not None:
-                progress(num_answered, len(open_leases))
+                progress(len(rollouts), len(open_leases))
     groups = [(lease.prompt, _group(lease, rollouts[lease_id])) for lease_id, lease in open_leases.items()]
     return groups, len(leases) - len(groups)
 
 
-def _group(lease: Lease, rollouts: Mapping[int, Rollout]) -> Group:
+def _group(lease: Lease, rollouts: Sequence[Rollout]) -> Group:
     return Group(
         lease_id=lease.lease_id,
         kind="eval",
@@ -127,12 +130,12 @@ def _group(lease: Lease, rollouts: Mapping[int, Rollout]) -> Group:
         generator_id="eval",
         lineage="",
         temperature=lease.sampling.temperature,
-        rollouts=tuple(rollouts[index] for index in range(lease.group_size)),
+        rollouts=tuple(rollouts),
     )
 
 
 def _prompts(config: Config, dataset: Path, limit: int | None) -> list[Prompt]:
-    rows = load_rows(str(dataset), system_prompt=config.system_prompt).rows[:limit]
+    rows = load_rows_of(config, str(dataset)).rows[:limit]
     return [Prompt(i, i, 0, row.messages, row.reward_data) for i, row in enumerate(rows)]
 
 

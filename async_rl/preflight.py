@@ -14,9 +14,10 @@ from pathlib import Path
 from async_rl.address import check_address, refuse_open_bind
 from async_rl.chat import check_model, vocabulary_size
 from async_rl.config import Config
-from async_rl.data import load_rows
+from async_rl.data import LoadedRows, load_rows_of
 from async_rl.errors import AddressError, ConfigError, DataError, RunError
 from async_rl.keys import ServerKeys, client_keys_of
+from async_rl.local_code import check_allowed, code_digests
 from async_rl.metrics import check_wandb
 from async_rl.run_dir import check_run_dir
 
@@ -33,8 +34,8 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_keys(config, is_server=True)
     check_wandb(config)
     check_devices(config, "learner", "generator")
-    check_data(config)
-    check_model(config.model.path)
+    check_code(config)
+    check_model(config.model.path, check_data(config).rows[0].messages)
     check_fake_vocabulary(config)
 
 
@@ -57,8 +58,10 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
     if address is None or _is_of_this_machine(address):
         if address is not None:
             refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
-        check_data(config)
-    check_model(config.model.path)
+        messages = check_data(config).rows[0].messages
+        check_model(config.model.path, messages)
+    else:
+        check_model(config.model.path)
 
 
 def check_queue(config: Config) -> None:
@@ -88,8 +91,19 @@ def check_train_is_set(config: Config) -> None:
         raise ConfigError("data.train: needed, but not set")
 
 
-def check_data(config: Config) -> None:
-    """Every dataset loads.
+def check_code(config: Config) -> None:
+    """The code of yours that the config names is there, and may be imported by the generators that launch starts.
+
+    Raises:
+        ConfigError: it isn't, or may not.
+    """
+    code_digests(config.code_names)
+    if config.generator.count:
+        check_allowed(config.code_names, config.generator.allow_code)
+
+
+def check_data(config: Config) -> LoadedRows:
+    """Every dataset loads; the training rows.
 
     Raises:
         ConfigError: ``data.train`` is not set.
@@ -97,11 +111,13 @@ def check_data(config: Config) -> None:
     """
     check_train_is_set(config)
     named = {"data.train": config.data.train, **{f"data.eval.{k}": path for k, path in config.data.eval.items()}}
+    loaded: dict[str, LoadedRows] = {}
     for key, path in named.items():
         try:
-            load_rows(path, on_bad_row=config.data.on_bad_row, system_prompt=config.system_prompt)
+            loaded[key] = load_rows_of(config, path)
         except DataError as error:
             raise DataError(f"{key}: {error}") from None
+    return loaded["data.train"]
 
 
 def check_writable(path: Path, key: str) -> None:

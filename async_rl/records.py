@@ -27,6 +27,10 @@ NO_VERSION = -1
 """Version of a token that no policy sampled (prompt and environment tokens)."""
 
 
+TEXT_ROLE = "text"
+"""Role of a prompt's only message when the prompt is text to be continued as it stands, without a chat template."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One dataset row at its place in the stream.

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from async_rl.config_section import Section
+from async_rl.local_code import is_code_name
 
-RewardType = Literal["boxed", "think_answer_tags"]
+PromptFormat = Literal["chat", "text"]
+
+REWARD_NEEDS: dict[str, tuple[str, ...]] = {
+    "boxed": ("gt_answer",),
+    "think_answer_tags": ("gt_answer",),
+    "exact": ("gt_answer",),
+    "xml_format": (),
+}
+"""The rewards that come with async-rl, by name, and what each needs of a row. ``rewards.registry`` builds them."""
 
 SYSTEM_PROMPTS: dict[str, str] = {
     "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
@@ -17,13 +27,41 @@ SYSTEM_PROMPTS: dict[str, str] = {
         "the final answer inside <answer> </answer>, without any explanation there, for example "
         "<answer> 123 </answer>. The user asks a maths problem.\n\n"
     ),
+    "exact": (
+        "A conversation between a User and an Assistant. The Assistant thinks about the question first, then answers "
+        "it, in exactly this form:\n<think>\nits thoughts\n</think>\n<answer>\nthe answer alone\n</answer>\n"
+    ),
+    "code": "You are a helpful assistant.",
 }
-"""What a row without a system message of its own is told, by reward type."""
+"""What a row without a system message of its own is told, by reward type; nothing for types that are not here."""
+
+
+class ColumnsConfig(Section):
+    """What the keys of a row are called in the data."""
+
+    messages: str = Field(default="messages", min_length=1, description="the chat so far, or one message of it")
+    prompt: str = Field(default="prompt", min_length=1, description="instead: text, or messages")
+    gt_answer: str = Field(default="gt_answer", min_length=1, description="right answer of a math row")
+    test_cases: str = Field(default="test_cases", min_length=1, description="inputs and outputs of a code row")
+    fn_name: str = Field(default="fn_name", min_length=1, description="function that the tests call; none: stdin")
+    extra_info: str = Field(default="extra_info", min_length=1, description="for environments and rewards of yours")
 
 
 class DataConfig(Section):
-    train: str = Field(default="", description="training rows, JSONL; needed by every role but sft")
-    eval: dict[str, str] = Field(default={}, description="dataset name -> file")
+    train: str = Field(
+        default="",
+        description="training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
+        "[split@]owner/name[:config] of the hub; needed by every role but sft",
+    )
+    eval: dict[str, str] = Field(default={}, description="dataset name -> rows, as for train")
+    columns: ColumnsConfig = Field(default=ColumnsConfig(), description="what the data calls them")
+    prompt_format: PromptFormat = Field(
+        default="chat", description="a prompt column is a user's message, or text to be continued without a template"
+    )
+    on_long_prompt: Literal["drop", "truncate"] = Field(
+        default="drop",
+        description="beyond sampling.max_prompt_tokens: set aside and counted, or the end of the last user message cut",
+    )
     epochs: int | None = Field(default=None, ge=1, description="end the run after so many passes; none: learner.steps")
     system_prompt: str | None = Field(default=None, description="none: by reward type; empty: no system message")
     on_bad_row: Literal["refuse", "skip"] = "refuse"
@@ -34,8 +72,18 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    type: RewardType = "boxed"
-    scale: float = Field(default=1.0, gt=0, description="reward of a correct answer")
+    type: str = Field(
+        default="boxed",
+        description="boxed, think_answer_tags, exact, xml_format, or a function of yours: module:function or "
+        "file.py:function, allowed by generator.allow_code",
+    )
+    scale: float = Field(default=1.0, gt=0, description="reward of a correct answer; times what type gives")
+    equality: Literal["math", "exact"] = Field(
+        default="math", description="of boxed and think_answer_tags: the same mathematics, or the same text"
+    )
+    require_format: bool = Field(default=True, description="a right answer in a wrong format earns nothing")
+    format: float = Field(default=0.0, description="reward of a valid format, whatever the answer; not scaled")
+    extra: dict[str, float] = Field(default={}, description="further rewards and the weight each is added with")
     soft_overlong: bool = Field(default=True, description="punish long answers, on a line over cache_length tokens")
     overlong: Literal["dapo", "zero_at_limit"] = Field(
         default="dapo",
@@ -44,6 +92,27 @@ class RewardConfig(Section):
     )
     cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
     time_limit_s: float = Field(default=5.0, gt=0, description="per answer")
+
+    @field_validator("type")
+    @classmethod
+    def _is_reward(cls, value: str) -> str:
+        if value not in REWARD_NEEDS and not is_code_name(value):
+            raise ValueError(f"expected {' or '.join(REWARD_NEEDS)}, or module:function, got {value!r}")
+        return value
+
+    @field_validator("extra")
+    @classmethod
+    def _are_rewards(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, weight in value.items():
+            cls._is_reward(name)
+            if weight == 0 or not math.isfinite(weight):
+                raise ValueError(f"expected a weight other than 0 for {name}, got {weight}; leave it out instead")
+        return value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every reward that the run asks for, ``type`` first."""
+        return (self.type, *self.extra)
 
 
 class EvalConfig(Section):

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from async_rl.chat import load_tokenizer, render_prompt
 from async_rl.config import Config
 from async_rl.config_file import load_config
-from async_rl.data import Row, load_rows
+from async_rl.data import Row, load_rows_of
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
 
@@ -50,7 +50,7 @@ class SyncLoop:
         self._reward = build_reward(config)
         # Its verifier process takes a second to start, at the first formula: now, and not inside what is timed.
         self._reward(RewardInput("<answer>\\boxed{x+1}</answer>", {"gt_answer": "x+2"}, 1, 2, "stop"))
-        self.rows = load_rows(config.data.train, system_prompt=config.system_prompt).rows
+        self.rows = load_rows_of(config, config.data.train).rows
         self._prompts = [self.encode(row) for row in self.rows]
         self._random = random.Random(config.run.seed)
 
@@ -170,7 +170,7 @@ class SyncLoop:
 
     def evaluate(self) -> float:
         """Greedy accuracy on the held-out rows."""
-        rows = load_rows(next(iter(self.config.data.eval.values())), system_prompt=self.config.system_prompt).rows
+        rows = load_rows_of(self.config, next(iter(self.config.data.eval.values()))).rows
         outputs = self.score(self.generate([self.encode(row) for row in rows], num_samples=1, greedy=True), rows)
         return sum(output.accuracy for output in outputs) / len(outputs)
 

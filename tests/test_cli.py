@@ -67,7 +67,10 @@ def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixt
         ("learner.steps=many", "learner.steps: input should be a valid integer"),
         ("learner.steps=0", "learner.steps: input should be greater than or equal to 1, got 0"),
         ("learner.steps=1.5", "learner.steps: input should be a valid integer"),
-        ("reward.type=best", "reward.type: input should be 'boxed' or 'think_answer_tags', got 'best'"),
+        (
+            "reward.type=best",
+            "reward.type: expected boxed or think_answer_tags or exact or xml_format, or module:function, got 'best'",
+        ),
         ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 5, got 9"),
         ("queue.address=localhost", "queue.address: expected an address like tcp://127.0.0.1:5555, got 'localhost'"),
         ("learner", "expected --set section.key=value, got 'learner'"),
@@ -352,7 +355,7 @@ def test_a_finished_run_is_left_alone_with_exit_code_0(tmp_path: Path, capsys: p
 def test_a_dry_run_prints_every_command_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("async_rl.preflight.check_model", lambda path: None)
+    monkeypatch.setattr("async_rl.preflight.check_model", lambda path, messages: None)
     config = write_config(tmp_path, data=write_data(tmp_path))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as leaving:

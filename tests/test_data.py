@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.data import LoadedRows, Row, load_rows
+from async_rl.data import LoadedRows, Row, RowRules, load_rows
 from async_rl.errors import DataError
 from async_rl.wire import decode, encode
 
@@ -17,7 +17,8 @@ GOOD = '{"messages": {"role": "user", "content": "1+1?"}, "gt_answer": "2"}'
 def load_text(tmp_path: Path, text: str | bytes, on_bad_row: str = "refuse", system_prompt: str = "") -> LoadedRows:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return load_rows(str(path), on_bad_row=on_bad_row, system_prompt=system_prompt)  # pyright: ignore[reportArgumentType]
+    rules = RowRules(system_prompt=system_prompt)
+    return load_rows(str(path), on_bad_row=on_bad_row, rules=rules)  # pyright: ignore[reportArgumentType]
 
 
 def with_answer(answer: object) -> str:
@@ -153,8 +154,8 @@ def test_a_missing_file_is_refused(tmp_path: Path):
         load_rows(str(tmp_path / "absent.jsonl"))
 
 
-def test_a_directory_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="can't read the dataset"):
+def test_a_directory_without_data_files_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"can't load the dataset .* a directory of data files"):
         load_rows(str(tmp_path))
 
 

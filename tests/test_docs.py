@@ -1,18 +1,25 @@
-"""docs/algorithms.md agrees with the config: every preset, key and refusal is there; every key that it names exists."""
+"""The pages on algorithms, data and rewards agree with the config: what there is is there, what is named exists."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from async_rl.config import Config
+from async_rl.local_code import load_code
 from async_rl.loss_config import CONTRADICTIONS, PRESETS, LossConfig
 from async_rl.metrics import METRIC_KEYS
+from async_rl.rewards.functions import FunctionReward
+from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.task_config import ColumnsConfig, DataConfig, RewardConfig
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+TASK_PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("data.md", "rewards.md"))
 
 
 def section(title: str) -> str:
@@ -52,3 +59,45 @@ def test_every_metric_to_watch_is_one():
     named = set(re.findall(r"`((?!masked)\w+/\w+)`", "".join(rows)))
     assert len(named) > 3
     assert named <= set(METRIC_KEYS)
+
+
+@pytest.mark.parametrize("model", [DataConfig, ColumnsConfig, RewardConfig])
+def test_every_key_of_data_and_reward_is_explained(model: type[BaseModel]):
+    assert [key for key in model.model_fields if not re.search(rf"\b{key}\b", TASK_PAGES)] == []
+
+
+def test_every_key_that_the_pages_on_data_and_rewards_name_exists():
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    for name, key in set(re.findall(r"`([a-z]+)\.([a-z_]+)\b", TASK_PAGES)):
+        model = sections.get(name)
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            assert key in model.model_fields, f"{name}.{key}"
+
+
+@pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TASK_PAGES, re.DOTALL))
+def test_every_example_config_is_one(block: str):
+    raw = tomllib.loads(block)
+    raw["sampling"] = {"max_new_tokens": 4096}
+    Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}, **raw})
+
+
+def test_the_example_rewards_work(tmp_path: Path):
+    (source,) = (b for b in re.findall(r"```python\n(.*?)```", TASK_PAGES, re.DOTALL) if "def last_word" in b)
+    path = tmp_path / "my_rewards.py"
+    path.write_text(source, encoding="utf-8")
+
+    def load(name: str) -> FunctionReward:
+        function = load_code(f"{path}:{name}", allowed=[str(path)], digest=None)
+        return FunctionReward(name, function, scale=1.0, is_main=True, time_limit_s=5.0)
+
+    items = [
+        RewardInput("it is 4", {"gt_answer": "4"}, 25, 100, "stop"),
+        RewardInput("5", {"gt_answer": "4"}, 10, 100, "stop"),
+    ]
+    assert [o.parts["brevity"] for o in load("brevity").score_group(items)] == [0.75, 0.9]
+    assert [o.accuracy for o in load("shortest").score_group(items)] == [0.0, 1.0]
+    assert load("last_word").score_group(items) == [
+        RewardOutput({"right": 1.0, "tried": 0.1}, 1.0, "4"),
+        RewardOutput({"right": 0.0, "tried": 0.1}, 0.0, "5"),
+    ]
+    assert load("judged").needs_whole_group

@@ -166,7 +166,7 @@ def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, 
         run_eval(str(model), dataset=dataset, out=dataset / "out")
     with pytest.raises(DataError, match="no dataset"):
         run_eval(str(model), dataset=tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match=r"reward\.type: input should be 'boxed'"):
+    with pytest.raises(ConfigError, match=r"reward\.type: expected boxed or"):
         run_eval(str(model), dataset=dataset, reward_type="best")
     with pytest.raises(ModelError, match=r"expected a model, a checkpoint or a run directory at .*nowhere"):
         run_eval(str(tmp_path / "nowhere"), dataset=dataset)

@@ -23,7 +23,6 @@ from async_rl.engine_config import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.kept_tokens import KeptTokens, join, pack_ids
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
-from async_rl.task_config import RewardType
 
 _CHARACTERS_PER_TOKEN = 4
 
@@ -43,10 +42,10 @@ class _Sequence:
 class FakeBackend:
     """See ``backend.Backend``. ``answer_form`` is the form in which answers are written."""
 
-    def __init__(self, config: GeneratorConfig, *, answer_form: RewardType = "boxed") -> None:
+    def __init__(self, config: GeneratorConfig, *, answer_form: str = "boxed") -> None:
         self._fake = config.fake
         self._num_seats = config.batch_size
-        self._answer_form: RewardType = answer_form
+        self._answer_form = answer_form
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._sampled_by_finished: dict[str, int] = {}
@@ -167,6 +166,8 @@ class FakeBackend:
         answer = expected if correct else ("-1" if expected != "-1" else "-2")
         if self._answer_form == "think_answer_tags":
             return f"<think> sample {index} </think>\n<answer> {answer} </answer>"
+        if self._answer_form == "exact":
+            return answer
         return f"Sample {index}: the answer is \\boxed{{{answer}}}"
 
     def _forget_finished_leases(self, finished: Sequence[_Sequence]) -> None:

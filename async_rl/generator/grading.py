@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,9 @@ import numpy as np
 
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, Lease, Rollout, TokenSequence
-from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, score_group
+
+ScoreOne = Callable[[RewardInput], RewardOutput]
 
 
 def whole_sequence(sample: Sampled) -> TokenSequence:
@@ -32,9 +34,9 @@ def whole_sequence(sample: Sampled) -> TokenSequence:
     return TokenSequence(token_ids, loss_mask, logprobs, versions, sample.kept)
 
 
-def graded_rollout(reward: Callable[[RewardInput], RewardOutput], lease: Lease, sample: Sampled) -> Rollout:
-    """The scored rollout of one finished sample. Raises whatever ``reward`` raises."""
-    output = reward(
+def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[Rollout]:
+    """The scored rollouts of finished samples of one lease, in order. Raises whatever ``reward`` raises."""
+    items = [
         RewardInput(
             text=sample.text,
             reward_data=lease.prompt.reward_data,
@@ -42,14 +44,23 @@ def graded_rollout(reward: Callable[[RewardInput], RewardOutput], lease: Lease, 
             max_new_tokens=lease.sampling.max_new_tokens,
             finish_reason=sample.finish_reason,
         )
-    )
-    return Rollout(
-        sequences=(whole_sequence(sample),),
-        reward_parts=output.parts,
-        accuracy=output.accuracy,
-        finish_reason=sample.finish_reason,
-        extracted=output.extracted,
-    )
+        for sample in samples
+    ]
+    return [
+        Rollout(
+            sequences=(whole_sequence(sample),),
+            reward_parts=output.parts,
+            accuracy=output.accuracy,
+            finish_reason=sample.finish_reason,
+            extracted=output.extracted,
+        )
+        for sample, output in zip(samples, score_group(reward, items), strict=True)
+    ]
+
+
+def needs_whole_group(reward: ScoreOne) -> bool:
+    """Whether the samples of a lease are to be scored together."""
+    return isinstance(reward, GroupReward) and reward.needs_whole_group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +74,11 @@ class Graded:
 
 
 class Grader(Protocol):
-    """Scores samples, in the order in which they were submitted."""
+    """Scores samples as they are submitted, or all of a lease once the last is, as the reward needs it."""
 
     @property
     def num_pending(self) -> int:
-        """Samples that are submitted and not collected."""
+        """Samples that are being scored, or scored and not collected."""
         ...
 
     def submit(self, lease: Lease, sample: Sampled) -> None: ...
@@ -76,19 +87,47 @@ class Grader(Protocol):
         """What is scored by now; never waits."""
         ...
 
+    def forget(self, lease_id: str) -> None:
+        """The lease is gone: its samples that wait for the rest of their group are not scored."""
+        ...
 
-def _graded(reward: Callable[[RewardInput], RewardOutput], lease: Lease, sample: Sampled) -> Graded:
+
+def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[Graded]:
     try:
-        return Graded(lease, sample.index, graded_rollout(reward, lease, sample))
+        rollouts = graded_rollouts(reward, lease, samples)
+        return [Graded(lease, sample.index, rollout) for sample, rollout in zip(samples, rollouts, strict=True)]
     except Exception as error:  # the boundary to reward code: the loop fails and counts the lease
-        return Graded(lease, sample.index, None, error)
+        return [Graded(lease, sample.index, None, error) for sample in samples]
+
+
+class _Gathering:
+    """Samples that wait until their lease's group is whole, if the reward needs that."""
+
+    def __init__(self, reward: ScoreOne) -> None:
+        self._waits = needs_whole_group(reward)
+        self._waiting: dict[str, list[Sampled]] = {}
+
+    def add(self, lease: Lease, sample: Sampled) -> list[Sampled]:
+        """What can be scored now that this sample is there, by index; nothing while others are missing."""
+        if not self._waits:
+            return [sample]
+        samples = self._waiting.setdefault(lease.lease_id, [])
+        samples.append(sample)
+        if len(samples) < lease.group_size:
+            return []
+        del self._waiting[lease.lease_id]
+        return sorted(samples, key=lambda one: one.index)
+
+    def forget(self, lease_id: str) -> None:
+        self._waiting.pop(lease_id, None)
 
 
 class InlineGrader:
     """Scores at once, in the caller's thread: for tests and for runs that must not depend on timing."""
 
-    def __init__(self, reward: Callable[[RewardInput], RewardOutput]) -> None:
+    def __init__(self, reward: ScoreOne) -> None:
         self._reward = reward
+        self._gathering = _Gathering(reward)
         self._done: list[Graded] = []
 
     @property
@@ -96,19 +135,24 @@ class InlineGrader:
         return len(self._done)
 
     def submit(self, lease: Lease, sample: Sampled) -> None:
-        self._done.append(_graded(self._reward, lease, sample))
+        if samples := self._gathering.add(lease, sample):
+            self._done += _graded(self._reward, lease, samples)
 
     def collect(self) -> list[Graded]:
         done, self._done = self._done, []
         return done
 
+    def forget(self, lease_id: str) -> None:
+        self._gathering.forget(lease_id)
+
 
 class ThreadGrader:
     """Scores in one background thread, which waits for its verifier process without holding the interpreter."""
 
-    def __init__(self, reward: Callable[[RewardInput], RewardOutput]) -> None:
+    def __init__(self, reward: ScoreOne) -> None:
         self._reward = reward
-        self._todo: queue.SimpleQueue[tuple[Lease, Sampled] | None] = queue.SimpleQueue()
+        self._gathering = _Gathering(reward)
+        self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
         self._num_pending = 0
         self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
@@ -119,8 +163,9 @@ class ThreadGrader:
         return self._num_pending
 
     def submit(self, lease: Lease, sample: Sampled) -> None:
-        self._num_pending += 1
-        self._todo.put((lease, sample))
+        if samples := self._gathering.add(lease, sample):
+            self._num_pending += len(samples)
+            self._todo.put((lease, samples))
 
     def collect(self) -> list[Graded]:
         done: list[Graded] = []
@@ -129,6 +174,9 @@ class ThreadGrader:
         self._num_pending -= len(done)
         return done
 
+    def forget(self, lease_id: str) -> None:
+        self._gathering.forget(lease_id)
+
     def close(self) -> None:
         """End the thread once what is submitted is scored."""
         self._todo.put(None)
@@ -136,4 +184,5 @@ class ThreadGrader:
 
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
-            self._done.put(_graded(self._reward, *item))
+            for graded in _graded(self._reward, *item):
+                self._done.put(graded)

@@ -19,6 +19,7 @@ from async_rl.errors import QueueError
 from async_rl.faults import fault_point
 from async_rl.generator.backend import Backend
 from async_rl.generator.grading import Grader
+from async_rl.generator.long_prompts import fitted_prompt
 from async_rl.generator.partners import Queue, WeightsReceiver
 from async_rl.queue.messages import (
     Announced,
@@ -81,6 +82,7 @@ class Worker:
         self._backend = backend
         self._grader = grader
         self._max_groups = config.generator.max_concurrent_groups
+        self._truncates = config.data.on_long_prompt == "truncate"
         self._generator_id = generator_id
         self._wait_s = wait_s
         self._clock = clock
@@ -195,6 +197,10 @@ class Worker:
         self._expected_group_size = lease.group_size
         try:
             prompt_ids = self._backend.encode_prompt(lease.prompt.messages)
+            if self._truncates:
+                prompt_ids = fitted_prompt(
+                    self._backend.encode_prompt, lease.prompt.messages, prompt_ids, lease.sampling.max_prompt_tokens
+                )
         except Exception as error:  # the boundary to templates and tokenizers: one bad prompt must not end the run
             logger.exception("prompt at position %d can't be rendered", lease.prompt.position)
             self._queue.fail(lease.lease_id, "engine_error", f"prompt can't be rendered: {error}")
@@ -214,6 +220,7 @@ class Worker:
     def _drop(self, lease_id: str) -> None:
         if self._leases.pop(lease_id, None) is not None:
             self._backend.cancel(lease_id)
+            self._grader.forget(lease_id)
 
     def _step(self) -> None:
         """One decode step; what it finished goes to the grader."""

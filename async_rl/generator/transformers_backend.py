@@ -106,18 +106,19 @@ class TransformersBackend:
         dtype: DTypeName = "auto",
         deterministic: bool = False,
         load_pretrained: bool = False,
+        needs_template: bool = True,
     ) -> TransformersBackend:
         """A backend for the model and tokenizer in ``directory``.
 
         Its weights come by ``activate``; with ``load_pretrained`` they are read from the directory too, as version 0.
-        ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU.
+        ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU. Without ``needs_template`` prompts are plain text.
 
         Raises:
             ModelError: a file is missing or unreadable, or the model is not one that this backend can run.
         """
         directory, device = Path(directory), torch.device(device)
         name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-        tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory, needs_template=needs_template)
         model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=load_pretrained)
         eos_ids = end_of_sequence_ids(directory, model, tokenizer)
         version = 0 if load_pretrained else NO_VERSION

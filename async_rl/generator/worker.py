@@ -24,6 +24,7 @@ from async_rl.generator.fake_backend import FakeBackend
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
 from async_rl.keys import ClientKeys
+from async_rl.local_code import DIGESTS_FILE, read_digests
 from async_rl.memory import reuse_freed_memory
 
 __all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
@@ -46,7 +47,8 @@ def run_generator(
     Raises:
         AddressError: the address is malformed, or beyond loopback without keys or ``insecure``.
         KeyFileError: the key file is missing or unfit.
-        ConfigError: an override is not a ``generator.*`` key, or its value is wrong.
+        ConfigError: an override is not a ``generator.*`` key, or its value is wrong; or the run names code of the
+            user's that is not allowed here, not there, or not the learner's.
         ModelError: the model is not one that the backend can run.
         QueueError: the queue does not answer within ``wait_s``, or has been silent for as long.
         WeightsError: the receiver has failed for good, or the weights don't fit the model or give NaN.
@@ -77,7 +79,8 @@ def run_generator(
             keys=keys,
         )
         stack.enter_context(closing(receiver))
-        reward = stack.enter_context(closing(build_reward(config)))
+        digests = read_digests(welcome.files.get(DIGESTS_FILE))
+        reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
         grader = stack.enter_context(closing(ThreadGrader(reward)))
         Worker(
             queue=queue,
@@ -112,6 +115,7 @@ def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
     # This process is one generator; the run's list of devices is dealt out by launch, which overrides it.
     section["count"] = 1
     section.pop("devices", None)
+    section.pop("allow_code", None)  # its operator's to say, not the queue's
     for override in overrides:
         apply_override(raw, override)
     return parse_config(raw, "the queue's config with this generator's --set")
@@ -163,6 +167,7 @@ def build_backend(config: Config, directory: Path) -> Backend:
         device=cuda_device(config) or "cpu",
         dtype=config.model.dtype,
         deterministic=deterministic,
+        needs_template=config.data.prompt_format == "chat",
     )
 
 

@@ -32,6 +32,7 @@ from async_rl.learner.parallel import init_ranks
 from async_rl.learner.publishing import HeldBackWeights, StagedWeights, WeightsPlane
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
+from async_rl.local_code import DIGESTS_FILE, write_digests
 from async_rl.metrics import MetricsWriter, check_wandb, read_metrics
 from async_rl.queue.client import LearnerQueue
 from async_rl.queue.server import Reviver, ensure_queue, finish_queue
@@ -89,9 +90,12 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
         return
     with ranks.together("preparing the run directory"):
         prepare_run_dir(config, fresh=fresh)
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
         parts = Parts(
-            files=model_files(config.model.path),
+            files={
+                **model_files(config.model.path),
+                DIGESTS_FILE: write_digests(Path(config.run.dir), config.code_names),
+            },
             decode=lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
             insecure=insecure,
             device=ranks.device,

@@ -11,7 +11,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from async_rl.rewards.differences import surely_different
 from async_rl.rewards.extraction import closing_brace
+from async_rl.rewards.tex import spelled_out
 from async_rl.rewards.verifier import MathVerifier
 
 MAX_ANSWER_CHARS = 1000
@@ -29,6 +31,7 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _WRAPPER = re.compile(r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|mbox)\s*(?=\{)|(?=\{)")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '][^\W\d_]+)*")
 _MIN_WORD_LETTERS = 4
+_MIN_FLOAT_PLACES = 12
 
 
 def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_limit_s: float) -> bool:
@@ -50,15 +53,17 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
         return gold == prediction
     gold_number, number = plain_number(gold), plain_number(prediction)
     if gold_number is not None and number is not None:
-        return gold_number == number
+        return gold_number == number or _is_float_of(prediction, number, gold_number)
     gold_text, text = typeset_form(gold), typeset_form(prediction)
     if gold_text == text:
         return True
+    if surely_different(gold_text, text):
+        return False
     if _are_words(gold, gold_text, prediction, text):
         return gold_text.casefold() == text.casefold()
     if not (_is_parsable(gold_text) and _is_parsable(text)):
         return False
-    return verifier.ask(gold, prediction, time_limit_s) == "equal"
+    return verifier.ask(spelled_out(gold), spelled_out(prediction), time_limit_s) == "equal"
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -94,6 +99,16 @@ def _fraction(text: str) -> Fraction | None:
     if found is None or int(found["bottom"]) == 0:
         return None
     return int(found["whole"] or 0) + Fraction(int(found["top"]), int(found["bottom"]))
+
+
+def _is_float_of(text: str, number: Fraction, exact: Fraction) -> bool:
+    """Whether a decimal of so many places that a computer must have written it is ``exact``, rounded or cut there."""
+    places = re.search(r"\.([0-9]+)", text)
+    return (
+        places is not None
+        and len(places[1]) >= _MIN_FLOAT_PLACES
+        and abs(number - exact) < Fraction(1, 10 ** len(places[1]))
+    )
 
 
 def typeset_form(text: str) -> str:

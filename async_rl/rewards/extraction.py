@@ -49,6 +49,15 @@ def extract_answer_tag(text: str) -> Extraction:
     return Extraction(answer or None, bool(answer) and in_order and text.endswith(close_tag))
 
 
+def extract_xml_answer(text: str) -> Extraction:
+    """What stands after the last ``<answer>``, up to the next ``</answer>``, stripped; without tags the whole text.
+
+    The format is valid if there is any answer.
+    """
+    answer = text.rpartition(_TAGS[2])[2].partition(_TAGS[3])[0].strip()
+    return Extraction(answer or None, bool(answer))
+
+
 def closing_brace(text: str, opening: int) -> int | None:
     """Index of the brace that closes the one at ``opening``; None if nothing does."""
     depth = 0

@@ -1,4 +1,4 @@
-"""Rewards for mathematics: extract the answer, compare it with the row's, punish over-long answers.
+"""Rewards for answers that are known: extract the answer, compare it with the row's.
 
 Enters one finished rollout, leaves its reward parts and accuracy. Built by ``registry``, called by the worker.
 """
@@ -13,30 +13,34 @@ from async_rl.rewards.extraction import Extraction
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.verifier import MathVerifier
 
-OverlongPenalty = Callable[[RewardInput, float, bool], float]
-"""Of a rollout, what it earned (a share of the scale) and whether it holds an answer: a share of the scale, <= 0."""
+Equality = Callable[[str, str], bool]
+"""Whether the row's answer and a given one are the same."""
 
 
-class MathReward:
+class AnswerReward:
     """``correct``: ``scale`` if the answer equals ``gt_answer`` and the format is valid, else 0.
 
-    ``overlong``: what ``overlong`` says times ``scale``; absent if that is None. Accuracy looks at equality alone: a
-    right answer in a wrong format has accuracy 1 and earns nothing.
+    Without ``require_format`` a right answer earns it in any format. ``format``: ``format_reward`` where the format is
+    valid, whatever the answer; absent if that is 0. Accuracy looks at equality alone: a right answer in a wrong format
+    has accuracy 1.
     """
 
     def __init__(
         self,
         extract: Callable[[str], Extraction],
+        equal: Equality,
         *,
         scale: float,
-        overlong: OverlongPenalty | None,
-        time_limit_s: float,
-        verifier: MathVerifier,
+        require_format: bool = True,
+        format_reward: float = 0.0,
+        verifier: MathVerifier | None = None,
     ) -> None:
+        """``verifier`` is what ``equal`` asks, if it asks one; it is closed with this reward."""
         self._extract = extract
+        self._equal = equal
         self._scale = scale
-        self._overlong = overlong
-        self._time_limit_s = time_limit_s
+        self._require_format = require_format
+        self._format_reward = format_reward
         self._verifier = verifier
 
     def __call__(self, item: RewardInput) -> RewardOutput:
@@ -46,18 +50,28 @@ class MathReward:
                 f"expected reward data with a gt_answer (text or number), got keys {sorted(item.reward_data)}"
             )
         answer, format_valid = self._extract(item.text)
-        equal = answer is not None and answers_equal(
-            str(gold), answer, verifier=self._verifier, time_limit_s=self._time_limit_s
-        )
-        earned = 1.0 if equal and format_valid else 0.0
-        parts = {"correct": self._scale * earned}
-        if self._overlong is not None:
-            parts["overlong"] = self._scale * self._overlong(item, earned, answer is not None)
+        equal = answer is not None and self._equal(str(gold), answer)
+        earns = equal and (format_valid or not self._require_format)
+        parts = {"correct": self._scale if earns else 0.0}
+        if self._format_reward:
+            parts["format"] = self._format_reward if format_valid else 0.0
         return RewardOutput(parts, 1.0 if equal else 0.0, answer)
 
     def counters(self) -> dict[str, int]:
         """``verifier_{requests,timed_out,crashed}``: a timed out or crashed comparison was scored as unequal."""
-        return {f"verifier_{name}": count for name, count in self._verifier.counts.items()}
+        counts = {} if self._verifier is None else self._verifier.counts
+        return {f"verifier_{name}": count for name, count in counts.items()}
 
     def close(self) -> None:
-        self._verifier.close()
+        if self._verifier is not None:
+            self._verifier.close()
+
+
+def same_mathematics(verifier: MathVerifier, time_limit_s: float) -> Equality:
+    """See ``equality.answers_equal``."""
+    return lambda gold, answer: answers_equal(gold, answer, verifier=verifier, time_limit_s=time_limit_s)
+
+
+def same_text(gold: str, answer: str) -> bool:
+    """Character by character, but for space around the whole."""
+    return gold.strip() == answer.strip()

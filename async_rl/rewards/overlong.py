@@ -1,6 +1,6 @@
 """What an over-long answer loses: DAPO's equation 13 (arXiv:2503.14476), and a harsher variant of it. Pure.
 
-``reward.overlong`` chooses between them; called by ``math.py``. L = ``max_new_tokens``, C = ``cache_length``.
+``reward.overlong`` chooses between them; called by ``combine.py``. L = ``max_new_tokens``, C = ``cache_length``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""What a reward is given and what it gives back. Rewards are called by the generator's worker, once a rollout."""
+"""What a reward is given and what it gives back. Rewards are called by the generator's worker, once a rollout.
+
+A reward may also score all rollouts of a group at once (``GroupReward``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from async_rl.records import FinishReason
 
@@ -30,11 +33,14 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True)
 class RewardOutput:
-    """``parts`` are summed to the reward; ``accuracy`` (1.0 or 0.0) never includes shaping or format."""
+    """``parts`` are summed to the reward; ``accuracy`` (1.0, 0.0, or a partial credit between) has no shaping in it.
+
+    ``extracted`` is the answer that was found in the text, for the logs; None if there is none.
+    """
 
     parts: dict[str, float]
     accuracy: float
-    extracted: str | None
+    extracted: str | None = None
 
 
 class Reward(Protocol):
@@ -55,3 +61,26 @@ class Reward(Protocol):
     def close(self) -> None:
         """End its processes; the next call would start them again."""
         ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """A reward that can score the rollouts of one prompt together."""
+
+    @property
+    def needs_whole_group(self) -> bool:
+        """Whether it is to be asked once for all rollouts of a lease, instead of as each is finished."""
+        ...
+
+    def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
+        """Score several rollouts of one prompt, in order.
+
+        Raises:
+            RewardError: they can't be scored.
+        """
+        ...
+
+
+def score_group(reward: Callable[[RewardInput], RewardOutput], items: Sequence[RewardInput]) -> list[RewardOutput]:
+    """Score each of ``items``, together where ``reward`` can."""
+    return reward.score_group(items) if isinstance(reward, GroupReward) else [reward(item) for item in items]

@@ -1,6 +1,6 @@
-"""The reward types: ``reward.type`` to what computes it. An explicit table; nothing registers itself.
+"""The rewards by name, and what ``[reward]`` asks for built from them. An explicit table; nothing registers itself.
 
-``boxed`` and ``think_answer_tags`` differ only in where the answer is; see docs/rewards.md.
+See docs/rewards.md. A name of the form ``module:function`` is the user's own code: ``functions`` and ``local_code``.
 """
 
 from __future__ import annotations
@@ -8,29 +8,78 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from async_rl.config import Config
-from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed
-from async_rl.rewards.math import MathReward, OverlongPenalty
+from async_rl.errors import ConfigError
+from async_rl.local_code import is_code_name, load_code
+from async_rl.rewards.combine import Extra, OverlongPenalty, RewardSum
+from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
+from async_rl.rewards.functions import FunctionReward
+from async_rl.rewards.math import AnswerReward, same_mathematics, same_text
 from async_rl.rewards.overlong import dapo_penalty, zero_at_limit_penalty
 from async_rl.rewards.records import Reward, RewardInput, RewardOutput
 from async_rl.rewards.verifier import MathVerifier
+from async_rl.rewards.xml_format import XmlFormatReward
 
-__all__ = ["Reward", "RewardInput", "RewardOutput", "build_reward"]
-
-_EXTRACTORS: Mapping[str, Callable[[str], Extraction]] = {
-    "boxed": extract_boxed,
-    "think_answer_tags": extract_answer_tag,
-}
+__all__ = ["REWARDS", "Reward", "RewardInput", "RewardOutput", "build_reward"]
 
 
-def build_reward(config: Config) -> Reward:
-    """The reward function that ``config`` asks for. It starts its verifier process when first needed; close it."""
-    return MathReward(
-        _EXTRACTORS[config.reward.type],
-        scale=config.reward.scale,
-        overlong=_overlong_penalty(config),
-        time_limit_s=config.reward.time_limit_s,
-        verifier=MathVerifier(),
+def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = None) -> RewardSum:
+    """The reward function that ``config`` asks for. It starts its processes when first needed; close it.
+
+    Args:
+        code_digests: of the user's own code, what the learner's machine has; none: this machine is the user's.
+
+    Raises:
+        ConfigError: code that is not allowed here, not there, not the learner's, or not a reward function.
+    """
+    main = _named(config.reward.type, config, config.reward.scale, code_digests, is_main=True)
+    extras = [
+        Extra(name.rpartition(":")[2], _named(name, config, 1.0, code_digests, is_main=False), weight)
+        for name, weight in config.reward.extra.items()
+    ]
+    return RewardSum(main, extras, scale=config.reward.scale, overlong=_overlong_penalty(config))
+
+
+def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None, *, is_main: bool) -> Reward:
+    if not is_code_name(name):
+        return REWARDS[name](config, scale)
+    if code_digests is not None and name not in code_digests:
+        raise ConfigError(
+            f"{name}: the learner sent no digest of it, so this machine can't tell whether it has the same"
+        )
+    digest = None if code_digests is None else code_digests[name]
+    function = load_code(name, allowed=config.generator.allow_code, digest=digest)
+    return FunctionReward(name, function, scale=scale, is_main=is_main, time_limit_s=config.reward.time_limit_s)
+
+
+def _answer_reward(extract: Callable[[str], Extraction], config: Config, scale: float) -> AnswerReward:
+    verifier = MathVerifier() if config.reward.equality == "math" else None
+    return AnswerReward(
+        extract,
+        same_text if verifier is None else same_mathematics(verifier, config.reward.time_limit_s),
+        scale=scale,
+        require_format=config.reward.require_format,
+        format_reward=config.reward.format,
+        verifier=verifier,
     )
+
+
+def _exact(config: Config, scale: float) -> AnswerReward:
+    return AnswerReward(
+        extract_xml_answer,
+        same_text,
+        scale=scale,
+        require_format=config.reward.require_format,
+        format_reward=config.reward.format,
+    )
+
+
+REWARDS: Mapping[str, Callable[[Config, float], Reward]] = {
+    "boxed": lambda config, scale: _answer_reward(extract_boxed, config, scale),
+    "think_answer_tags": lambda config, scale: _answer_reward(extract_answer_tag, config, scale),
+    "exact": _exact,
+    "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
+}
+"""Each is built from the config and its scale. ``task_config.REWARD_NEEDS`` has the same names."""
 
 
 def _overlong_penalty(config: Config) -> OverlongPenalty | None:

@@ -28,7 +28,7 @@ from async_rl.config_file import parse_config
 from async_rl.data import load_rows
 from async_rl.eval_records import answer_record
 from async_rl.generator.backend import Sampled
-from async_rl.generator.grading import graded_rollout
+from async_rl.generator.grading import graded_rollouts
 from async_rl.generator.transformers_backend import TransformersBackend
 from async_rl.learner.checkpoint import latest_checkpoint
 from async_rl.learner.estimators import group_normalised
@@ -130,7 +130,7 @@ def plain_loop(config: Config) -> Trained:
         found: list[Sampled] = []
         while backend.num_running:
             found += backend.step()
-        return prompt, [graded_rollout(reward, lease, s) for s in sorted(found, key=lambda s: s.index)]
+        return prompt, graded_rollouts(reward, lease, sorted(found, key=lambda s: s.index))
 
     for step in range(config.learner.steps):
         backend.activate(step, dict(engine.gather()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -119,13 +119,14 @@ def grade(item: RewardInput) -> RewardOutput:
 class Scene:
     """A worker with its fakes. Answers have four tokens each, so a lease takes four steps."""
 
-    def __init__(self, **generator: Any) -> None:
+    def __init__(self, *, data: dict[str, Any] | None = None, **generator: Any) -> None:
         section = {"backend": "fake", "batch_size": 4, "fake": {"mean_tokens": 4.0}} | generator
         raw = {
             "run": {"dir": "run"},
             "model": {"path": "model"},
             "sampling": {"group_size": 2, "max_new_tokens": 8},
             "generator": section,
+            "data": data or {},
         }
         self.config: Config = parse_config(raw, "test")
         self.clock = Clock()
@@ -272,6 +273,20 @@ def test_a_prompt_that_is_too_long_is_given_back_unsampled(scene):
     ((lease_id, cause, detail),) = scene.queue.failed
     assert (lease_id, cause) == ("a", "prompt_too_long")
     assert detail.endswith("tokens, sampling.max_prompt_tokens = 2")
+
+
+def test_the_question_of_a_prompt_that_is_too_long_may_be_cut():
+    # Four characters a token: of "<user>1...1<assistant>", 8 tokens leave 32 - 17 = 15 ones.
+    scene = Scene(data={"on_long_prompt": "truncate"})
+    lease = make_lease("a", max_prompt_tokens=8)
+    long = replace(lease, prompt=replace(lease.prompt, messages=({"role": "user", "content": "1" * 40},)))
+    scene.run(scene.announce(0), granted(long), *quiet(9))
+    ((group,), failed) = scene.queue.returned, scene.queue.failed
+    assert failed == []
+    expected = scene.backend.encode_prompt([{"role": "user", "content": "1" * 15}])
+    for rollout in group.rollouts:
+        (sequence,) = rollout.sequences
+        assert sequence.token_ids[~sequence.loss_mask].tolist() == expected.tolist()
 
 
 def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():

@@ -54,6 +54,35 @@ def test_a_right_answer_in_a_wrong_structure_is_accurate_but_earns_nothing():
     assert reward(rollout("<answer>72</answer>")) == RewardOutput({"correct": 0.0, "overlong": 0.0}, 1.0, "72")
 
 
+def test_a_right_answer_in_a_wrong_structure_may_be_let_earn():
+    reward = build_reward(config(type="think_answer_tags", require_format=False))
+    assert reward(rollout("<answer>72</answer>")).parts == {"correct": 1.0, "overlong": 0.0}
+
+
+def test_the_format_alone_may_earn():
+    reward = build_reward(config(type="think_answer_tags", scale=10.0, format=0.5))
+    parts = {"correct": 0.0, "format": 0.5, "overlong": 0.0}
+    assert reward(rollout("<think>a</think><answer>73</answer>")).parts == parts
+    assert reward(rollout("<answer>72</answer>")).parts == {**parts, "format": 0.0}
+    assert reward(rollout("<think>a</think><answer>72</answer>")).parts == {**parts, "correct": 10.0}
+
+
+def test_exact_takes_the_answer_tag_or_the_whole_text_and_no_mathematics():
+    reward = build_reward(config(type="exact", soft_overlong=False))
+    assert reward(rollout("<answer> 72 </answer> or so")) == RewardOutput({"correct": 1.0}, 1.0, "72")
+    assert reward(rollout("<answer>1</answer><answer>72")).accuracy == 1.0
+    assert reward(rollout(" 72\n")).accuracy == 1.0
+    assert reward(rollout("<answer>72.0</answer>")).accuracy == 0.0
+    assert reward(rollout("so 72")).accuracy == 0.0
+    assert reward.counters() == {}
+
+
+def test_boxed_answers_may_be_compared_as_text():
+    reward = build_reward(config(type="boxed", equality="exact"))
+    assert reward(rollout(r"\boxed{72}")).accuracy == 1.0
+    assert reward(rollout(r"\boxed{72.0}")).accuracy == 0.0
+
+
 def test_the_overlong_part_is_scaled_and_leaves_accuracy_alone():
     # L = 100, C = min(1024, 100 // 4) = 25, so 80 tokens cost (75 - 80) / 25 = -0.2, times 10.
     reward = build_reward(config(type="boxed", scale=10.0))

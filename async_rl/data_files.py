@@ -1,0 +1,217 @@
+"""Where rows come from: a file or a dataset of the hub becomes plain objects, each with the place it has there.
+
+``data.py`` checks them. A source is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any
+other file is read as JSONL), a directory that ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging
+Face hub. The libraries for all but JSONL, JSON and CSV are imported where they are needed.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgpack
+
+from async_rl.errors import DataError
+
+_SPLIT = re.compile(r"(?P<split>[A-Za-z0-9_.\-]+(?:\[[^\]]*\])?)@(?P<place>.+)", re.DOTALL)
+_HUB_ID = re.compile(r"[A-Za-z0-9_\-][\w.\-]*/[\w.\-]+(?::[\w.\-]+)?")
+_SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
+_FIELD_LIMIT = 1 << 27
+"""Characters of one CSV cell: a row's test cases take megabytes."""
+
+
+class Source:
+    """A dataset to be read once: ``records`` yields (place, object or what is wrong with it), then ``digest`` is known.
+
+    The digest is the SHA-256 in hex of the file, or of the rows where there is no single file.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Raises DataError: there is no such file, or ``name`` is no source at all."""
+        self.name = name
+        self._hash = hashlib.sha256()
+        found = None if Path(name).exists() else _SPLIT.fullmatch(name)
+        self._split = None if found is None else found["split"]
+        self._place = name if found is None else found["place"]
+        path = Path(self._place)
+        self._is_dataset = path.is_dir() or (not path.exists() and _HUB_ID.fullmatch(self._place) is not None)
+        if not path.exists() and (not self._is_dataset or path.suffix in _READERS):
+            raise DataError(f"no dataset at {name}")
+        if self._split is not None and not self._is_dataset and self._split != "train":
+            raise DataError(f"expected no split before a single file, which is all 'train', got {name}")
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def records(self) -> Iterator[tuple[str, Any | DataError]]:
+        """Every row's place (``file:line`` in files of lines, else ``file: row N`` from 1) and what is there.
+
+        Raises:
+            DataError: the source can't be read at all.
+        """
+        if self._is_dataset:
+            yield from self._from_datasets()
+            return
+        try:
+            content = Path(self._place).read_bytes()
+        except OSError as error:
+            raise DataError(f"can't read the dataset {self.name}: {error.strerror or error}") from error
+        self._hash.update(content)
+        yield from _READERS.get(Path(self._place).suffix.lower(), _jsonl)(content, self._place)
+
+    def _from_datasets(self) -> Iterator[tuple[str, Any]]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError(f"{self.name}: reading it needs the package datasets; pip install datasets") from error
+        place, _, config = self._place.partition(":") if not Path(self._place).exists() else (self._place, "", "")
+        try:
+            if any((Path(place) / name).is_file() for name in _SAVED_BY_DATASETS):
+                loaded = datasets.load_from_disk(place)
+                rows: Any = loaded[self._split or "train"] if isinstance(loaded, datasets.DatasetDict) else loaded
+            else:
+                rows = datasets.load_dataset(place, config or None, split=self._split or "train")
+        except Exception as error:  # offline, no such name, split or config, no permission: all the same to the user
+            cause = str(error).splitlines()[0] if str(error) else ""
+            raise DataError(
+                f"can't load the dataset {self.name} (split {self._split or 'train'!r}): {type(error).__name__}: "
+                f"{cause}; expected a file, a directory of data files, or [split@]owner/name[:config] of the hub"
+            ) from error
+        for number, row in enumerate(rows, start=1):
+            self._hash.update(msgpack.packb(row, default=str) or b"")
+            yield f"{self.name}: row {number}", _without_nulls(row)
+
+
+def _jsonl(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(io.BytesIO(content), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            try:
+                yield where, parse_json(line, where, "one JSON object a line")
+            except DataError as error:
+                yield where, error
+
+
+def _json(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+    rows = parse_json(content, path, "a JSON list of objects")
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: expected a JSON list of objects, got {kind(rows)}; for one object a line use .jsonl")
+    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+    """One object a record; empty cells are left out, and everything is text."""
+    csv.field_size_limit(_FIELD_LIMIT)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected UTF-8, got byte 0x{content[error.start]:02x} at {error.start}") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    line = 2
+    try:
+        for row in reader:
+            where, line = f"{path}:{line}", reader.line_num + 1
+            if None in row or None in row.values():
+                width = len(reader.fieldnames or ())
+                yield where, DataError(f"{where}: expected {width} cells, as the header has, got another number")
+            else:
+                yield where, {key: cell for key, cell in row.items() if cell != ""}
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: expected CSV with a header line: {error}") from None
+
+
+def _parquet(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        batches = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(batch_size=1024)
+        yield from _from_batches(batches, path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: expected a Parquet file: {error}") from error
+
+
+def _arrow(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
+    """The file format and the stream format, which is what ``datasets`` writes."""
+    import pyarrow
+    from pyarrow import ipc
+
+    buffer = pyarrow.BufferReader(content)
+    try:
+        if content.startswith(b"ARROW1"):
+            reader = ipc.open_file(buffer)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            batches = ipc.open_stream(buffer)
+        yield from _from_batches(batches, path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: expected an Arrow IPC file or stream: {error}") from error
+
+
+def _from_batches(batches: Any, path: str) -> Iterator[tuple[str, Any]]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path}: row {number}", _without_nulls(row)
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every object every key; one that is null is one that the object does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def parse_json(content: bytes, where: str, expected: str) -> Any:
+    """What ``content`` says.
+
+    Raises:
+        DataError: it is not UTF-8 or not JSON, says a key twice, or has numbers that JSON does not know.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: expected UTF-8, got byte 0x{content[error.start]:02x} at {error.start}") from None
+    try:
+        return json.loads(text.strip(), parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        cause = f"{error.msg.removesuffix(' at')} at {place}"  # some of Python's messages end in " at"
+        raise DataError(f"{where}: expected {expected}: {cause}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not usable JSON: {error}") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
+    return found
+
+
+def kind(value: Any) -> str:
+    """What ``value`` is, for error messages."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return "an object" if isinstance(value, dict) else f"the number {str(value)[:40]}"

@@ -1,0 +1,167 @@
+"""Code of the user's own that a config names, and that is never shipped: it must be on each machine that runs it.
+
+A name is ``module:function``, importable there (the working directory is searched last), or ``path/file.py:function``.
+A machine runs only what its operator allowed by name (``generator.allow_code``), and only if the source file has the
+digest that the learner's has: the learner sends digests with the handshake, ``rewards.registry`` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import ConfigError, QueueError
+
+logger = logging.getLogger(__name__)
+
+DIGESTS_FILE = "code_digests.json"
+"""Among the files of the handshake, and in the run directory: name -> SHA-256 in hex of its source file."""
+
+_NAME = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]+\.py):(?P<attribute>[A-Za-z_]\w*)")
+
+
+def is_code_name(text: str) -> bool:
+    """Whether ``text`` has the form of a name of code."""
+    return _NAME.fullmatch(text) is not None
+
+
+def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
+    """Whether the modules and files of ``names`` are all among those ``allowed`` here.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        place, _ = _parts(name)
+        if place not in allowed:
+            listed = json.dumps([*allowed, place])
+            raise ConfigError(
+                f"the run asks for {name}, which is code that this machine has not allowed; if you trust it, set "
+                f"generator.allow_code = {listed} (for a generator: --set 'generator.allow_code={listed}')"
+            )
+
+
+def code_digests(names: Iterable[str]) -> dict[str, str]:
+    """Of each name, the SHA-256 in hex of its module's source file. What that imports in turn is not looked at.
+
+    Raises:
+        ConfigError: there is no such module or file, or it has no source.
+    """
+    return {name: hashlib.sha256(_source(_spec(name), name).read_bytes()).hexdigest() for name in names}
+
+
+def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any:
+    """Import what ``name`` names.
+
+    Args:
+        allowed: modules and files that this machine may import.
+        digest: what the source must hash to; none: anything (the caller's own machine, nobody else's word).
+
+    Raises:
+        ConfigError: it is not allowed, not there, not the source that was meant, or fails to be imported.
+    """
+    check_allowed([name], allowed)
+    _, attribute = _parts(name)
+    spec = _spec(name)
+    source = _source(spec, name)
+    found = hashlib.sha256(source.read_bytes()).hexdigest()
+    if digest is not None and found != digest:
+        raise ConfigError(
+            f"{name}: expected the learner's source, SHA-256 {digest[:16]}, got {found[:16]} in {source}; copy the "
+            f"file from the learner's machine, or start the learner again with this one"
+        )
+    try:
+        module = sys.modules.get(spec.name)
+        if module is None:
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            assert spec.loader is not None  # it has a source file
+            spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code raises whatever it likes
+        sys.modules.pop(spec.name, None)
+        raise ConfigError(f"{name}: importing {source} failed: {type(error).__name__}: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{name}: {source} has no {attribute!r}") from None
+
+
+def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
+    """The digests of ``names`` as JSON, written into the run directory too; a change since an earlier start is logged.
+
+    Raises:
+        ConfigError: as ``code_digests``.
+    """
+    digests = code_digests(names)
+    content = json.dumps(digests, indent=1, sort_keys=True).encode()
+    path = run_dir / DIGESTS_FILE
+    if path.exists():
+        before = read_digests(path.read_bytes())
+        for name in sorted(digests.keys() & before.keys()):
+            if digests[name] != before[name]:
+                logger.warning("%s is not what it was when this run started: %s", name, digests[name][:16])
+    if names:
+        path.write_bytes(content)
+    return content
+
+
+def read_digests(content: bytes | None) -> Mapping[str, str]:
+    """The inverse of ``write_digests``; nothing from nothing.
+
+    Raises:
+        QueueError: it is malformed (it came over a socket, so it is not trusted).
+    """
+    if content is None:
+        return {}
+    try:
+        found = json.loads(bytes(content))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(item, str) for item in found.values()):
+        raise QueueError(f"expected {DIGESTS_FILE} to map names to digests, got {bytes(content)[:80]!r}")
+    return found
+
+
+def _parts(name: str) -> tuple[str, str]:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ConfigError(f"expected module:function or file.py:function, got {name!r}")
+    return found["place"], found["attribute"]
+
+
+def _spec(name: str) -> ModuleSpec:
+    place, _ = _parts(name)
+    if place.endswith(".py") and ("/" in place or Path(place).exists()):
+        path = Path(place).absolute()
+        if not path.is_file():
+            raise ConfigError(f"{name}: no file {path} on this machine; put the learner's there")
+        digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+        spec = importlib.util.spec_from_file_location(f"async_rl_local_{path.stem}_{digest}", path)
+    else:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            spec = importlib.util.find_spec(place)
+        except (ImportError, ValueError):
+            spec = None
+    if spec is None:
+        raise ConfigError(
+            f"{name}: no module {place} can be imported on this machine; install it, put it on PYTHONPATH or into the "
+            f"working directory, or name its file: path/file.py:function"
+        )
+    return spec
+
+
+def _source(spec: ModuleSpec, name: str) -> Path:
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise ConfigError(f"{name}: expected a module with a Python source file, got {spec.origin or 'none'}")
+    return Path(spec.origin)

@@ -1,0 +1,67 @@
+"""Several rewards as one: the main one, others added with weights, then the punishment of over-long answers.
+
+Built by ``registry``; what the worker calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
+
+OverlongPenalty = Callable[[RewardInput, float, bool], float]
+"""Of a rollout, what it earned (a share of the scale) and whether it holds an answer: a share of the scale, <= 0."""
+
+
+class Extra(NamedTuple):
+    """A further reward. Its parts are summed, times ``weight``, to one part called ``name``; accuracy is ignored."""
+
+    name: str
+    reward: Reward
+    weight: float
+
+
+class RewardSum:
+    """``main``'s parts, a part for every extra, and ``overlong``: what that says times ``scale``.
+
+    Accuracy and the extracted answer are ``main``'s. Without ``overlong`` there is no such part.
+    """
+
+    def __init__(
+        self, main: Reward, extras: Sequence[Extra] = (), *, scale: float, overlong: OverlongPenalty | None
+    ) -> None:
+        self._main, self._extras = main, tuple(extras)
+        self._scale, self._overlong = scale, overlong
+
+    @property
+    def needs_whole_group(self) -> bool:
+        rewards = (self._main, *(extra.reward for extra in self._extras))
+        return any(isinstance(reward, GroupReward) and reward.needs_whole_group for reward in rewards)
+
+    def __call__(self, item: RewardInput) -> RewardOutput:
+        return self.score_group([item])[0]
+
+    def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
+        outputs = score_group(self._main, items)
+        parts = [dict(output.parts) for output in outputs]
+        for extra in self._extras:
+            for sums, output in zip(parts, score_group(extra.reward, items), strict=True):
+                sums[extra.name] = extra.weight * sum(output.parts.values())
+        if self._overlong is not None:
+            for item, output, sums in zip(items, outputs, parts, strict=True):
+                earned = sum(sums.values()) / self._scale
+                sums["overlong"] = self._scale * self._overlong(item, earned, output.extracted is not None)
+        return [RewardOutput(sums, o.accuracy, o.extracted) for sums, o in zip(parts, outputs, strict=True)]
+
+    def counters(self) -> dict[str, int]:
+        """Those of every reward; where two count the same, their sum."""
+        total: dict[str, int] = {}
+        for reward in (self._main, *(extra.reward for extra in self._extras)):
+            for name, count in reward.counters().items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def close(self) -> None:
+        for reward in (self._main, *(extra.reward for extra in self._extras)):
+            reward.close()

@@ -1,0 +1,137 @@
+"""A plain function of the user's as a reward: sync or async, of one rollout or of a whole group.
+
+What it takes is said by the name of its parameter: ``item`` (one ``RewardInput``), ``items`` (a list of those of one
+prompt, in order), or ``completions`` and ``solutions`` (lists of text: DistRL-LLM's form, which returns a row
+``[format, accuracy]`` each). For one rollout it returns a number, or a ``RewardOutput``; for a group a list of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from async_rl.errors import ConfigError, RewardError
+from async_rl.rewards.records import RewardInput, RewardOutput
+
+_FORMS = (("item",), ("items",), ("completions", "solutions"))
+
+
+class FunctionReward:
+    """Calls ``function`` and checks what comes back. A number is a part of the function's name.
+
+    As the run's main reward (``is_main``) a number is also the accuracy, so it must lie in [0, 1].
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], *, scale: float, is_main: bool, time_limit_s: float
+    ) -> None:
+        """``time_limit_s`` bounds each await of an async function; nothing can end a sync one that hangs.
+
+        Raises:
+            ConfigError: it is not a function of one of the forms above.
+        """
+        self._name, self._function, self._scale, self._is_main = name, function, scale, is_main
+        self._part = name.rpartition(":")[2]
+        self._time_limit_s = time_limit_s
+        self._form = _form(name, function)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  (whether it is async, not whether it is callable)
+        )
+
+    @property
+    def needs_whole_group(self) -> bool:
+        """A function of a group needs it; an async one of single rollouts is awaited for all of them at once."""
+        return self._form != "item" or self._is_async
+
+    def __call__(self, item: RewardInput) -> RewardOutput:
+        return self.score_group([item])[0]
+
+    def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
+        try:
+            values = asyncio.run(self._awaited(items)) if self._is_async else self._called(items)
+        except TimeoutError as error:
+            raise RewardError(
+                f"{self._name} took longer than reward.time_limit_s = {self._time_limit_s:g} s"
+            ) from error
+        if self._form != "item" and (isinstance(values, str) or len(values) != len(items)):
+            raise RewardError(f"{self._name}: expected {len(items)} values for as many rollouts, got {len(values)}")
+        return [self._output(value) for value in values]
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
+
+    def _called(self, items: Sequence[RewardInput]) -> Sequence[Any]:
+        if self._form == "item":
+            return [self._function(item) for item in items]
+        return self._sequence(self._function(*self._group_arguments(items)))
+
+    async def _awaited(self, items: Sequence[RewardInput]) -> Sequence[Any]:
+        if self._form == "item":
+            calls = (asyncio.wait_for(self._function(item), self._time_limit_s) for item in items)
+            return await asyncio.gather(*calls)
+        call = self._function(*self._group_arguments(items))
+        return self._sequence(await asyncio.wait_for(call, self._time_limit_s))
+
+    def _group_arguments(self, items: Sequence[RewardInput]) -> tuple[list[Any], ...]:
+        if self._form == "items":
+            return (list(items),)
+        return [item.text for item in items], [item.reward_data.get("gt_answer") for item in items]
+
+    def _sequence(self, values: Any) -> Sequence[Any]:
+        if hasattr(values, "tolist"):  # an array of numpy or torch
+            values = values.tolist()
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise RewardError(f"{self._name}: expected a list, a value a rollout, got {type(values).__name__}")
+        return values
+
+    def _output(self, value: Any) -> RewardOutput:
+        if self._form == "completions":
+            value = self._format_and_accuracy(value)
+        if isinstance(value, RewardOutput):
+            numbers = {**value.parts, "accuracy": value.accuracy}
+            for part, number in numbers.items():
+                self._check_number(number, f"{part} ")
+            if not 0 <= value.accuracy <= 1:
+                raise RewardError(f"{self._name}: expected an accuracy in [0, 1], got {value.accuracy}")
+            parts = {part: self._scale * number for part, number in value.parts.items()}
+            return RewardOutput(parts, float(value.accuracy), value.extracted)
+        self._check_number(value, "")
+        if self._is_main and not 0 <= value <= 1:
+            raise RewardError(
+                f"{self._name}: as reward.type a plain number is the accuracy too, so expected one in [0, 1], got "
+                f"{value}; return RewardOutput(parts, accuracy) to tell them apart"
+            )
+        return RewardOutput({self._part: self._scale * float(value)}, min(1.0, max(0.0, float(value))))
+
+    def _format_and_accuracy(self, row: Any) -> RewardOutput:
+        row = self._sequence(row)
+        if len(row) != 2:
+            raise RewardError(f"{self._name}: expected [format, accuracy] a rollout, got {len(row)} values")
+        for number in row:
+            self._check_number(number, "")
+        return RewardOutput({"format": row[0], "accuracy": row[1]}, min(1.0, max(0.0, float(row[1]))))
+
+    def _check_number(self, value: Any, what: str) -> None:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise RewardError(f"{self._name}: expected {what}as a finite number or a RewardOutput, got {value!r:.80}")
+
+
+def _form(name: str, function: Any) -> str:
+    """``item``, ``items`` or ``completions``."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: expected a function, got {type(function).__name__}") from None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = tuple(p.name for p in parameters if p.default is p.empty and p.kind in positional)
+    if needed not in _FORMS:
+        raise ConfigError(
+            f"{name}: expected a function of (item), (items) or (completions, solutions), got one of "
+            f"({', '.join(needed)}); see docs/rewards.md"
+        )
+    return needed[0]

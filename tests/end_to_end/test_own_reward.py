@@ -1,0 +1,77 @@
+"""A run whose data is a table and whose rewards are the user's own functions, as a user starts it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.tiny import tiny_config, write_tiny_task
+
+SOURCE = textwrap.dedent(
+    """
+    def right(items):
+        return [float(item.text.endswith(f"{{{item.reward_data['gt_answer']}}}")) for item in items]
+
+    async def loud(item):
+        return 1.0
+    """
+)
+FAKE = {"mean_tokens": 4.0, "vocab_size": 20, "accuracy": 1.0}
+
+
+def write_csv(path: Path, task: dict[str, str]) -> str:
+    """The task's rows with column names of their own; the last question is longer than any prompt may be."""
+    rows = [json.loads(line) for line in Path(task["train"]).read_text().splitlines()]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question", "solution"])
+        writer.writerows([row["messages"][0]["content"], row["gt_answer"]] for row in rows[:-1])
+        writer.writerow(["1+" * 30 + "1:", "31"])
+    return str(path)
+
+
+def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
+    source = tmp_path / "my_rewards.py"
+    source.write_text(SOURCE)
+    config = tiny_config(
+        tmp_path,
+        write_tiny_task(tmp_path, num_rows=8),
+        reward={"type": f"{source}:right", "extra": {f"{source}:loud": 0.25}, "soft_overlong": False},
+        learner={"steps": 3},
+        generator={"backend": "fake", "batch_size": 4, "fake": FAKE, "allow_code": [str(source)]},
+        eval={"every": 0},
+    )
+    config["data"] = {
+        "train": write_csv(tmp_path / "rows.csv", {"train": config["data"]["train"]}),
+        "columns": {"prompt": "question", "gt_answer": "solution"},
+        "on_long_prompt": "truncate",
+    }
+    path = write_config(tmp_path / "config.toml", config)
+    with roles(tmp_path / "logs") as start:
+        start("launch", "launch", str(path)).succeed()
+    run_dir = tmp_path / "run"
+    assert steps(run_dir) == [1, 2, 3]
+    for row in metrics(run_dir):
+        if "reward/mean" in row:
+            assert (row["reward/mean"], row["accuracy/mean"]) == (pytest.approx(1.25), 1.0)
+    check_ledger(run_dir)
+    digests = json.loads((run_dir / "code_digests.json").read_text())
+    assert set(digests.values()) == {hashlib.sha256(SOURCE.encode()).hexdigest()}
+
+
+def test_code_that_nobody_allowed_is_refused_before_anything_starts(tmp_path: Path):
+    source = tmp_path / "my_rewards.py"
+    source.write_text(SOURCE)
+    config = tiny_config(tmp_path, write_tiny_task(tmp_path), reward={"type": f"{source}:right"})
+    path = write_config(tmp_path / "config.toml", config)
+    with roles(tmp_path / "logs") as start:
+        launch = start("launch", "launch", str(path))
+        assert launch.wait() == 2
+    assert "not allowed; if you trust it, set" in (tmp_path / "logs" / "launch.log").read_text()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,91 @@
+"""Samples to rollouts, one at a time or a group at a time."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from async_rl.generator.backend import Sampled
+from async_rl.generator.grading import Graded, InlineGrader, ThreadGrader
+from async_rl.records import Lease
+from async_rl.rewards.functions import FunctionReward
+from async_rl.rewards.records import RewardInput
+from tests.generator.leases import make_lease
+
+
+def sample(lease: Lease, index: int, text: str) -> Sampled:
+    one = np.ones(1, np.int32)
+    return Sampled(lease.lease_id, index, one, one, np.zeros(1, np.float32), one, "stop", text)
+
+
+def rank(items: Sequence[RewardInput]) -> list[float]:
+    """1 for the first, a half for the second: an order that only a whole group has."""
+    return [1 / (1 + index) for index, _ in enumerate(items)]
+
+
+def right(item: RewardInput) -> float:
+    return float(item.text == item.reward_data["gt_answer"])
+
+
+def wrong_type(items: Sequence[RewardInput]) -> str:
+    return "no list"
+
+
+def reward_of(function: object) -> FunctionReward:
+    return FunctionReward("mine:f", function, scale=1.0, is_main=True, time_limit_s=5.0)  # pyright: ignore[reportArgumentType]
+
+
+def accuracies(graded: Sequence[Graded]) -> list[tuple[int, float]]:
+    return [(one.index, one.rollout.accuracy) for one in graded if one.rollout is not None]
+
+
+def collect(grader: ThreadGrader, count: int) -> list[Graded]:
+    graded: list[Graded] = []
+    pause = threading.Event()
+    while len(graded) < count:
+        graded += grader.collect()
+        pause.wait(0.001)  # polls as the loop does; the test's own time limit bounds it
+    return graded
+
+
+@pytest.mark.parametrize("kind", [InlineGrader, ThreadGrader])
+def test_a_reward_of_groups_waits_for_the_whole_group_and_sees_it_in_order(
+    kind: type[InlineGrader] | type[ThreadGrader],
+):
+    grader, a, b = kind(reward_of(rank)), make_lease("a"), make_lease("b")
+    grader.submit(a, sample(a, 1, "x"))
+    grader.submit(b, sample(b, 0, "y"))
+    assert (grader.collect(), grader.num_pending) == ([], 0)
+    grader.submit(a, sample(a, 0, "z"))
+    graded = collect(grader, 2) if isinstance(grader, ThreadGrader) else grader.collect()
+    assert accuracies(graded) == [(0, 1.0), (1, 0.5)]
+    assert {one.lease.lease_id for one in graded} == {"a"}
+    if isinstance(grader, ThreadGrader):
+        grader.close()
+
+
+def test_other_rewards_do_not_wait():
+    grader, lease = InlineGrader(reward_of(right)), make_lease("a")
+    grader.submit(lease, sample(lease, 1, "2"))
+    assert accuracies(grader.collect()) == [(1, 1.0)]
+
+
+def test_samples_of_a_lease_that_is_gone_are_forgotten():
+    # The same lease id given out again needs both of its samples anew.
+    grader, lease = InlineGrader(reward_of(rank)), make_lease("a")
+    grader.submit(lease, sample(lease, 0, "x"))
+    grader.forget("a")
+    grader.submit(lease, sample(lease, 1, "x"))
+    assert grader.collect() == []
+    grader.submit(lease, sample(lease, 0, "x"))
+    assert accuracies(grader.collect()) == [(0, 1.0), (1, 0.5)]
+
+
+def test_an_error_is_every_rollouts_of_the_group():
+    grader, lease = InlineGrader(reward_of(wrong_type)), make_lease("a")
+    for index in (0, 1):
+        grader.submit(lease, sample(lease, index, "x"))
+    graded = grader.collect()
+    assert [(one.index, one.rollout) for one in graded] == [(0, None), (1, None)]
+    assert all("expected a list" in str(one.error) for one in graded)

@@ -1,0 +1,147 @@
+"""Equality against what other projects publish as equal and not equal; see ``collect_math_pairs`` for the rule."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import Config
+from async_rl.rewards.equality import answers_equal
+from async_rl.rewards.records import RewardInput
+from async_rl.rewards.registry import build_reward
+from async_rl.rewards.verifier import MathVerifier
+
+PAIRS = Path(__file__).resolve().parents[1] / "data" / "math_pairs.jsonl"
+
+FALSE_ACCEPTS: set[tuple[str, str]] = set()
+"""Pairs (gold, prediction) that are called equal and are not. A new one needs a reason here and in docs/rewards.md."""
+FALSE_REJECTS = {
+    # A decimal comma: here 1000,99 is a list of two numbers.
+    ("1000.99", "1000,99"),
+    ("1,22", "1.22"),
+    # math_verify does not collect the terms.
+    ("b", "a + b - a"),
+}
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[MathVerifier]:
+    verifier = MathVerifier()
+    yield verifier
+    verifier.close()
+
+
+def test_grading_agrees_with_published_pairs(verifier: MathVerifier):
+    pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+    accepted: set[tuple[str, str]] = set()
+    rejected: set[tuple[str, str]] = set()
+    for pair in pairs:
+        gold, prediction = pair["gold"], pair["prediction"]
+        equal = answers_equal(gold, prediction, verifier=verifier, time_limit_s=60.0)
+        if equal != pair["equal"]:
+            (accepted if equal else rejected).add((gold, prediction))
+    assert len(pairs) >= 300
+    assert sum(not pair["equal"] for pair in pairs) >= 100
+    assert (accepted, rejected) == (FALSE_ACCEPTS, FALSE_REJECTS)
+    assert len(accepted | rejected) <= 0.01 * len(pairs)
+    assert verifier.counts["timed_out"] == verifier.counts["crashed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("gold", "prediction"),
+    [
+        # The last two digits of 12_5 are no unit, and 12 to the base 5 is 7.
+        ("12_5", "12_7"),
+        ("5\\text{ m}", "5\\text{ cm}"),
+        ("5\\text{ cm}", "5\\text{ cm}^2"),
+        ("x+y=3", "3"),
+        ("x^2 - y = 0", "0"),
+        ("1,2", "12"),
+        ("12", "1,2"),
+        ("\\frac{1}{23}", "\\frac{12}{3}"),
+        ("0.083333333333", "0.083333333334"),
+        ("\\frac{1}{12}", "0.0833333"),
+    ],
+)
+def test_what_looks_alike_to_a_lenient_grader_is_not_equal(verifier: MathVerifier, gold: str, prediction: str):
+    assert not answers_equal(gold, prediction, verifier=verifier, time_limit_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("gold", "prediction"),
+    [
+        ("12_5", "12_{5}"),
+        ("15\\mbox{ cm}^2", "15\\text{ cm}^{2}"),
+        ("5\\text{ cm}", "5"),
+        ("3\\text{ miles}", "3 \\text{ mile}"),
+        ("x+y=3", "y+x=3"),
+        ("3", "x=3"),
+        ("\\frac{1}{12}", "0.0833333333333333"),
+    ],
+)
+def test_what_only_looks_different_is_equal(verifier: MathVerifier, gold: str, prediction: str):
+    assert answers_equal(gold, prediction, verifier=verifier, time_limit_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("gold", "prediction"),
+    [
+        ("72", "72\\%"),
+        ("0.72", "72\\%"),
+        ("12_5", "12"),
+        ("(1,2)", "\\{1,2\\}"),
+        ("1,2", "2,1"),
+        ("5", "x+y=5"),
+        ("no", "on"),
+        ("(\\frac{1}{3},2)", "(0.333333,2)"),
+    ],
+)
+def test_the_leniencies_that_the_docs_list(verifier: MathVerifier, gold: str, prediction: str):
+    assert answers_equal(gold, prediction, verifier=verifier, time_limit_s=60.0)
+
+
+HOSTILE = {
+    "a tower": "9**9**9",
+    "a tower in TeX": "9^{9^{9^9}}",
+    "a factorial of factorials": "((9!)!)!",
+    "a large binomial": "\\binom{10^9}{5\\cdot 10^8}",
+    "nested braces": "{" * 500_000 + "1" + "}" * 500_000,
+    "nested fractions": "\\frac{1}{" * 15 + "1" + "}" * 15,
+    "roots without end": "\\sqrt" * 190,
+    "a megabyte of digits": "9" * 1_000_000,
+    "a megabyte of text": "so \\$" * 200_000,
+    "a megabyte of boxes": "\\boxed{" * 140_000,
+    "a long sum": "+".join(["\\sin(x)^2+\\cos(x)^2"] * 45),
+    "an integral": "\\int_0^1 " * 20 + "e^{x^x}" + " dx" * 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("boxed", list(HOSTILE)),
+        ("think_answer_tags", ["a tower", "a megabyte of text", "nested braces"]),
+        ("exact", ["a tower", "a megabyte of text", "nested braces"]),
+        ("xml_format", ["a tower", "a megabyte of text", "nested braces"]),
+    ],
+)
+def test_no_answer_takes_longer_than_its_limit(kind: str, what: list[str]):
+    limit_s, margin_s = 1.0, 2.0  # the margin is for a loaded machine; the child is killed at the limit
+    config = Config.model_validate(
+        {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": kind, "time_limit_s": limit_s}}
+    )
+    asked = RewardInput("<think>a</think><answer>\\boxed{x+1}</answer>", {"gt_answer": "x+2"}, 1, 9, "stop")
+    reward = build_reward(config)
+    try:
+        for name in what:
+            text = HOSTILE[name]
+            answer = f"\\boxed{{{text}}}" if kind == "boxed" else f"<think>a</think><answer>{text}</answer> x"
+            reward(asked)  # starting a child in place of a killed one is no answer's fault
+            start = time.monotonic()
+            output = reward(RewardInput(answer, {"gt_answer": "2x+71"}, 1, 9, "stop"))
+            assert (name, output.accuracy) == (name, 0.0)
+            assert time.monotonic() - start < limit_s + margin_s, name
+    finally:
+        reward.close()

@@ -1,0 +1,35 @@
+"""Points for the form of a reply, counted by hand."""
+
+import pytest
+
+from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.xml_format import XmlFormatReward, xml_format_points
+
+WHOLE = "<think>\none\ntwo\n</think>\n<answer>\n42\n</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        (WHOLE, 0.3),  # 0.1 + 4 * 0.05
+        (WHOLE + "\n", 0.3),
+        (WHOLE + "\nabc", 0.294),  # three characters, for each of the last two tags
+        ("<think>a</think><answer>b</answer>", 0.1),  # in order, but no tag has its line breaks
+        ("<think>\na</think><answer>b</answer>", 0.15),
+        ("so <think>\na\n</think>\n<answer>\n42\n</answer>", 0.2),  # it does not begin with its thoughts
+        ("<think>\na\n</think>\n", 0.1),  # two tags
+        (WHOLE + WHOLE, 0.1),  # every tag twice: the structure's points alone, and nothing to charge the tail to
+        ("", 0.0),
+        ("42", 0.0),
+    ],
+)
+def test_points(text: str, points: float):
+    assert xml_format_points(text) == pytest.approx(points)
+
+
+def test_the_reward_is_scaled_and_the_whole_form_is_accurate():
+    reward = XmlFormatReward(scale=10.0)
+    assert reward(RewardInput(WHOLE, {}, 1, 9, "stop")).parts == pytest.approx({"xml_format": 3.0})
+    assert reward(RewardInput(WHOLE, {}, 1, 9, "stop")).accuracy == 1.0
+    assert reward(RewardInput(WHOLE + "\nabc", {}, 1, 9, "stop")).accuracy == 0.0
+    assert reward(RewardInput("", {}, 1, 9, "stop")) == RewardOutput({"xml_format": 0.0}, 0.0)
