@@ -1,7 +1,8 @@
 """Datasets: a JSONL file becomes checked rows. Called by the queue server (training), evaluation and ``doctor``.
 
 A math row is ``{"messages": [{"role": ..., "content": ...}, ...], "gt_answer": "72"}``; ``messages`` may also be one
-such object, ``gt_answer`` a number. Every other key travels to the reward untouched. Blank lines are ignored.
+such object, ``gt_answer`` a number. A code row has ``test_cases`` instead (``rewards/code_tests.py``). Every other key
+travels to the reward untouched. Blank lines are ignored.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, NoReturn
 import msgpack
 
 from async_rl.errors import DataError
+from async_rl.rewards.code_tests import parse_tests
 
 OnBadRow = Literal["refuse", "skip"]
 
@@ -85,14 +87,18 @@ def _parse_row(line: bytes, where: str, system_prompt: str) -> Row:
     raw = _parse_json(line, where)
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected a JSON object, got {_kind(raw)}")
-    if "messages" not in raw or raw.get("gt_answer") is None:
+    is_code = raw.get("gt_answer") is None and raw.get("test_cases") is not None
+    if "messages" not in raw or (raw.get("gt_answer") is None and not is_code):
         missing = "messages" if "messages" not in raw else "gt_answer"
         raise DataError(f'{where}: expected a row with "messages" and "gt_answer", got no {missing} in {sorted(raw)}')
     messages = _parse_messages(raw["messages"], where)
     if system_prompt and all(message["role"] != "system" for message in messages):
         messages = ({"role": "system", "content": system_prompt}, *messages)
     reward_data = {key: value for key, value in raw.items() if key != "messages"}
-    reward_data["gt_answer"] = _answer_text(raw["gt_answer"], where)
+    if is_code:
+        _check_tests(reward_data, where)
+    else:
+        reward_data["gt_answer"] = _answer_text(raw["gt_answer"], where)
     _check_can_travel(messages, reward_data, where)
     return Row(messages, reward_data)
 
@@ -137,6 +143,13 @@ def _parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
             got = str(message)[:120]
             raise DataError(f'{where}: messages[{index}]: expected {{"role": text, "content": text}}, got {got}')
     return tuple({"role": message["role"], "content": message["content"]} for message in listed)
+
+
+def _check_tests(reward_data: Mapping[str, Any], where: str) -> None:
+    try:
+        parse_tests(reward_data)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def _answer_text(answer: Any, where: str) -> str:

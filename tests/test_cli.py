@@ -67,7 +67,7 @@ def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixt
         ("learner.steps=many", "learner.steps: input should be a valid integer"),
         ("learner.steps=0", "learner.steps: input should be greater than or equal to 1, got 0"),
         ("learner.steps=1.5", "learner.steps: input should be a valid integer"),
-        ("reward.type=best", "reward.type: input should be 'boxed' or 'think_answer_tags', got 'best'"),
+        ("reward.type=best", "reward.type: input should be 'boxed', 'think_answer_tags' or 'code', got 'best'"),
         ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 5, got 9"),
         ("queue.address=localhost", "queue.address: expected an address like tcp://127.0.0.1:5555, got 'localhost'"),
         ("learner", "expected --set section.key=value, got 'learner'"),

@@ -78,7 +78,7 @@ def run_generator(
         )
         stack.enter_context(closing(receiver))
         reward = stack.enter_context(closing(build_reward(config)))
-        grader = stack.enter_context(closing(ThreadGrader(reward)))
+        grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config))))
         Worker(
             queue=queue,
             receiver=receiver,
@@ -88,6 +88,11 @@ def run_generator(
             generator_id=generator_id,
             wait_s=wait_s,
         ).run()
+
+
+def grading_threads(config: Config) -> int:
+    """Answers that are graded side by side: programs take turns on cores, mathematics has one verifier process."""
+    return config.reward.code.num_workers if config.reward.type == "code" else 1
 
 
 def _requested_backend(overrides: Sequence[str]) -> str:

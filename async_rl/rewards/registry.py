@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from async_rl.config import Config
+from async_rl.rewards.code import build_code_reward
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed
 from async_rl.rewards.math import MathReward, OverlongPenalty
 from async_rl.rewards.overlong import dapo_penalty, zero_at_limit_penalty
@@ -23,7 +24,13 @@ _EXTRACTORS: Mapping[str, Callable[[str], Extraction]] = {
 
 
 def build_reward(config: Config) -> Reward:
-    """The reward function that ``config`` asks for. It starts its verifier process when first needed; close it."""
+    """The reward function that ``config`` asks for; close it. Its processes start when first needed, a sandbox at once.
+
+    Raises:
+        SandboxError: code is to be graded, and this machine can't.
+    """
+    if config.reward.type == "code":
+        return build_code_reward(config, _overlong_penalty(config))
     return MathReward(
         _EXTRACTORS[config.reward.type],
         scale=config.reward.scale,
