@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -61,6 +62,7 @@ _STACK_BYTES = 112 << 20
 _ANSWER_FD, _REPLY_FD = 3, 4
 _ASIDE_FD = 100
 _MAX_OPEN_FILES = 64
+_SHOWN_FRAMES = 8
 _CHUNK_BYTES = 1 << 20
 
 
@@ -198,10 +200,20 @@ def _guarded(body: Any, module: types.ModuleType, request: dict[str, Any]) -> in
     except _UnusableError as error:
         sys.stderr.write(f"{error}\n")
         return UNUSABLE_EXIT
-    except BaseException:
-        traceback.print_exc(limit=-8)
+    except BaseException as error:
+        _print_end_of_trace(error)
         return FAILED_EXIT
     return 0
+
+
+def _print_end_of_trace(error: BaseException) -> None:
+    """The innermost frames. Formatting all 600,000 of an endless recursion would take seconds."""
+    last: deque[types.TracebackType] = deque(maxlen=_SHOWN_FRAMES)
+    trace = error.__traceback__
+    while trace is not None:
+        last.append(trace)
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, last[0] if last else None, chain=False)
 
 
 class _UnusableError(Exception):

@@ -200,6 +200,7 @@ class _Unprotected:
         scratch = self._scratch(os.getpid())
         os.mkdir(scratch)
         os.chdir(scratch)
+        tempfile.tempdir = scratch
         os.setsid()
         child.set_limits(limits)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 
 from async_rl.sandbox.system import CLONE_THREAD
 
@@ -99,7 +98,7 @@ def build_filter(*, allow_processes: bool) -> bytes:
         add(refused, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_THREAD, 0))
         for name in ("fork", "vfork"):
             add(refused, name)
-    with tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("filter", os.MFD_CLOEXEC), "rb+") as file:
         built.export_bpf(file)
         file.seek(0)
-        return os.read(file.fileno(), 1 << 20)
+        return file.read()
