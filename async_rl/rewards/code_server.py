@@ -10,10 +10,13 @@ import json
 import logging
 import socket
 import threading
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from async_rl.errors import RewardError
+from async_rl.address import check_address, is_loopback
+from async_rl.config_file import apply_override, parse_config
+from async_rl.errors import AddressError, ConfigError, RewardError
 from async_rl.rewards.code import local_judge
 from async_rl.rewards.code_judge import Judgement
 from async_rl.rewards.code_remote import CODES, PATH
@@ -62,6 +65,37 @@ class VerifierServer(ThreadingHTTPServer):
     def close(self) -> None:
         self.server_close()
         self._judge.close()
+
+
+def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:
+    """Judge until interrupted. The body of ``async-rl verifier``.
+
+    Raises:
+        AddressError: ``bind`` is malformed, busy, or open to the network without ``insecure``.
+        ConfigError: an override is not a good ``reward.code`` key.
+        SandboxError: this machine can't isolate programs.
+    """
+    host, port = check_address(f"tcp://{bind}")
+    if not insecure and not is_loopback(host):
+        raise AddressError(
+            f"--bind {bind}: nothing authenticates who asks; bind to 127.0.0.1, or add --insecure on a trusted network"
+        )
+    for override in overrides:
+        if not override.strip().startswith("reward.code."):
+            raise ConfigError(f"--set {override}: a verifier takes only reward.code.* keys")
+    raw: dict[str, Any] = {"run": {"dir": "unused"}, "model": {"path": "unused"}}
+    for override in overrides:
+        apply_override(raw, override)
+    code = parse_config(raw, "--set").reward.code
+    try:
+        server = VerifierServer((host, port), code)
+    except OSError as error:
+        raise AddressError(f"--bind {bind}: can't bind: {error.strerror or error}") from None
+    logger.info("verifier at http://%s:%d, %d programs at a time", host, server.server_address[1], code.num_workers)
+    try:
+        server.serve_forever()
+    finally:
+        server.close()
 
 
 class _Handler(BaseHTTPRequestHandler):

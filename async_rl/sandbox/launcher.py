@@ -17,6 +17,7 @@ With ``"unsafe": true`` among the settings nothing is isolated: programs get lim
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from async_rl.lifeline import kill_group
@@ -103,8 +105,8 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
     if os.geteuid() == 0:
         # Root's limit on processes does not bind, and its files could be read: become nobody. The libraries are
         # mounted before, for their directories may be closed to nobody.
+        _take_mount_namespace_as_root()
         steps("mounts")
-        system.unshare(system.CLONE_NEWNS)
         root.enter_root(visible)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -118,6 +120,35 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
         root.enter_root(visible)
     os.close(proc)
     socket.sethostname("sandbox")
+
+
+def _take_mount_namespace_as_root() -> None:
+    """A mount namespace to build the root in; the root of a container needs a user namespace around it."""
+    try:
+        return system.unshare(system.CLONE_NEWNS)
+    except PermissionError:
+        pass
+    # Two users go into it, root and nobody, which only a process outside of it may say.
+    pid = os.getpid()
+    reading, writing = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(writing)
+        if os.read(reading, 1):
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            os._exit(0)
+        os._exit(1)
+    os.close(reading)
+    try:
+        system.unshare(system.CLONE_NEWUSER | system.CLONE_NEWNS)
+        os.write(writing, b"x")
+    finally:
+        os.close(writing)
+        _, status = os.waitpid(helper, 0)
+    if status != 0:
+        raise PermissionError(errno.EPERM, "can't map users into a user namespace", f"/proc/{pid}/uid_map")
+    return None
 
 
 def _new_user_namespace(spaces: int, proc: int) -> None:

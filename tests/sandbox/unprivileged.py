@@ -1,5 +1,8 @@
-"""Becomes an ordinary user, then runs the tests that are named: ``python -m tests.sandbox.unprivileged TESTS``.
+"""Becomes somebody with fewer rights, then runs the tests that are named.
 
+    python -m tests.sandbox.unprivileged ordinary|container TESTS
+
+``ordinary`` is a user like any other; ``container`` is root as in a container: without the right to mount.
 Root's home is closed to others, and the interpreter may lie in it: in a mount namespace of this process alone it is put
 where it was, under directories that are open.
 """
@@ -18,9 +21,16 @@ from async_rl.sandbox import system
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDINARY = 12345
+OPTIONS = ("-q", "-p", "no:cacheprovider")
+PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
 
 
 def main() -> None:
+    who, *tests = sys.argv[1:]
+    if who == "container":
+        if os.geteuid() == 0:
+            system.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *OPTIONS, *tests])
     base = tempfile.mkdtemp()
     os.environ["HOME"] = base
     if os.geteuid() == 0:
@@ -31,7 +41,7 @@ def main() -> None:
         os.setresuid(ORDINARY, ORDINARY, ORDINARY)
         system.prctl(system.PR_SET_DUMPABLE, 1)  # as any process of theirs that was not root before
     assert os.geteuid() != 0
-    code = pytest.main([*sys.argv[1:], "-q", "-p", "no:cacheprovider", "--basetemp", f"{base}/tests"])
+    code = pytest.main([*OPTIONS, "--basetemp", f"{base}/tests", *tests])
     shutil.rmtree(base)
     raise SystemExit(code)
 
