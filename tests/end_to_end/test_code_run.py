@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 ROWS = ROOT / "tests" / "data" / "mbpp_10.jsonl"
 
 
+@pytest.mark.slow
 def test_code_rows_are_sampled_graded_and_trained_on(tmp_path: Path):
     # The fake backend writes programs that know the tests' outputs, half of the time.
     fake = {"mean_tokens": 6.0, "vocab_size": 16, "accuracy": 0.5}
