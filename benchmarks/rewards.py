@@ -5,12 +5,15 @@
 The programs are right answers to rows of MBPP with one of their tests each, run the way a model's answers are: through
 ``LocalJudge``, in the sandbox, output compared. The bare side starts ``python -S -c PROGRAM`` for each, with as many
 threads, no isolation, and no comparison; ``-S`` leaves out the site packages, which its programs don't need, and makes
-it faster. Rounds alternate between both sides; the table gives each round, the ratio is that of the medians.
+it faster. Rounds alternate between both sides; the table gives each round, the ratio is that of the medians. The CPU
+time of a program, all processes of its side counted, says what cores that do nothing else would reach.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import cycle, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from async_rl.data import load_rows
 from async_rl.rewards.code import local_judge
@@ -36,21 +40,43 @@ Task = tuple[str, CodeTests]
 def tasks(num_programs: int) -> list[Task]:
     """``num_programs`` pairs of a right program and one test of its row."""
     found: list[Task] = []
-    for row, answers in zip(load_rows(str(ROWS)).rows, MBPP, strict=True):
+    for problem, answers in zip(load_rows(str(ROWS)).rows, MBPP, strict=True):
         if answers is not None:
-            tests = parse_tests(row.reward_data).tests
+            tests = parse_tests(problem.reward_data).tests
             found += [(answers[0], CodeTests((test,), None)) for test in tests]
     return list(islice(cycle(found), num_programs))
 
 
-def rate(run: Callable[[Task], bool], work: list[Task], workers: int) -> float:
-    """Programs a second; every one must be right."""
-    started_s = time.perf_counter()
+class Measured(NamedTuple):
+    """``rate`` in programs a second; ``cpu_s`` of one program, all processes counted."""
+
+    rate: float
+    cpu_s: float
+
+
+def measure(run: Callable[[Task], bool], work: list[Task], workers: int) -> Measured:
+    """Every program must be right."""
+    started_s, started_cpu_s = time.perf_counter(), cpu_s()
     with ThreadPoolExecutor(workers) as pool:
         right = list(pool.map(run, work))
     elapsed_s = time.perf_counter() - started_s
     assert all(right), f"{right.count(False)} of {len(right)} programs failed"
-    return len(work) / elapsed_s
+    return Measured(len(work) / elapsed_s, (cpu_s() - started_cpu_s) / len(work))
+
+
+def cpu_s() -> float:
+    """Of this process, of those it waited for, and of the launcher's inner process and all that it waited for."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    for pid in descendants(os.getpid()):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
+    return total
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
 
 
 def bare(task: Task) -> bool:
@@ -74,20 +100,23 @@ def main() -> None:
             return judge.judge(*task).all_passed
 
         for side in (sandboxed, bare):
-            rate(side, work[:10], arguments.workers)  # warms files and caches
+            measure(side, work[:10], arguments.workers)  # warms files and caches
         print(f"{arguments.programs} programs a round, {arguments.workers} at a time\n")
-        print("round   sandbox/s   bare/s   ratio")
-        rates: list[tuple[float, float]] = []
+        print("round    sandbox/s   bare/s   ratio   sandbox CPU ms   bare CPU ms")
+        found: list[tuple[Measured, Measured]] = []
         for number in range(arguments.rounds):
             order = (sandboxed, bare) if number % 2 == 0 else (bare, sandboxed)
-            measured = {side: rate(side, work, arguments.workers) for side in order}
-            rates.append((measured[sandboxed], measured[bare]))
-            print(
-                f"{number + 1:>5}   {rates[-1][0]:>9.1f}   {rates[-1][1]:>6.1f}   {rates[-1][0] / rates[-1][1]:>5.2f}"
-            )
-    ours, theirs = (statistics.median(side) for side in zip(*rates))
-    print(f"median  {ours:>9.1f}   {theirs:>6.1f}   {ours / theirs:>5.2f}")
-    print(f"wanted  {WANTED_PER_S:>9.1f}            {WANTED_RATIO:>5.2f}")
+            measured = {side: measure(side, work, arguments.workers) for side in order}
+            found.append((measured[sandboxed], measured[bare]))
+            print(row(str(number + 1), *found[-1]))
+    ours, theirs = (Measured(*map(statistics.median, zip(*side))) for side in zip(*found))
+    print(row("median", ours, theirs))
+    print(f"wanted   {WANTED_PER_S:>9.1f}            {WANTED_RATIO:>5.2f}")
+
+
+def row(name: str, ours: Measured, theirs: Measured) -> str:
+    rates = f"{ours.rate:>9.1f}   {theirs.rate:>6.1f}   {ours.rate / theirs.rate:>5.2f}"
+    return f"{name:<6}   {rates}   {ours.cpu_s * 1000:>14.1f}   {theirs.cpu_s * 1000:>11.1f}"
 
 
 if __name__ == "__main__":
