@@ -18,6 +18,7 @@ from async_rl.data import load_rows
 from async_rl.errors import AddressError, ConfigError, DataError, RunError
 from async_rl.keys import ServerKeys, client_keys_of
 from async_rl.metrics import check_wandb
+from async_rl.rewards.registry import build_reward
 from async_rl.run_dir import check_run_dir
 
 
@@ -34,6 +35,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_wandb(config)
     check_devices(config, "learner", "generator")
     check_data(config)
+    check_code_reward(config)
     check_model(config.model.path)
     check_fake_vocabulary(config)
 
@@ -102,6 +104,16 @@ def check_data(config: Config) -> None:
             load_rows(path, on_bad_row=config.data.on_bad_row, system_prompt=config.system_prompt)
         except DataError as error:
             raise DataError(f"{key}: {error}") from None
+
+
+def check_code_reward(config: Config) -> None:
+    """This machine, where generators will run, can isolate programs; or their verifier works.
+
+    Raises:
+        SandboxError: neither, and ``reward.code.allow_unsafe`` does not insist.
+    """
+    if config.reward.type == "code":
+        build_reward(config).close()
 
 
 def check_writable(path: Path, key: str) -> None:

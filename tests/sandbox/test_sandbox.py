@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.config_file import parse_config
 from async_rl.errors import SandboxError, SandboxFailedError
+from async_rl.preflight import check_code_reward
 from async_rl.sandbox import sandbox as sandbox_module
 from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program
 from async_rl.sandbox.sandbox import Sandbox
@@ -58,7 +60,7 @@ def wait_until_ended(pidfd: int, timeout_s: float = 60.0) -> bool:
         ("import sys\nprint(1)\nsys.exit()", "1\n"),
         ("if __name__ == '__main__': print('main')", "main\n"),
         ("def f(n): return n and 1 + f(n - 1)\nprint(f(100000))", "100000\n"),
-        ("import functools\n@functools.cache\ndef f(n): return n and 1 + f(n - 1)\nprint(f(20000))", "20000\n"),
+        ("import functools\n@functools.cache\ndef f(n): return n and 1 + f(n - 1)\nprint(f(3000))", "3000\n"),
         ("import numpy as np\nprint(int(np.arange(5).sum()))", "10\n"),
         ("import asyncio\nasync def f(): return 7\nprint(asyncio.run(f()))", "7\n"),
         ("import dataclasses, pickle\n@dataclasses.dataclass\nclass A:\n    x: int = 1\n"
@@ -245,6 +247,14 @@ def test_an_old_kernel_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
     with pytest.raises(SandboxError, match=r"needs Linux 5\.14.*reward\.code\.endpoint.*allow_unsafe"):
         Sandbox()
+
+
+def test_launch_refuses_code_rows_where_programs_can_not_be_isolated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
+    raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code"}}
+    with pytest.raises(SandboxError, match=r"needs Linux 5\.14"):
+        check_code_reward(parse_config(raw, "the test"))
+    check_code_reward(parse_config({**raw, "reward": {"type": "boxed"}}, "the test"))
 
 
 def test_who_insists_gets_limits_without_isolation_and_a_warning(
