@@ -340,6 +340,29 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
         run_sft(resolved)
 
 
+@app.command(short_help="Judge programs for generators that can't isolate them.")
+def verifier(
+    bind: Annotated[
+        str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen; port 0 takes any that is free.")
+    ] = "127.0.0.1:8000",
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+) -> None:
+    """Judge programs over HTTP for generators whose machines can't isolate them (reward.code.endpoint).
+
+    It runs programs in this machine's sandbox, under this machine's --set reward.code.* limits. Nothing authenticates
+    who asks, so beyond loopback it needs --insecure and a trusted network.
+
+    \b
+    Example:
+      async-rl verifier --bind 10.0.0.1:8000 --insecure --set reward.code.workers=16
+    """
+    with _role():
+        from async_rl.rewards.code_server import serve
+
+        serve(bind, overrides or [], insecure=insecure)
+
+
 keys_app = typer.Typer(
     help="Keys that encrypt the run's sockets and say who may join.", no_args_is_help=True, rich_markup_mode=None
 )

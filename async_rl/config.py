@@ -168,6 +168,7 @@ class Config(Section):
         self._check_sampling_keys()
         self._check_deterministic()
         self._check_device_keys()
+        self._check_code_keys()
         return self
 
     def _check_staleness_keys(self) -> None:
@@ -265,6 +266,14 @@ class Config(Section):
         ):
             if devices is not None and len(devices) != needed:
                 raise ValueError(f"{key}: expected {needed} devices, one for each process, got {len(devices)}")
+
+    def _check_code_keys(self) -> None:
+        longest, lease = self.reward.code.total_time_limit_s, self.queue.lease_timeout_s
+        if self.reward.type == "code" and longest >= lease:
+            raise ValueError(
+                f"reward.code.total_time_limit_s: expected less than queue.lease_timeout_s = {lease}, got {longest}; "
+                f"an answer that takes so long would lose its lease"
+            )
 
     @property
     def system_prompt(self) -> str:

@@ -18,6 +18,7 @@ import msgpack
 from async_rl.data_files import kind, parse_json
 from async_rl.errors import DataError
 from async_rl.records import TEXT_ROLE
+from async_rl.rewards.code_tests import parse_tests
 from async_rl.task_config import ColumnsConfig, PromptFormat
 
 MAX_NESTING = 6
@@ -71,7 +72,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     if "gt_answer" in rules.needs or isinstance(reward_data.get("gt_answer"), str | int | float):
         reward_data["gt_answer"] = _answer_text(reward_data["gt_answer"], f"{where}: {_column('gt_answer', rules)}")
     if "test_cases" in reward_data:
-        reward_data |= _test_cases(reward_data, f"{where}: {_column('test_cases', rules)}")
+        reward_data |= _test_cases(reward_data, where)
     _check_can_travel(messages, reward_data, where)
     return Row(messages, reward_data)
 
@@ -160,31 +161,13 @@ def _answer_text(answer: Any, where: str) -> str:
 
 
 def _test_cases(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``test_cases`` as ``{"inputs", "outputs"}`` of one length, at least 1, and ``fn_name`` if there is one.
-
-    Without ``fn_name`` the program reads standard input and writes standard output: both are text. With it they are
-    the arguments and the result of a function, as JSON text or as values.
-    """
-    cases, fn_name = fields["test_cases"], fields.get("fn_name")
-    if not isinstance(cases, dict) or not {"inputs", "outputs"} <= cases.keys():
-        got = sorted(cases) if isinstance(cases, dict) else kind(cases)
-        raise DataError(f'{where}: expected {{"inputs": [...], "outputs": [...]}}, got {got}')
-    fn_name = cases.get("fn_name") if fn_name is None else fn_name
-    inputs, outputs = cases["inputs"], cases["outputs"]
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
-        raise DataError(
-            f"{where}: expected two lists of one length, at least 1 (a program without tests can't be wrong), got "
-            f"inputs: {kind(inputs)}, outputs: {kind(outputs)}"
-        )
-    if fn_name is None:
-        for name, listed in (("inputs", inputs), ("outputs", outputs)):
-            for index, value in enumerate(listed):
-                if not isinstance(value, str):
-                    raise DataError(f"{where}: {name}[{index}]: expected text without fn_name, got {kind(value)}")
-        return {"test_cases": {"inputs": inputs, "outputs": outputs}}
-    if not isinstance(fn_name, str) or not fn_name.isidentifier():
-        raise DataError(f"{where}: fn_name: expected the name of a function, got {kind(fn_name)}")
-    return {"test_cases": {"inputs": inputs, "outputs": outputs}, "fn_name": fn_name}
+    """``test_cases`` as ``{"inputs", "outputs"}``, and ``fn_name`` if there is one, beside it or in it."""
+    try:
+        function = parse_tests(fields).function
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
+    cases = {key: fields["test_cases"][key] for key in ("inputs", "outputs")}
+    return {"test_cases": cases} | ({} if function is None else {"fn_name": function})
 
 
 def _check_can_travel(messages: tuple[Mapping[str, str], ...], reward_data: Mapping[str, Any], where: str) -> None:

@@ -62,5 +62,13 @@ class RewardError(AsyncRLError):
     """A reward can't be computed at all: its verifier does not start, its row has no answer. Never a wrong one."""
 
 
+class SandboxError(UserError):
+    """This machine can't isolate the model's programs, or their verifier can't be used."""
+
+
+class SandboxFailedError(RewardError):
+    """The sandbox, or the remote verifier, failed while it was to run a program; the program is not judged."""
+
+
 class TrainingError(AsyncRLError):
     """The run can't go on (too many filtered groups, a step that can't be trained); the message is a diagnosis."""

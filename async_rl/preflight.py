@@ -19,6 +19,7 @@ from async_rl.errors import AddressError, ConfigError, DataError, RunError
 from async_rl.keys import ServerKeys, client_keys_of
 from async_rl.local_code import check_allowed, code_digests
 from async_rl.metrics import check_wandb
+from async_rl.rewards.registry import build_reward
 from async_rl.run_dir import check_run_dir
 
 
@@ -36,6 +37,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_devices(config, "learner", "generator")
     check_code(config)
     check_model(config.model.path, check_data(config).rows[0].messages)
+    check_code_reward(config)
     check_fake_vocabulary(config)
 
 
@@ -118,6 +120,16 @@ def check_data(config: Config) -> LoadedRows:
         except DataError as error:
             raise DataError(f"{key}: {error}") from None
     return loaded["data.train"]
+
+
+def check_code_reward(config: Config) -> None:
+    """This machine, where generators will run, can isolate programs; or their verifier works.
+
+    Raises:
+        SandboxError: neither, and ``reward.code.allow_unsafe`` does not insist.
+    """
+    if "code" in config.reward.names:
+        build_reward(config).close()
 
 
 def check_writable(path: Path, key: str) -> None:

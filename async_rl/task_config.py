@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -17,6 +18,7 @@ REWARD_NEEDS: dict[str, tuple[str, ...]] = {
     "think_answer_tags": ("gt_answer",),
     "exact": ("gt_answer",),
     "xml_format": (),
+    "code": ("test_cases",),
 }
 """The rewards that come with async-rl, by name, and what each needs of a row. ``rewards.registry`` builds them."""
 
@@ -71,10 +73,48 @@ class DataConfig(Section):
     shuffle: bool = Field(default=True, description="a new seeded order every epoch")
 
 
+class CodeRewardConfig(Section):
+    """How the model's programs are run and judged: ``reward.code``."""
+
+    time_limit_s: float = Field(default=10.0, gt=0, description="wall clock, of one test")
+    total_time_limit_s: float = Field(default=60.0, gt=0, description="of all tests of one answer")
+    memory_bytes: int = Field(default=1 << 30, ge=256 << 20, description="address space of a process")
+    output_bytes: int = Field(default=16 << 20, ge=1 << 10, description="of standard output, and of any file")
+    scratch_bytes: int = Field(default=64 << 20, ge=1 << 16, description="of all files of a program together")
+    max_processes: int = Field(default=1, ge=1, le=256, description="1: a program can't start any; memory is for each")
+    max_threads: int = Field(default=32, ge=1, le=1024)
+    packages: tuple[str, ...] = Field(
+        default=("numpy",),
+        strict=False,
+        description="imported beforehand; if any, programs may import all that is installed beside async-rl",
+    )
+    prelude: Literal["calls", "always", "never"] = Field(
+        default="calls", description="names of common modules without an import: for functions only, or for scripts too"
+    )
+    compare: Literal["ordered", "cascade"] = Field(
+        default="ordered", description="cascade: lines and tokens in any order too, as Colossal-RL has it"
+    )
+    partial_credit: bool = Field(default=False, description="reward and accuracy are the share of tests passed")
+    workers: int | None = Field(default=None, ge=1, description="programs at a time; none: one a core")
+    endpoint: str | None = Field(default=None, description="http://HOST:PORT of `async-rl verifier`; none: run here")
+    allow_unsafe: bool = Field(default=False, description="run programs unprotected where they can't be isolated")
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers or len(os.sched_getaffinity(0))
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_http(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"expected an address like http://10.0.0.1:8000, got {value!r}")
+        return value
+
+
 class RewardConfig(Section):
     type: str = Field(
         default="boxed",
-        description="boxed, think_answer_tags, exact, xml_format, or a function of yours: module:function or "
+        description="boxed, think_answer_tags, exact, xml_format, code, or a function of yours: module:function or "
         "file.py:function, allowed by generator.allow_code",
     )
     scale: float = Field(default=1.0, gt=0, description="reward of a correct answer; times what type gives")
@@ -92,6 +132,7 @@ class RewardConfig(Section):
     )
     cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
     time_limit_s: float = Field(default=5.0, gt=0, description="per answer")
+    code: CodeRewardConfig = CodeRewardConfig()
 
     @field_validator("type")
     @classmethod

@@ -69,7 +69,8 @@ def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixt
         ("learner.steps=1.5", "learner.steps: input should be a valid integer"),
         (
             "reward.type=best",
-            "reward.type: expected boxed or think_answer_tags or exact or xml_format, or module:function, got 'best'",
+            "reward.type: expected boxed or think_answer_tags or exact or xml_format or code, or module:function, got "
+            "'best'",
         ),
         ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 5, got 9"),
         ("queue.address=localhost", "queue.address: expected an address like tcp://127.0.0.1:5555, got 'localhost'"),

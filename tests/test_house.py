@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kept_tokens", "records", "wire", "codec", "address"),
     ("config_section", "task_config", "engine_config", "loss_config", "config", "config_file"),
     ("run_dir", "step_log", "metrics", "eval_records", "lifeline"),
-    ("keys", "data_files", "data_rows", "data", "chat", "rewards", "queue", "weights", "curve"),
+    ("keys", "data_files", "data_rows", "data", "chat", "rewards", "sandbox", "queue", "weights", "curve"),
     ("generator", "learner"),
     ("evaluation", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
     ("cli",),
@@ -31,7 +31,7 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "task_config",
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
-    "local_code", "rewards", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend",
+    "local_code", "rewards", "sandbox", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend",
     "generator.fake_backend",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""

@@ -161,6 +161,8 @@ class FakeBackend:
 
     def _text(self, lease: Lease, index: int) -> str:
         correct = np.random.default_rng([1, lease.seed, index]).random() < self._fake.accuracy
+        if self._answer_form == "code":
+            return _program(lease.prompt.reward_data, correct=correct)
         expected = str(lease.prompt.reward_data.get("gt_answer", ""))
         # A wrong number: two numbers are compared without the symbolic verifier, so grading costs next to nothing.
         answer = expected if correct else ("-1" if expected != "-1" else "-2")
@@ -178,6 +180,14 @@ class FakeBackend:
                 self._sampled_by_finished[lease_id] += sequence.num_tokens
             else:
                 self._sampled_by_finished.pop(lease_id, None)
+
+
+def _program(reward_data: Mapping[str, Any], *, correct: bool) -> str:
+    """A program that knows the outputs of its row's tests (scripts only), or one that prints something else."""
+    cases = reward_data.get("test_cases", {})
+    known = dict(zip(cases.get("inputs", []), cases.get("outputs", [])))
+    source = f"import sys\nprint({known!r}[sys.stdin.read()])" if correct else "print('wrong')"
+    return f"```python\n{source}\n```"
 
 
 def _num_kept(sampling: Sampling, vocab_size: int) -> int:

@@ -147,16 +147,20 @@ class InlineGrader:
 
 
 class ThreadGrader:
-    """Scores in one background thread, which waits for its verifier process without holding the interpreter."""
+    """Scores in background threads, which wait for a verifier process or a sandbox without holding the interpreter.
 
-    def __init__(self, reward: ScoreOne) -> None:
+    With more than one thread, samples are collected in the order in which their scores are ready.
+    """
+
+    def __init__(self, reward: ScoreOne, *, num_threads: int = 1) -> None:
         self._reward = reward
         self._gathering = _Gathering(reward)
         self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
         self._num_pending = 0
-        self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="grading", daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def num_pending(self) -> int:
@@ -178,9 +182,11 @@ class ThreadGrader:
         self._gathering.forget(lease_id)
 
     def close(self) -> None:
-        """End the thread once what is submitted is scored."""
-        self._todo.put(None)
-        self._thread.join()
+        """End the threads once what is submitted is scored."""
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:

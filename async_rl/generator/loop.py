@@ -98,8 +98,8 @@ class Worker:
         self._started_s = clock()
         self._heartbeat_at_s = self._started_s
         self._poll_at_s = self._started_s
-        self._steps_at_heartbeat = 0
-        self._num_steps = 0
+        self._moves_at_heartbeat = 0
+        self._num_steps = self._num_graded = 0
         self._busy_s = self._busy_seat_s = self._pause_s = 0.0
         self._num_activations = self._num_tokens = 0
         self._queue_reason = ""
@@ -241,6 +241,7 @@ class Worker:
     def _return_graded(self) -> None:
         """Return the groups whose last rollout is scored."""
         for graded in self._grader.collect():
+            self._num_graded += 1
             lease_id = graded.lease.lease_id
             held = self._leases.get(lease_id)
             if held is None:
@@ -279,13 +280,15 @@ class Worker:
         self._heartbeat_at_s = now_s + HEARTBEAT_S
         tokens = self._backend.progress()
         progress: dict[str, int] = {}
+        moves = self._num_steps + self._num_graded
         for lease_id, held in self._leases.items():
             sampled = tokens.get(lease_id, 0)
-            # A lease in line for a seat moves on as long as the seats before it do; without this it would expire.
-            if held.submitted and not sampled and self._num_steps > self._steps_at_heartbeat:
+            # A lease in line, for a seat or for a grader, moves on as long as those before it do; without this it
+            # would expire.
+            if held.submitted and not sampled and moves > self._moves_at_heartbeat:
                 held.heartbeats_in_line += 1
             progress[lease_id] = sampled + held.heartbeats_in_line + len(held.rollouts)
-        self._steps_at_heartbeat = self._num_steps
+        self._moves_at_heartbeat = moves
         self._queue.heartbeat(progress, self.stats())
 
     def stats(self) -> GeneratorStats:

@@ -81,7 +81,7 @@ def run_generator(
         stack.enter_context(closing(receiver))
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
-        grader = stack.enter_context(closing(ThreadGrader(reward)))
+        grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config))))
         Worker(
             queue=queue,
             receiver=receiver,
@@ -91,6 +91,11 @@ def run_generator(
             generator_id=generator_id,
             wait_s=wait_s,
         ).run()
+
+
+def grading_threads(config: Config) -> int:
+    """Answers that are graded side by side: programs take turns on cores, mathematics has one verifier process."""
+    return config.reward.code.num_workers if "code" in config.reward.names else 1
 
 
 def _requested_backend(overrides: Sequence[str]) -> str:

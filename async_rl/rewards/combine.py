@@ -51,7 +51,8 @@ class RewardSum:
         if self._overlong is not None:
             for item, output, sums in zip(items, outputs, parts, strict=True):
                 earned = sum(sums.values()) / self._scale
-                sums["overlong"] = self._scale * self._overlong(item, earned, output.extracted is not None)
+                has_answer = output.extracted is not None if output.has_answer is None else output.has_answer
+                sums["overlong"] = self._scale * self._overlong(item, earned, has_answer)
         return [RewardOutput(sums, o.accuracy, o.extracted) for sums, o in zip(parts, outputs, strict=True)]
 
     def counters(self) -> dict[str, int]:

@@ -35,12 +35,14 @@ class RewardInput:
 class RewardOutput:
     """``parts`` are summed to the reward; ``accuracy`` (1.0, 0.0, or a partial credit between) has no shaping in it.
 
-    ``extracted`` is the answer that was found in the text, for the logs; None if there is none.
+    ``extracted`` is the answer that was found in the text, for the logs; None if there is none. ``has_answer`` says
+    whether the text holds one that counts, for the punishment of over-long answers; None: if something was extracted.
     """
 
     parts: dict[str, float]
     accuracy: float
     extracted: str | None = None
+    has_answer: bool | None = None
 
 
 class Reward(Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from async_rl.config import Config
 from async_rl.errors import ConfigError
 from async_rl.local_code import is_code_name, load_code
+from async_rl.rewards.code import build_code_reward
 from async_rl.rewards.combine import Extra, OverlongPenalty, RewardSum
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
 from async_rl.rewards.functions import FunctionReward
@@ -23,13 +24,14 @@ __all__ = ["REWARDS", "Reward", "RewardInput", "RewardOutput", "build_reward"]
 
 
 def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = None) -> RewardSum:
-    """The reward function that ``config`` asks for. It starts its processes when first needed; close it.
+    """The reward function that ``config`` asks for; close it. Its processes start when first needed, a sandbox at once.
 
     Args:
         code_digests: of the user's own code, what the learner's machine has; none: this machine is the user's.
 
     Raises:
         ConfigError: code that is not allowed here, not there, not the learner's, or not a reward function.
+        SandboxError: programs are to be graded, and this machine can't.
     """
     main = _named(config.reward.type, config, config.reward.scale, code_digests, is_main=True)
     extras = [
@@ -78,6 +80,7 @@ REWARDS: Mapping[str, Callable[[Config, float], Reward]] = {
     "think_answer_tags": lambda config, scale: _answer_reward(extract_answer_tag, config, scale),
     "exact": _exact,
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
+    "code": build_code_reward,
 }
 """Each is built from the config and its scale. ``task_config.REWARD_NEEDS`` has the same names."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +80,22 @@ def test_answers_are_right_as_often_as_asked_for_in_the_form_of_the_reward():
     tags.activate(0, {})
     tags.submit(make_lease("a", answer="42"), prompt_of(backend))
     assert {s.text.split("\n")[1] for s in run_all_of(tags)} == {"<answer> 42 </answer>"}
+
+
+def test_programs_know_their_tests_as_often_as_asked_for():
+    row = {"test_cases": {"inputs": ["1\n", "2\n"], "outputs": ["one\n", "two\n"]}}
+    for accuracy, printed in ((1.0, "one\n\n"), (0.0, "wrong\n")):
+        config = GeneratorConfig(fake=FakeConfig(accuracy=accuracy))
+        backend = FakeBackend(config, answer_form="code")
+        backend.activate(0, {})
+        lease = make_lease("a")
+        backend.submit(replace(lease, prompt=replace(lease.prompt, reward_data=row)), prompt_of(backend))
+        for sampled in run_all_of(backend):
+            source = sampled.text.removeprefix("```python\n").removesuffix("\n```")
+            done = subprocess.run(
+                [sys.executable, "-c", source], input="1\n", capture_output=True, text=True, check=True
+            )
+            assert done.stdout == printed
 
 
 def run_all_of(backend: FakeBackend) -> list[Sampled]:

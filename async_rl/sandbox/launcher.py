@@ -1,0 +1,345 @@
+"""The launcher process: shuts itself in, then forks one confined child per program. Started by ``sandbox.Sandbox``.
+
+    python -m async_rl.sandbox.launcher SOCKET_FD SETTINGS_JSON
+
+Two processes. The *outer* one takes leave of the machine: namespaces (user, mount, network, IPC, host name, process
+ids), a root with nothing in it but the interpreter's libraries, an unprivileged user. It then forks the *inner* one,
+which is process 1 of its process namespace, serves the socket, and takes everything with it when it ends.
+
+On the socket (SOCK_SEQPACKET): first ``{"ready": true}`` or ``{"refused": step, "error": ...}`` from here; then one
+request per program from there, ``limits`` as JSON beside five descriptors: program, standard input, output, standard
+error, reply. The launcher never reads a program: its memory, which all children inherit, stays clean. The reply, on
+its own pipe: ``{"ended": ...}`` or ``{"failed": ...}`` (the sandbox's fault), then end of file.
+
+With ``"unsafe": true`` among the settings nothing is isolated: programs get limits and a session of their own, no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from async_rl.lifeline import kill_group
+from async_rl.sandbox import child, root, system
+from async_rl.sandbox.limits import Limits
+from async_rl.sandbox.syscalls import build_filter
+
+NOBODY = 65534
+"""User and group that programs run as where the launcher is started by root."""
+
+NUM_DESCRIPTORS = 5
+REQUEST_BYTES = 4096
+_ORPHAN_CHECK_S = 1.0
+
+
+def main() -> None:
+    parent_pid, control, settings = os.getppid(), int(sys.argv[1]), json.loads(sys.argv[2])
+    _say_nothing_of_the_parent()
+    steps, isolated = _Steps(control), not settings["unsafe"]
+    filters = {}
+    if isolated:
+        with steps("libseccomp"):
+            filters = {allow: build_filter(allow_processes=allow) for allow in (False, True)}
+    libraries = root.library_paths(with_packages=bool(settings["packages"]))
+    visible = root.visible_paths(libraries)
+    sys.path[:] = libraries
+    with steps("packages"):
+        prelude = child.load_prelude(settings["packages"])
+    if isolated:
+        with steps("namespaces"):
+            _isolate(visible, steps)
+    inner = os.fork()
+    if inner == 0:
+        _serve(control, filters, prelude)
+    os.close(control)
+    _wait_for(inner, parent_pid)
+
+
+def _say_nothing_of_the_parent() -> None:
+    """Forget what came with the start: arguments, environment, the paths of the package."""
+    sys.argv[:] = ["launcher"]
+    for name in list(os.environ):
+        if name not in child.ENVIRONMENT:
+            del os.environ[name]
+
+
+class _Steps:
+    """Reports the step that the kernel refuses, and ends the launcher: ``with steps("mounts"): ...``"""
+
+    def __init__(self, control: int) -> None:
+        self._control = control
+        self._name = ""
+
+    def __call__(self, name: str) -> _Steps:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (OSError, RuntimeError, ImportError)):
+            _send(self._control, {"refused": self._name, "error": str(error)})
+            os._exit(1)
+
+
+def _isolate(visible: list[str], steps: _Steps) -> None:
+    """Namespaces, root and user of this process and all that it will start."""
+    spaces = system.CLONE_NEWUSER | system.CLONE_NEWNS | system.CLONE_NEWNET | system.CLONE_NEWIPC
+    spaces |= system.CLONE_NEWUTS | system.CLONE_NEWCGROUP | system.CLONE_NEWPID
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+    _volunteer_for_the_oom_killer()
+    if os.geteuid() == 0:
+        # Root's limit on processes does not bind, and its files could be read: become nobody. The libraries are
+        # mounted before, for their directories may be closed to nobody.
+        _take_mount_namespace_as_root()
+        steps("mounts")
+        root.enter_root(visible)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        system.prctl(system.PR_SET_DUMPABLE, 1)  # or this process may not write its own uid_map
+        steps("namespaces")
+        _new_user_namespace(spaces, proc)
+    else:
+        _new_user_namespace(spaces, proc)
+        steps("mounts")
+        root.enter_root(visible)
+    os.close(proc)
+    socket.sethostname("sandbox")
+
+
+def _take_mount_namespace_as_root() -> None:
+    """A mount namespace to build the root in; the root of a container needs a user namespace around it."""
+    try:
+        return system.unshare(system.CLONE_NEWNS)
+    except PermissionError:
+        pass
+    # Two users go into it, root and nobody, which only a process outside of it may say.
+    pid = os.getpid()
+    reading, writing = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(writing)
+        if os.read(reading, 1):
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            os._exit(0)
+        os._exit(1)
+    os.close(reading)
+    try:
+        system.unshare(system.CLONE_NEWUSER | system.CLONE_NEWNS)
+        os.write(writing, b"x")
+    finally:
+        os.close(writing)
+        _, status = os.waitpid(helper, 0)
+    if status != 0:
+        raise PermissionError(errno.EPERM, "can't map users into a user namespace", f"/proc/{pid}/uid_map")
+    return None
+
+
+def _new_user_namespace(spaces: int, proc: int) -> None:
+    """Every namespace of ``spaces``, this user and group being themselves in it."""
+    uid, gid = os.geteuid(), os.getegid()
+    system.unshare(spaces)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        fd = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(fd, text.encode())
+        os.close(fd)
+
+
+def _volunteer_for_the_oom_killer() -> None:
+    """When the machine is out of memory, a program must go before the trainer does."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError as error:
+        sys.stderr.write(f"sandbox: can't raise oom_score_adj: {error}\n")
+
+
+def _wait_for(inner: int, parent_pid: int) -> None:
+    """Outlive the inner process by nothing; end it when the process that started this one is gone."""
+    pidfd = os.pidfd_open(inner)
+    while not select.select([pidfd], [], [], _ORPHAN_CHECK_S)[0]:
+        if os.getppid() != parent_pid:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _serve(control: int, filters: dict[bool, bytes], prelude: dict[str, Any]) -> NoReturn:
+    """The inner process: serve until the socket's other end is closed."""
+    system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.collect()
+    gc.freeze()  # children share these objects' pages as long as no collection touches them
+    _send(control, {"ready": True})
+    if filters:
+        _Server(control, _Isolation(filters), prelude).serve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="async-rl-unsafe-", ignore_cleanup_errors=True) as directory:
+            _Server(control, _Unprotected(directory), prelude).serve()
+    os._exit(0)
+
+
+class _Isolation:
+    """How a program is started and cleaned up after, inside namespaces."""
+
+    def __init__(self, filters: dict[bool, bytes]) -> None:
+        self._filters = filters
+        # A pidfd of this process stands for its process namespace, and needs no /proc.
+        self._own_namespace = os.pidfd_open(os.getpid())
+
+    def fork(self, limits: Limits) -> int:
+        """Like ``os.fork``; the child is process 1 of a new namespace, and all in it die with it."""
+        system.unshare(system.CLONE_NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                system.setns(self._own_namespace, system.CLONE_NEWPID)
+        return pid
+
+    def confine(self, limits: Limits) -> None:
+        child.confine(limits, self._filters[limits.max_processes > 1])
+
+    def clean_up(self, pid: int) -> None:
+        """Nothing to do: the kernel did it."""
+
+
+class _Unprotected:
+    """The same without any isolation, for those who insist: a directory and a session each."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+
+    def fork(self, limits: Limits) -> int:
+        return os.fork()
+
+    def confine(self, limits: Limits) -> None:
+        scratch = self._scratch(os.getpid())
+        os.mkdir(scratch)
+        os.chdir(scratch)
+        tempfile.tempdir = scratch
+        os.setsid()
+        child.set_limits(limits)
+
+    def clean_up(self, pid: int) -> None:
+        kill_group(pid, signal.SIGKILL)
+        shutil.rmtree(self._scratch(pid), ignore_errors=True)
+
+    def _scratch(self, pid: int) -> str:
+        return os.path.join(self._directory, str(pid))
+
+
+@dataclass(slots=True)
+class _Running:
+    """A program: its process, where its end is reported, when it started and when it must have ended."""
+
+    pid: int
+    reply: int
+    started_s: float
+    deadline_s: float
+    killed: bool = False
+
+
+class _Server:
+    """The inner process's state: what runs now."""
+
+    def __init__(self, control: int, mode: _Isolation | _Unprotected, prelude: dict[str, Any]) -> None:
+        self._control = control
+        self._mode = mode
+        self._prelude = prelude
+        self._running: dict[int, _Running] = {}
+        self._poller = select.poll()
+        self._poller.register(control, select.POLLIN)
+
+    def serve(self) -> None:
+        while True:
+            for fd, _ in self._poller.poll(self._timeout_ms()):
+                if fd != self._control:
+                    self._finish(fd)
+                elif not self._start_next():
+                    return
+            self._kill_overdue()
+
+    def _timeout_ms(self) -> float | None:
+        deadlines = [program.deadline_s for program in self._running.values() if not program.killed]
+        return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1 if deadlines else None
+
+    def _start_next(self) -> bool:
+        """Start the program of the next request; False when there will be none."""
+        request, descriptors = receive(self._control)
+        if not request:
+            return False
+        limits = Limits.from_record(json.loads(request))
+        reply = descriptors[-1]
+        started_s = time.monotonic()
+        try:
+            pid = self._mode.fork(limits)
+        except OSError as error:
+            write_record(reply, {"failed": f"can't start a process: {error}"})
+            os.close(reply)
+        else:
+            if pid == 0:
+                child.run(descriptors, lambda: self._mode.confine(limits), self._prelude)
+            pidfd = os.pidfd_open(pid)
+            self._running[pidfd] = _Running(pid, reply, started_s, started_s + limits.time_s)
+            self._poller.register(pidfd, select.POLLIN)
+        for fd in descriptors[:-1]:
+            os.close(fd)
+        return True
+
+    def _finish(self, pidfd: int) -> None:
+        program = self._running.pop(pidfd)
+        self._poller.unregister(pidfd)
+        os.close(pidfd)
+        _, status, usage = os.wait4(program.pid, 0)
+        self._mode.clean_up(program.pid)
+        ended = {
+            "exit_code": os.waitstatus_to_exitcode(status),
+            "timed_out": program.killed,
+            "wall_s": time.monotonic() - program.started_s,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+        }
+        write_record(program.reply, {"ended": ended})
+        os.close(program.reply)
+
+    def _kill_overdue(self) -> None:
+        now_s = time.monotonic()
+        for pidfd, program in self._running.items():
+            if not program.killed and now_s >= program.deadline_s:
+                program.killed = True
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def receive(control: int) -> tuple[bytes, list[int]]:
+    """The next message on the socket ``control`` and the descriptors beside it; empty at its end."""
+    with socket.socket(fileno=os.dup(control)) as end:
+        message, descriptors, _, _ = socket.recv_fds(end, REQUEST_BYTES, NUM_DESCRIPTORS)
+    return message, descriptors
+
+
+def _send(control: int, record: dict[str, Any]) -> None:
+    os.write(control, json.dumps(record).encode())
+
+
+def write_record(fd: int, record: dict[str, Any]) -> None:
+    """Say ``record`` on a pipe; whoever does not listen any more misses it."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(fd, json.dumps(record).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

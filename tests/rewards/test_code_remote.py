@@ -1,0 +1,177 @@
+"""The verifier's server and its client, over real sockets; and what is made of verifiers that fail."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from async_rl.errors import AddressError, ConfigError, SandboxError, SandboxFailedError
+from async_rl.rewards.code_remote import PATH, RemoteJudge
+from async_rl.rewards.code_server import VerifierServer, serve
+from async_rl.rewards.code_tests import CodeTests, parse_tests
+from async_rl.task_config import CodeRewardConfig
+
+SERVER = CodeRewardConfig(time_limit_s=5.0, packages=(), workers=2)
+SCRIPT = parse_tests({"test_cases": {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}})
+CALL = parse_tests({"test_cases": {"inputs": ['["a", "b"]'], "outputs": ['"ab"'], "fn_name": "join"}})
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = VerifierServer(("127.0.0.1", 0), SERVER)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.close()
+
+
+@contextmanager
+def answering(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
+    """A verifier of somebody else's."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, said = answer(request)
+            body = said if isinstance(said, bytes) else json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def judge(endpoint: str, **code: Any) -> RemoteJudge:
+    return RemoteJudge(CodeRewardConfig(endpoint=endpoint, **code), pause_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "verdicts"),
+    [
+        ("print(2 * int(input()))", SCRIPT, ("passed", "passed", "passed")),
+        ("print(2)", SCRIPT, ("passed", "wrong", "not_run")),
+        ("print(1 / 0)", SCRIPT, ("failed", "not_run", "not_run")),
+        ("print(", SCRIPT, ("unusable", "not_run", "not_run")),
+        ("def join(parts): return ''.join(parts)", CALL, ("passed",)),
+        ("def join(parts): return parts", CALL, ("wrong",)),
+    ],
+)
+def test_verdicts_come_back_over_the_network(endpoint: str, source: str, tests: CodeTests, verdicts: tuple[str, ...]):
+    assert judge(endpoint).judge(source, tests).verdicts == verdicts
+
+
+def test_the_asker_says_how_to_judge_and_for_how_long(endpoint: str):
+    asker = judge(endpoint, partial_credit=True, time_limit_s=0.5)
+    source = "n = int(input())\nwhile n == 2: pass\nprint(2 * n)"
+    assert asker.judge(source, SCRIPT).verdicts == ("passed", "failed", "passed")  # -1 has no cause
+    counts = {name: count for name, count in asker.counters().items() if count}
+    assert counts == {"code_tests_passed": 2, "code_tests_failed": 1}
+
+
+def post(endpoint: str, body: bytes, path: str = PATH) -> tuple[int, Any]:
+    request = urllib.request.Request(endpoint + path, body, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_the_predecessors_own_request_is_answered(endpoint: str):
+    in_outs = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "x\n"]}
+    request = {"in_outs": in_outs, "generation": "print(input())", "timeout": 10, "debug": False}
+    status, answer = post(endpoint, json.dumps(request).encode())
+    assert (status, answer["result"]) == (200, [True, False])
+    assert [note["verdict"] for note in answer["metadata"]] == ["passed", "wrong"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "Expecting"),
+        (b"[" * 100_000, 400, "recursion"),
+        (b"[]", 400, "expected"),
+        (b'{"generation": "x", "in_outs": {"inputs": [], "outputs": []}}', 400, "lists of one length above 0"),
+        (b'{"generation": "x", "in_outs": {"inputs": ["1"], "outputs": ["1"]}, "settings": 3}', 400, "settings"),
+        (b'{"generation": "x", "in_outs": {"inputs": ["1"], "outputs": ["1"]}, "settings": {"compare": 1}}', 400,
+         "compare"),
+    ],
+)  # fmt: skip
+def test_a_malformed_request_is_told_what_was_expected(endpoint: str, body: bytes, status: int, message: str):
+    code, answer = post(endpoint, body)
+    assert code == status
+    assert message in answer["error"]
+
+
+def test_another_path_is_not_found(endpoint: str):
+    assert post(endpoint, b"{}", "/other")[0] == 404
+
+
+def test_a_verifier_that_fails_is_never_a_wrong_answer():
+    failing = False
+
+    def answer(request: dict[str, Any]) -> tuple[int, Any]:
+        if failing:
+            return 500, {"error": "unknown argument"}
+        return 200, {"result": ["1" in request["generation"]]}
+
+    with answering(answer) as endpoint:
+        remote = judge(endpoint)
+        failing = True
+        with pytest.raises(SandboxFailedError, match=r"does not answer: HTTP 500.*unknown argument"):
+            remote.judge("print(1)", SCRIPT)
+
+
+@pytest.mark.parametrize(
+    "answer", [{"result": [True]}, {"result": []}, {"result": [True] * 4}, {"result": ["yes"] * 3}, {}, [], b"no JSON"]
+)
+def test_an_answer_that_makes_no_sense_is_never_a_verdict(answer: Any):
+    spoiled = False
+
+    def respond(request: dict[str, Any]) -> tuple[int, Any]:
+        return (200, answer) if spoiled else (200, {"result": ["1" in request["generation"]]})
+
+    with answering(respond) as endpoint:
+        remote = judge(endpoint)
+        spoiled = True
+        with pytest.raises(SandboxFailedError):
+            remote.judge("print(1)", SCRIPT)
+
+
+def test_a_verifier_that_can_not_be_reached_or_passes_everything_is_refused_at_the_start():
+    unfit = pytest.raises(SandboxError, match=r"reward\.code\.endpoint: expected .* got \[True, True\]")
+    with answering(lambda _: (200, {"result": [True]})) as endpoint, unfit:
+        judge(endpoint)
+    with pytest.raises(SandboxError, match=r"reward\.code\.endpoint: .* is `async-rl verifier` running there"):
+        judge(endpoint)  # it is gone
+
+
+def test_a_verifier_open_to_the_network_is_refused_unless_insecure():
+    with pytest.raises(AddressError, match="--insecure on a trusted network"):
+        serve("0.0.0.0:0", [], insecure=False)
+    with pytest.raises(ConfigError, match=r"takes only reward\.code\.\* keys"):
+        serve("127.0.0.1:0", ["learner.steps=3"], insecure=False)
+    with pytest.raises(ConfigError, match=r"reward\.code\.worker: unknown key; did you mean reward\.code\.workers\?"):
+        serve("127.0.0.1:0", ["reward.code.worker=3"], insecure=False)
+
+
+def test_an_endpoint_that_is_no_url_is_refused():
+    with pytest.raises(ValueError, match="expected an address like http://"):
+        CodeRewardConfig(endpoint="10.0.0.1:8000")

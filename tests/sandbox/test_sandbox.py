@@ -1,0 +1,272 @@
+"""What programs may do, what limits they have, and what happens when the launcher or its parent dies."""
+
+import concurrent.futures
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from async_rl.config_file import parse_config
+from async_rl.errors import SandboxError, SandboxFailedError
+from async_rl.preflight import check_code_reward
+from async_rl.sandbox import sandbox as sandbox_module
+from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program
+from async_rl.sandbox.sandbox import Sandbox
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = Limits(
+    time_s=30.0, memory_bytes=1 << 30, output_bytes=1 << 20, scratch_bytes=4 << 20, max_processes=1, max_threads=16
+)
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    made = Sandbox(packages=["numpy"])
+    yield made
+    made.close()
+
+
+def output(sandbox: Sandbox, source: str, stdin: bytes = b"", limits: Limits = LIMITS) -> str:
+    ran = sandbox.run(Program(source, stdin=stdin), limits)
+    assert ran.exit_code == 0, ran.stderr_tail
+    return ran.output.decode()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until_ended(pidfd: int, timeout_s: float = 60.0) -> bool:
+    return bool(select.select([pidfd], [], [], timeout_s)[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("print(int(input()) + int(input()))", "3\n"),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", "3\n"),
+        ("import sys\nfor line in sys.stdin: print(int(line) * 2)", "2\n4\n"),
+        ("print(sum(map(int, open(0).read().split())))", "3\n"),
+        ("import sys\nsys.stdout.buffer.write(sys.stdin.buffer.readline())", "1\n"),
+        ("import threading as t\nt.stack_size(1 << 27)\nt.Thread(target=lambda: print(input())).start()", "1\n"),
+        ("import atexit\natexit.register(lambda: print('bye'))\nprint('hello')", "hello\nbye\n"),
+        ("import sys\nprint(1)\nsys.exit()", "1\n"),
+        ("if __name__ == '__main__': print('main')", "main\n"),
+        ("def f(n): return n and 1 + f(n - 1)\nprint(f(100000))", "100000\n"),
+        ("import functools\n@functools.cache\ndef f(n): return n and 1 + f(n - 1)\nprint(f(3000))", "3000\n"),
+        ("import numpy as np\nprint(int(np.arange(5).sum()))", "10\n"),
+        ("import asyncio\nasync def f(): return 7\nprint(asyncio.run(f()))", "7\n"),
+        ("import dataclasses, pickle\n@dataclasses.dataclass\nclass A:\n    x: int = 1\n"
+         "print(pickle.loads(pickle.dumps(A())))", "A(x=1)\n"),
+        ("open('f', 'w').write('kept')\nprint(open('f').read())", "kept\n"),
+        ("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'abc'))", "3\n"),
+        ("import resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 28, -1))\nprint('ok')", "ok\n"),
+        ("import sqlite3, ssl, decimal, zoneinfo, hashlib\nprint(hashlib.md5(b'').hexdigest()[:4])", "d41d\n"),
+        ("print('\u00e9\u4e2d')", "\u00e9\u4e2d\n"),
+        ("import sys, os\nprint(sys.argv, os.getcwd(), os.environ.get('HOME'))", "['program.py'] /scratch /scratch\n"),
+    ],
+)  # fmt: skip
+def test_ordinary_programs_run(sandbox: Sandbox, source: str, expected: str):
+    assert output(sandbox, source, b"1\n2\n") == expected
+
+
+def test_the_same_program_gives_the_same_output_every_time(sandbox: Sandbox):
+    source = "import random\nprint(random.random(), list({'a', 'b', 'c', 'd'}), hash('x'))"
+    assert output(sandbox, source) == output(sandbox, source)
+
+
+def test_a_function_is_called_and_what_it_returns_is_serialised(sandbox: Sandbox):
+    source = "def f(a, b):\n    print('noise')\n    return (a, [b], {'k': None, 1: 2.5})"
+    ran = sandbox.run(Program(source, function="f", arguments='[1, "x"]'), LIMITS)
+    assert ran.output == b'[1, ["x"], {"k": null, "1": 2.5}]'
+    solution = "class Solution:\n    def f(self, a): return a + 1"
+    assert sandbox.run(Program(solution, function="f", arguments="[1]"), LIMITS).output == b"2"
+
+
+def test_the_prelude_gives_common_names_and_hides_no_builtin(sandbox: Sandbox):
+    source = (
+        "print(sqrt(4), Counter('aab')['a'], math.pi > 3, pow(2, 3, 5), heapq.nsmallest(1, [2, 1]), List is not None)"
+    )
+    assert sandbox.run(Program(source, prelude=True), LIMITS).output == b"2.0 2 True 3 [1] True\n"
+    ran = sandbox.run(Program(source), LIMITS)
+    assert ran.exit_code != 0
+    assert "NameError" in ran.stderr_tail
+
+
+def test_what_does_not_compile_or_lacks_its_function_is_unusable(sandbox: Sandbox):
+    assert sandbox.run(Program("def"), LIMITS).exit_code == UNUSABLE_EXIT
+    ran = sandbox.run(Program("x = 1", function="f"), LIMITS)
+    assert ran.exit_code == UNUSABLE_EXIT
+    assert "no function f" in ran.stderr_tail
+
+
+def test_a_failure_says_where_in_the_program_it_was(sandbox: Sandbox):
+    ran = sandbox.run(Program("x = 1\ny = x / 0"), LIMITS)
+    assert ran.exit_code == 1
+    assert 'File "program.py", line 2' in ran.stderr_tail
+    assert "ZeroDivisionError" in ran.stderr_tail
+
+
+def test_processes_can_be_allowed_and_are_counted(sandbox: Sandbox):
+    source = (
+        "import os\nif os.fork() == 0:\n    print('child', flush=True)\n    os._exit(0)\nos.wait()\nprint('parent')"
+    )
+    assert sandbox.run(Program(source), LIMITS).exit_code == 1
+    assert output(sandbox, source, limits=replace(LIMITS, max_processes=4)) == "child\nparent\n"
+    count = """
+import os, time
+made = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(100)
+        made += 1
+except OSError:
+    print(made)
+"""
+    # Four processes and sixteen threads make 4 + 16 - 1 tasks, of which the program is one.
+    assert output(sandbox, count, limits=replace(LIMITS, max_processes=4)) == "18\n"
+
+
+def test_output_and_files_are_cut_at_their_limits(sandbox: Sandbox):
+    ran = sandbox.run(Program("print('x' * (2 << 20))"), LIMITS)
+    assert ran.exit_code != 0
+    assert len(ran.output) <= LIMITS.output_bytes
+    assert "File too large" in sandbox.run(Program("open('f', 'w').write('x' * (2 << 20))"), LIMITS).stderr_tail
+    many = "for i in range(9):\n    open(str(i), 'w').write('x' * (1 << 19))"
+    assert "No space left" in sandbox.run(Program(many), LIMITS).stderr_tail
+
+
+def test_a_large_input_arrives_whole_and_can_not_be_changed(sandbox: Sandbox):
+    data = b"0123456789" * 1_000_000
+    assert output(sandbox, "import sys\nprint(len(sys.stdin.read()))", data) == "10000000\n"
+    assert "not permitted" in sandbox.run(Program("import os\nos.write(0, b'x')", stdin=b"abc"), LIMITS).stderr_tail
+
+
+def test_programs_run_side_by_side(sandbox: Sandbox):
+    # Four sleeps of one second, one after the other, would take four.
+    started_s = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        ran = list(
+            pool.map(lambda n: sandbox.run(Program(f"import time\ntime.sleep(1)\nprint({n})"), LIMITS), range(4))
+        )
+    assert [one.output for one in ran] == [b"0\n", b"1\n", b"2\n", b"3\n"]
+    assert time.monotonic() - started_s < 3.5
+
+
+def test_a_launcher_that_is_killed_is_replaced_and_the_program_run_again():
+    sandbox = Sandbox()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(sandbox.run, Program("import time\ntime.sleep(1)\nprint('done')"), LIMITS)
+        launcher = sandbox.launcher_pid
+        assert launcher is not None
+        (inner,) = children_of(launcher)
+        while not children_of(inner):  # until the program runs
+            pass
+        os.kill(inner, signal.SIGKILL)
+        assert running.result().output == b"done\n"
+    assert sandbox.counts == {"programs": 1, "timed_out": 0, "launchers": 2}
+    sandbox.close()
+
+
+def test_a_sandbox_that_fails_twice_says_so_and_judges_nothing(monkeypatch: pytest.MonkeyPatch):
+    sandbox = Sandbox()
+    monkeypatch.setattr(sandbox_module, "GRACE_S", -29.5)  # answers are given up on before they can come
+    with pytest.raises(SandboxFailedError, match="failed twice"):
+        sandbox.run(Program("import time\ntime.sleep(20)"), LIMITS)
+    sandbox.close()
+
+
+def test_close_ends_the_launcher_and_the_programs_that_run():
+    sandbox = Sandbox()
+    launcher = sandbox.launcher_pid
+    assert launcher is not None
+    (inner,) = children_of(launcher)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(sandbox.run, Program("import time\ntime.sleep(20)"), LIMITS)
+        while not (programs := children_of(inner)):
+            pass
+        pidfds = [os.pidfd_open(pid) for pid in (launcher, inner, *programs)]
+        os.kill(inner, signal.SIGSTOP)  # even one that does not answer
+        sandbox.close()
+        assert all(wait_until_ended(pidfd) for pidfd in pidfds)
+        # The run starts a launcher of its own for its second try.
+        while sandbox.launcher_pid is None:
+            assert not running.done()
+        sandbox.close()
+        with pytest.raises(SandboxFailedError):
+            running.result()
+    assert sandbox.launcher_pid is None
+
+
+def test_everything_ends_when_the_parent_is_killed():
+    program = (
+        "import sys, threading, time; from async_rl.sandbox.sandbox import *\n"
+        "sandbox = Sandbox(); limits = Limits(60.0, 1 << 29, 1 << 20, 1 << 20, 1, 8)\n"
+        "sleep = Program('import time; time.sleep(50)')\n"
+        "threading.Thread(target=sandbox.run, args=(sleep, limits), daemon=True).start()\n"
+        "print(sandbox.launcher_pid, flush=True); sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    launcher = int(parent.stdout.readline())
+    (inner,) = children_of(launcher)
+    while not (programs := children_of(inner)):
+        pass
+    pidfds = [os.pidfd_open(pid) for pid in (launcher, inner, *programs)]
+    parent.kill()
+    parent.wait()
+    assert all(wait_until_ended(pidfd) for pidfd in pidfds)
+    parent.stdin.close()
+    parent.stdout.close()
+
+
+def test_a_package_that_is_not_installed_is_refused_by_name():
+    with pytest.raises(SandboxError, match=r"\(packages\): No module named 'no_such_package'.*reward\.code\.packages"):
+        Sandbox(packages=["no_such_package"])
+
+
+def test_without_packages_only_the_standard_library_can_be_imported():
+    sandbox = Sandbox()
+    assert "No module named 'numpy'" in sandbox.run(Program("import numpy"), LIMITS).stderr_tail
+    assert "No module named 'pydantic'" in sandbox.run(Program("import pydantic"), LIMITS).stderr_tail
+    sandbox.close()
+
+
+def test_an_old_kernel_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
+    with pytest.raises(SandboxError, match=r"needs Linux 5\.14.*reward\.code\.endpoint.*allow_unsafe"):
+        Sandbox()
+
+
+def test_launch_refuses_code_rows_where_programs_can_not_be_isolated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
+    raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code"}}
+    with pytest.raises(SandboxError, match=r"needs Linux 5\.14"):
+        check_code_reward(parse_config(raw, "the test"))
+    check_code_reward(parse_config({**raw, "reward": {"type": "boxed"}}, "the test"))
+
+
+def test_who_insists_gets_limits_without_isolation_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
+    sandbox = Sandbox(allow_unsafe=True)
+    assert not sandbox.is_isolated
+    assert "UNPROTECTED" in caplog.text
+    assert output(sandbox, "import os\nopen('f', 'w')\nprint(os.listdir('.'))") == "['f']\n"
+    assert output(sandbox, "import os\nprint(os.path.exists('/proc/self/status'))") == "True\n"
+    limits = replace(LIMITS, time_s=0.5)
+    assert sandbox.run(Program("while True: pass"), limits).outcome == "timed_out"
+    assert "MemoryError" in sandbox.run(Program("x = b'a' * (1 << 40)"), LIMITS).stderr_tail
+    sandbox.close()

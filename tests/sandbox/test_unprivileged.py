@@ -1,0 +1,29 @@
+"""The sandbox needs no rights: the attacks again, as an ordinary user, and as the root of a container."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FEW = "fork_bomb or outside or socket or killing or right_program"
+AGAIN = {"ordinary": f"{FEW} or parents_processes or shut", "container": FEW}
+
+
+@pytest.mark.parametrize("who", AGAIN)
+def test_those_with_few_rights_can_confine_programs(who: str):
+    command = [sys.executable, "-m", "tests.sandbox.unprivileged", who, "tests/sandbox/test_attacks.py"]
+    done = subprocess.run(
+        [*command, "-k", AGAIN[who]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
