@@ -13,6 +13,7 @@ import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.address import check_address, refuse_open_connect
@@ -147,6 +148,10 @@ def build_backend(config: Config, directory: Path) -> Backend:
     """
     if config.generator.backend == "fake":
         return FakeBackend(config.generator, answer_form=config.reward.type)
+    if _uses_vllm(config):
+        from async_rl.generator.vllm_backend import VllmBackend
+
+        return VllmBackend.from_files(directory, config, device=cuda_device(config) or "cpu")
     import torch
 
     from async_rl.generator.transformers_backend import TransformersBackend
@@ -164,6 +169,12 @@ def build_backend(config: Config, directory: Path) -> Backend:
         dtype=config.model.dtype,
         deterministic=deterministic,
     )
+
+
+def _uses_vllm(config: Config) -> bool:
+    if config.generator.backend != "auto" or config.sampling.deterministic:
+        return config.generator.backend == "vllm"
+    return find_spec("vllm") is not None and cuda_device(config) is not None
 
 
 def cuda_device(config: Config) -> str | None:
