@@ -8,6 +8,9 @@ from pydantic import Field
 
 from async_rl.config_section import Section
 
+VLLM_MIN_TEMPERATURE = 0.01
+"""vLLM samples hotter than it was told below this."""
+
 
 class SamplingConfig(Section):
     group_size: int = Field(default=8, ge=1, le=1024)

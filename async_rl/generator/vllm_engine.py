@@ -52,6 +52,14 @@ class Load:
     num_preempted: int = 0
 
 
+def missing_vllm(reason: str) -> str:
+    """What to tell a user whose machine has no vLLM."""
+    return (
+        f'generator.backend = "vllm" needs vLLM {SUPPORTED}, which can\'t be imported here ({reason}): {INSTALL}, or '
+        f'set generator.backend = "transformers"'
+    )
+
+
 def check_installed() -> None:
     """Whether a vLLM that we know is here, and finds our plugin.
 
@@ -61,10 +69,7 @@ def check_installed() -> None:
     try:
         import vllm  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ModelError(
-            f'generator.backend = "vllm" needs vLLM {SUPPORTED}, which can\'t be imported ({error}): {INSTALL}, or set '
-            f'generator.backend = "transformers"'
-        ) from error
+        raise ModelError(missing_vllm(str(error))) from error
     if not vllm.__version__.startswith(f"{SUPPORTED}."):
         raise ModelError(f"expected vLLM {SUPPORTED}.*, got {vllm.__version__}: {INSTALL}")
     if TRANSFER_NAME not in {entry.name for entry in entry_points(group="vllm.general_plugins")}:

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.engine_config import VLLM_MIN_TEMPERATURE
 from async_rl.errors import EngineError, ModelError
 from async_rl.generator.counter_random import rollout_keys
 from async_rl.kept_tokens import KeptTokens, pack_ids
 from async_rl.records import NO_VERSION, Lease, Sampling
 
-MIN_TEMPERATURE = 0.01
-"""vLLM samples hotter than it was told below this."""
 PROGRESS_TOKENS = 16
 """A running sequence is heard of every so many tokens."""
 
@@ -60,10 +59,10 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
+    if 0 < sampling.temperature < VLLM_MIN_TEMPERATURE:
         raise ModelError(
-            f"temperature {sampling.temperature}: vLLM samples at {MIN_TEMPERATURE} at least; set 0 for greedy "
-            f"decoding, or sampling.temperature (temperature_end, eval.temperature) to {MIN_TEMPERATURE} or more"
+            f"temperature {sampling.temperature}: vLLM samples at {VLLM_MIN_TEMPERATURE} at least; set 0 for greedy "
+            f"decoding, or sampling.temperature (temperature_end, eval.temperature) to {VLLM_MIN_TEMPERATURE} or more"
         )
     return SamplingParams(
         temperature=sampling.temperature,
