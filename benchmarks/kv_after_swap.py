@@ -56,9 +56,9 @@ def main() -> None:
             samples, pause_s = sample_over_swap(backend, prompts, options, weights)
             backend.close()
         swapped = [s for s in samples if set(s.versions.tolist()) == {0, 1}]
-        table.append((after_swap, differences(new, swapped, of_version=1), pause_s))
+        table.append((after_swap, of_cache(new, swapped), pause_s))
         if after_swap == "recompute":
-            table.append(("policy staleness 1", differences(new, swapped, of_version=0), math.nan))
+            table.append(("policy staleness 1", of_policy(old, new, swapped), math.nan))
     print(f"{options.backend}, one AdamW step of {options.lr:g}; nats")
     print(f"{'':20} {'tokens':>7} {'mean |d|':>9} {'p99 |d|':>9} {'max |d|':>9} {'k3':>9} {'pause':>9}")
     for name, delta, pause_s in table:
@@ -130,11 +130,15 @@ def scores(model: Any, sampled: Sampled) -> torch.Tensor:
 
 
 @torch.no_grad()
-def differences(model: Any, samples: Iterable[Sampled], *, of_version: int) -> np.ndarray:
-    """The model's log-probability minus the behavior's, of the tokens that this version sampled."""
-    return np.concatenate(
-        [(scores(model, s).numpy() - s.logprobs)[s.versions == of_version].astype(np.float64) for s in samples]
-    )
+def of_cache(new: Any, samples: Iterable[Sampled]) -> np.ndarray:
+    """The exact log-probability of each token that version 1 sampled, minus the behavior's."""
+    return np.concatenate([(scores(new, s).numpy() - s.logprobs)[s.versions == 1].astype(np.float64) for s in samples])
+
+
+@torch.no_grad()
+def of_policy(old: Any, new: Any, samples: Iterable[Sampled]) -> np.ndarray:
+    """The exact log-probability of the same tokens by version 1 minus that by version 0."""
+    return np.concatenate([(scores(new, s) - scores(old, s)).numpy()[s.versions == 1] for s in samples])
 
 
 if __name__ == "__main__":

@@ -92,6 +92,11 @@ class VllmBackend:
         Raises:
             ModelError: vLLM is not installed, a file is missing or unreadable, or vLLM can't run the model.
         """
+        if config.generator.devices is not None:
+            raise ModelError(
+                f"generator.devices: a vLLM generator that is started by hand gets its devices by "
+                f"CUDA_VISIBLE_DEVICES={','.join(map(str, config.generator.devices))}; leave the key out"
+            )
         prepare_environment(config.generator.num_threads)
         check_installed()
         directory = Path(directory)
