@@ -23,6 +23,7 @@ SUPPORTED = "0.32"
 INSTALL = 'pip install "async-rl[vllm]" (with a GPU; without one see docs/vllm.md)'
 
 _SWAP_LIMIT_S = 300.0
+_ABORT_S = 10.0
 _CLOSE_S = 3.0
 _T = TypeVar("_T")
 
@@ -183,7 +184,7 @@ class VllmEngine:
         if tasks:
             for task in tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.wait(tasks))
+            self._run(asyncio.wait(tasks, timeout=_ABORT_S))
         for name in gone:
             self._tasks.pop(name, None)
         self._pieces = [piece for piece in self._pieces if piece.request_id not in gone]

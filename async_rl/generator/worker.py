@@ -148,7 +148,7 @@ def build_backend(config: Config, directory: Path) -> Backend:
     """
     if config.generator.backend == "fake":
         return FakeBackend(config.generator, answer_form=config.reward.type)
-    if _uses_vllm(config):
+    if uses_vllm(config):
         from async_rl.generator.vllm_backend import VllmBackend
 
         return VllmBackend.from_files(directory, config, device=cuda_device(config) or "cpu")
@@ -171,7 +171,8 @@ def build_backend(config: Config, directory: Path) -> Backend:
     )
 
 
-def _uses_vllm(config: Config) -> bool:
+def uses_vllm(config: Config) -> bool:
+    """Whether the engine is vLLM: by name, or because ``auto`` finds both CUDA and vLLM."""
     if config.generator.backend != "auto" or config.sampling.deterministic:
         return config.generator.backend == "vllm"
     return find_spec("vllm") is not None and cuda_device(config) is not None

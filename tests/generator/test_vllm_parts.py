@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl import preflight
+from async_rl.config import Config
+from async_rl.config_file import parse_config
 from async_rl.errors import EngineError, ModelError, WeightsError
+from async_rl.generator import worker
 from async_rl.generator.seat_estimate import SeatEstimate
 from async_rl.generator.shared_staging import SharedStaging, map_tensors
 from async_rl.generator.vllm_engine import check_installed
@@ -50,6 +55,35 @@ def test_without_vllm_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ModelError, match=r"needs vLLM 0\.32.*pip install \"async-rl\[vllm\]\""):
         check_installed()
+
+
+def config(**generator: Any) -> Config:
+    return parse_config({"run": {"dir": "run"}, "model": {"path": "model"}, "generator": generator}, "test")
+
+
+def test_launch_refuses_generators_on_vllm_where_there_is_none_before_it_starts_anything(monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r'generator\.backend = "vllm" needs vLLM 0\.32'):
+        preflight.check_engine(config(backend="vllm"))
+    # Generators of other machines have engines of their own.
+    preflight.check_engine(config(backend="vllm", count=0))
+    preflight.check_engine(config(backend="auto"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_installed", "device", "expected"),
+    [
+        ("auto", True, "cuda:0", True),
+        ("auto", True, None, False),
+        ("auto", False, "cuda:0", False),
+        ("vllm", False, None, True),
+        ("transformers", True, "cuda:0", False),
+    ],
+)
+def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed, device, expected):
+    monkeypatch.setattr(worker, "find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr(worker, "cuda_device", lambda config: device)
+    assert worker.uses_vllm(config(backend=backend)) is expected
 
 
 def test_another_vllm_than_the_supported_one_is_refused(monkeypatch):
