@@ -20,7 +20,7 @@ def test_logprobs_are_exact_before_and_after_a_swap_with_two_workers(tmp_path):
         models = {0: make_model(0), 1: make_model(1)}
         backend.activate(0, weights_of(0))
         submit(backend, "a", "what is 23+4", group_size=8, max_new_tokens=80, temperature=0.8)
-        while backend.num_tokens < 8 * 20:
+        while backend.num_tokens < 8 * 20 and backend.num_running:
             backend.step()
         backend.activate(1, weights_of(1))
         finished = run_all(backend)
