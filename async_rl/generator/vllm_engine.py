@@ -99,7 +99,8 @@ class VllmEngine:
     """One engine. Made by ``start``; not thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, llm: Any, load: Load) -> None:
-        self._loop, self._llm, self.load = loop, llm, load
+        self._loop, self.load = loop, load
+        self._llm: Any = llm
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pieces: list[Piece] = []
         self._failure: BaseException | None = None
