@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,8 +14,8 @@ def main() -> None:
         backend = VllmBackend.from_files(write_files(Path(directory)), make_config(), device="cpu")
         backend.activate(0, weights_of(0))
         number = 0
-        while sys.stdout.write(f"{backend.num_tokens}\n"):
-            sys.stdout.flush()
+        while True:
+            print(f"tokens {backend.num_tokens}", flush=True)
             if not backend.num_running:
                 number += 1
                 submit(backend, str(number), group_size=32, max_new_tokens=400, temperature=0.5)

@@ -195,18 +195,16 @@ def test_swaps_amid_64_sequences_lose_none_and_stamp_every_token(backend):
     models = {3: make_model(0), 4: make_model(1), 5: make_model(2), 6: make_model(0), 7: make_model(1)}
     for i in range(16):
         submit(backend, str(i), PROMPTS[i % 4], group_size=4, max_new_tokens=300, seed=i)
-    finished, pauses, running = {}, [], []
+    finished, running = {}, []
     for version in range(4, 8):
         enough = backend.num_tokens + 64 * 5
         while backend.num_tokens < enough and backend.num_running:
             finished |= {(s.lease_id, s.index): s for s in backend.step()}
         running.append(backend.num_running)
-        pauses.append(backend.activate(version, {n: p.detach() for n, p in models[version].named_parameters()}))
+        backend.activate(version, {n: p.detach() for n, p in models[version].named_parameters()})
     finished |= run_all(backend)
     assert finished.keys() == {(str(i), j) for i in range(16) for j in range(4)}
     assert running[0] > 50
-    # The fastest of four: others may be using the machine's cores.
-    assert min(pauses) < 0.1, pauses
     num_swapped = 0
     for sampled in finished.values():
         assert sampled.versions.tolist() == sorted(sampled.versions)
@@ -216,6 +214,20 @@ def test_swaps_amid_64_sequences_lose_none_and_stamp_every_token(backend):
             np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=TOLERANCE)
         num_swapped += len(np.unique(sampled.versions)) > 1
     assert num_swapped > 30
+
+
+def test_a_swap_pauses_64_running_sequences_for_less_than_a_tenth_of_a_second(backend):
+    submit(backend, "a", PROMPTS[1], group_size=512, max_new_tokens=400, temperature=0.7)
+    pauses: list[float] = []
+    for version in range(4, 24):
+        enough = backend.num_tokens + 64
+        while backend.num_tokens < enough and backend.num_running:
+            backend.step()
+        assert backend.num_running >= 64
+        pauses.append(backend.activate(version, weights_of(version % 2)))
+    print(f"pauses: {sorted(round(1e3 * p, 1) for p in pauses)} ms")
+    # The fastest of twenty: others may be using the machine's cores.
+    assert min(pauses) < 0.1, pauses
 
 
 def test_kept_keys_and_values_are_those_of_the_old_weights_until_the_sequence_ends(backend):
