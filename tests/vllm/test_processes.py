@@ -2,48 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, wait_until
+from tests.end_to_end.harness import ROOT, check_ledger, metrics, state_of, wait_until
 
 pytestmark = pytest.mark.vllm
 
 
+def descendants(pid: int) -> set[int]:
+    """Of ``pid``, by the kernel's parent numbers; vLLM's processes write their titles over their environment."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended between the listing and the look
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
 @pytest.mark.timeout(900)
 def test_a_killed_generator_leaves_no_engine_behind(tmp_path):
-    marker = f"ASYNC_RL_TEST_ENGINE={tmp_path.name}-{os.getpid()}"
-    name, _, value = marker.partition("=")
+    children: set[int] = set()
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.engine_program"],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
         )
-        try:
-            assert process.stdout is not None
-            # vLLM writes there, too. The output ends without such a line only if the process does.
-            sampled = (int(line.split()[1]) for line in process.stdout if line.startswith("tokens "))
-            assert any(number > 100 for number in sampled), (tmp_path / "log").read_text()
-            engine = set(processes_of(marker)) - {process.pid}
-            assert len(engine) >= 2, "expected vLLM's engine and worker processes"
-            process.kill()
-            process.wait(10)
-            wait_until("the engine's processes to end", lambda: not processes_of(marker), deadline_s=30)
-        finally:
-            for pid in processes_of(marker):
-                os.kill(pid, signal.SIGKILL)
-            process.wait(10)
-            if process.stdout is not None:
-                process.stdout.close()
+    assert process.stdout is not None
+    try:
+        # vLLM writes there, too. The output ends without such a line only if the process does.
+        sampled = (int(line.split()[1]) for line in process.stdout if line.startswith("tokens "))
+        assert any(number > 100 for number in sampled), (tmp_path / "log").read_text()
+        children = descendants(process.pid)
+        assert len(children) >= 2, "expected vLLM's engine and worker processes"
+        process.kill()
+        process.wait(10)
+        wait_until("the engine's processes to end", lambda: not living(children), deadline_s=30)
+    finally:
+        process.kill()
+        process.wait(10)
+        for pid in living(children):
+            os.kill(pid, signal.SIGKILL)
+        process.stdout.close()
+
+
+def living(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if state_of(pid) not in (None, "Z")}
 
 
 @pytest.mark.timeout(1800)
