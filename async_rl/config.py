@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from async_rl.address import check_address
 from async_rl.config_section import Section
-from async_rl.engine_config import GeneratorConfig, SamplingConfig, WeightsConfig
+from async_rl.engine_config import VLLM_MIN_TEMPERATURE, GeneratorConfig, SamplingConfig, WeightsConfig
 from async_rl.errors import AddressError
 from async_rl.local_code import is_code_name
 from async_rl.loss_config import LossConfig
@@ -167,6 +167,7 @@ class Config(Section):
         self._check_staleness_keys()
         self._check_sampling_keys()
         self._check_deterministic()
+        self._check_vllm_keys()
         self._check_device_keys()
         self._check_code_keys()
         return self
@@ -258,6 +259,20 @@ class Config(Section):
                 f"generator.batch_size: under sampling.deterministic expected room for a whole group, "
                 f"sampling.group_size = {self.sampling.group_size}, got {self.generator.batch_size}"
             )
+
+    def _check_vllm_keys(self) -> None:
+        if self.generator.backend != "vllm":
+            return
+        for key, temperature in (
+            ("sampling.temperature", self.sampling.temperature),
+            ("sampling.temperature_end", self.sampling.temperature_end or 1.0),
+            ("eval.temperature", self.eval.temperature or 1.0),
+        ):
+            if temperature < VLLM_MIN_TEMPERATURE:
+                raise ValueError(
+                    f"{key}: with generator.backend vllm, which samples no colder, expected at least "
+                    f"{VLLM_MIN_TEMPERATURE}, got {temperature}"
+                )
 
     def _check_device_keys(self) -> None:
         for key, devices, needed in (

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from async_rl.config_section import Section
 
+VLLM_MIN_TEMPERATURE = 0.01
+"""vLLM samples hotter than it was told below this."""
+
 
 class SamplingConfig(Section):
     group_size: int = Field(default=8, ge=1, le=1024)
@@ -43,14 +46,29 @@ class FakeConfig(Section):
     fails_on: str = Field(default="", description="prompts that contain this text always fail; empty: none")
 
 
+class VllmConfig(Section):
+    """Settings of the vLLM backend that no other one has."""
+
+    kv_cache_bytes: int | None = Field(
+        default=None, ge=1 << 20, description="of keys and values; none: what memory_fraction leaves, on a CPU 1 GiB"
+    )
+    enforce_eager: bool | None = Field(default=None, description="no compiled graphs; none: on a CPU only")
+
+
 class GeneratorConfig(Section):
-    backend: Literal["auto", "transformers", "fake"] = "auto"
+    backend: Literal["auto", "transformers", "vllm", "fake"] = Field(
+        default="auto", description="auto: vllm with CUDA where vLLM is installed, else transformers"
+    )
     count: int = Field(default=1, ge=0, description="generators that launch starts")
     devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, dealt out in order")
     tensor_parallel_size: int = Field(default=1, ge=1)
     batch_size: int = Field(default=64, ge=1, description="sequences sampled at a time")
     max_concurrent_groups: int | None = Field(default=None, ge=1, description="none: as many as fill batch_size")
-    memory_fraction: float = Field(default=0.8, gt=0, le=1)
+    memory_fraction: float = Field(default=0.8, gt=0, le=1, description="of the device's memory, vllm's to use")
+    kv_after_swap: Literal["keep", "recompute"] = Field(
+        default="keep",
+        description="keys and values of running sequences when new weights are activated: kept, or computed anew",
+    )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; none: cores over processes")
     allow_code: tuple[str, ...] = Field(
         default=(),
@@ -58,6 +76,7 @@ class GeneratorConfig(Section):
         description="modules and files of yours that this machine's generators may import; never taken from the queue",
     )
     fake: FakeConfig = FakeConfig()
+    vllm: VllmConfig = VllmConfig()
 
 
 class WeightsConfig(Section):

@@ -58,6 +58,10 @@ class WeightsError(AsyncRLError):
     """Weights did not arrive, or their digest does not match their manifest."""
 
 
+class EngineError(AsyncRLError):
+    """An inference engine of other make has died, failed or answered what it should not; its generator ends."""
+
+
 class RewardError(AsyncRLError):
     """A reward can't be computed at all: its verifier does not start, its row has no answer. Never a wrong one."""
 

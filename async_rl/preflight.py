@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.address import check_address, refuse_open_bind
 from async_rl.chat import check_model, vocabulary_size
 from async_rl.config import Config
 from async_rl.data import LoadedRows, load_rows_of
-from async_rl.errors import AddressError, ConfigError, DataError, RunError
+from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
+from async_rl.generator.vllm_engine import missing_vllm
 from async_rl.keys import ServerKeys, client_keys_of
 from async_rl.local_code import check_allowed, code_digests
 from async_rl.metrics import check_wandb
@@ -35,6 +37,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_keys(config, is_server=True)
     check_wandb(config)
     check_devices(config, "learner", "generator")
+    check_engine(config)
     check_code(config)
     check_model(config.model.path, check_data(config).rows[0].messages)
     check_code_reward(config)
@@ -217,6 +220,16 @@ def check_devices(config: Config, *roles: str) -> None:
             )
         if "CUDA_VISIBLE_DEVICES" not in os.environ and max(devices) >= count:
             raise ConfigError(f"{key}: expected indices below {count}, the CUDA devices here, got {list(devices)}")
+
+
+def check_engine(config: Config) -> None:
+    """The engine that the generators started here need is installed; whether it runs the model, it says itself.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if config.generator.backend == "vllm" and config.generator.count and find_spec("vllm") is None:
+        raise ModelError(missing_vllm("there is no such package"))
 
 
 def check_fake_vocabulary(config: Config) -> None:

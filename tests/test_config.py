@@ -52,6 +52,17 @@ def test_deterministic_sampling_needs_an_engine_whose_batches_are_fixed_and_room
         assert a_config(sampling=deterministic, generator=generator).sampling.deterministic
 
 
+def test_vllm_takes_no_determinism_and_no_temperature_that_it_would_change():
+    vllm = {"backend": "vllm"}
+    found = refusal(sampling={"deterministic": True}, generator=vllm)
+    assert "sampling.deterministic: expected generator.backend transformers or fake, got 'vllm'" in found
+    found = refusal(sampling={"temperature_end": 0.009}, generator=vllm)
+    assert "sampling.temperature_end: with generator.backend vllm" in found
+    assert refusal(eval={"temperature": 0.001}, generator=vllm).endswith("expected at least 0.01, got 0.001")
+    assert a_config(sampling={"temperature": 0.01}, generator=vllm, eval={"temperature": 0.0}).generator.vllm
+    assert a_config(sampling={"temperature": 0.009}).sampling.temperature == 0.009
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [

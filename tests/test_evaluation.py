@@ -23,6 +23,7 @@ class ScriptedBackend:
 
     num_seats = 4
     version = 0
+    num_tokens = 0
 
     def __init__(self, answers: Mapping[int, Sequence[str]]) -> None:
         self._answers = answers
@@ -54,7 +55,9 @@ class ScriptedBackend:
     def progress(self) -> dict[str, int]:
         return {}
 
-    def activate(self, version: int, weights: Mapping[str, Any]) -> None: ...
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        return 0.0
+
     def close(self) -> None: ...
 
 

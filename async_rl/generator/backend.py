@@ -1,8 +1,8 @@
 """What a generator asks of its inference engine, and what the engine gives back. No torch.
 
-The worker owns the loop; a backend is *stepped*: ``step`` runs one decode step over every running sequence and
-returns those that finished. New weights are applied by ``activate`` between two steps, running sequences go on, and
-every token carries the version that sampled it.
+The worker owns the loop; a backend is *stepped*: ``step`` runs one decode step over every running sequence (or, where
+the engine runs by itself, collects what it has done) and returns those that finished. New weights are applied by
+``activate`` between two steps, running sequences go on, and every token carries the version that sampled it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ class Backend(Protocol):
 
     @property
     def num_seats(self) -> int:
-        """Sequences that can run at once."""
+        """Sequences that can run at once; may change with what the engine's memory holds."""
         ...
 
     @property
     def num_running(self) -> int:
         """Sequences that occupy a seat or wait for one."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled since the backend was made, by cancelled sequences too."""
         ...
 
     @property
@@ -81,8 +86,8 @@ class Backend(Protocol):
         """Tokens sampled so far, by lease, for the heartbeat."""
         ...
 
-    def activate(self, version: int, weights: Mapping[str, Any]) -> None:
-        """Sample with these weights from the next step on.
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        """Sample with these weights from the next step on; the seconds for which nothing could be sampled.
 
         ``weights`` maps Hugging Face state-dict names to host tensors, which stay valid until the next ``activate``
         returns. The fake ignores them.

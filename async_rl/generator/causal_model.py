@@ -29,13 +29,10 @@ def build_model(
     Raises:
         ModelError: no readable config, a model that this backend can't run, or no stored weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
-        raise ModelError(f"can't read the model config in {directory}: {type(error).__name__}: {error}") from error
+    config = _read_config(directory)
     refuse_unsupported(config)
     attention = register()
     model: Any
@@ -50,6 +47,38 @@ def build_model(
     except (OSError, ValueError) as error:
         raise ModelError(f"can't build the model of {directory} with sdpa attention: {error}") from error
     return model.eval().requires_grad_(False)
+
+
+def describe_model(directory: Path) -> PreTrainedModel:
+    """The model that ``directory`` describes without any memory for weights: names, shapes and ties of its parameters.
+
+    Raises:
+        ModelError: no readable config, no causal LM, or a quantised one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{directory / 'config.json'} has a quantization_config: a version's tensors can't be put into quantised "
+            f"weights; take the unquantised model out of which it was made"
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't build the model of {directory}: {error}") from error
+    return model
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
+        raise ModelError(f"can't read the model config in {directory}: {type(error).__name__}: {error}") from error
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
@@ -68,7 +97,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         )
 
 
-def end_of_sequence_ids(directory: Path, model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
     """Every token id that ends an answer: by ``generation_config.json``, by the model's config or by the tokenizer.
 
     Raises:
@@ -79,7 +108,7 @@ def end_of_sequence_ids(directory: Path, model: PreTrainedModel, tokenizer: Any)
         stored: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise ModelError(f"can't read {path}: {error}") from error
-    sources = (stored.get("eos_token_id"), getattr(model.config, "eos_token_id", None), tokenizer.eos_token_id)
+    sources = (stored.get("eos_token_id"), getattr(config, "eos_token_id", None), tokenizer.eos_token_id)
     ids: set[int] = set()
     for source in sources:
         ids.update(source if isinstance(source, list) else [] if source is None else [source])

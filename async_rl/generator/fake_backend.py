@@ -50,6 +50,7 @@ class FakeBackend:
         self._waiting: deque[_Sequence] = deque()
         self._sampled_by_finished: dict[str, int] = {}
         self._num_steps = 0
+        self._num_tokens = 0
         self._step_ends_at = 0.0
         self._version = NO_VERSION
         # (first decode step, version), in order; entries that no running sequence needs are dropped.
@@ -62,6 +63,10 @@ class FakeBackend:
     @property
     def num_running(self) -> int:
         return len(self._running) + len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
 
     @property
     def version(self) -> int:
@@ -97,6 +102,7 @@ class FakeBackend:
             return []
         self._wait_out_step()
         self._num_steps += 1
+        self._num_tokens += len(self._running)
         finished = [s for s in self._running if s.started_at + s.num_tokens == self._num_steps]
         if not finished:
             return []
@@ -112,12 +118,14 @@ class FakeBackend:
             tokens[sequence.lease.lease_id] += self._num_steps - sequence.started_at
         return tokens
 
-    def activate(self, version: int, weights: Mapping[str, Any]) -> None:
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        started_s = time.monotonic()
         self._version = version
         oldest_step = min((s.started_at for s in self._running), default=self._num_steps)
         while len(self._version_changes) > 1 and self._version_changes[1][0] <= oldest_step:
             self._version_changes.pop(0)
         self._version_changes.append((self._num_steps, version))
+        return time.monotonic() - started_s
 
     def close(self) -> None:
         self._running.clear()

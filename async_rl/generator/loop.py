@@ -98,10 +98,9 @@ class Worker:
         self._started_s = clock()
         self._heartbeat_at_s = self._started_s
         self._poll_at_s = self._started_s
-        self._moves_at_heartbeat = 0
-        self._num_steps = self._num_graded = 0
+        self._moves_at_heartbeat = self._num_graded = 0
         self._busy_s = self._busy_seat_s = self._pause_s = 0.0
-        self._num_activations = self._num_tokens = 0
+        self._num_activations = 0
         self._queue_reason = ""
         self._receiver_trouble: str | None = None
         self._idle_since_s = self._started_s
@@ -135,10 +134,8 @@ class Worker:
         if staged.lineage == self._lineage and staged.version <= self._backend.version:
             return
         fault_point("generator.activating")
-        started_s = self._clock()
-        self._backend.activate(staged.version, staged.tensors)
+        self._pause_s += self._backend.activate(staged.version, staged.tensors)
         self._receiver.activated(staged)
-        self._pause_s += self._clock() - started_s
         self._num_activations += 1
         if staged.lineage != self._lineage:
             self._lineage, self._digests = staged.lineage, {}
@@ -232,8 +229,6 @@ class Worker:
         duration_s = self._clock() - started_s
         self._busy_s += duration_s
         self._busy_seat_s += duration_s * seats
-        self._num_tokens += seats
-        self._num_steps += 1
         for sample in sampled:
             if (held := self._leases.get(sample.lease_id)) is not None:
                 self._grader.submit(held.lease, sample)
@@ -280,7 +275,7 @@ class Worker:
         self._heartbeat_at_s = now_s + HEARTBEAT_S
         tokens = self._backend.progress()
         progress: dict[str, int] = {}
-        moves = self._num_steps + self._num_graded
+        moves = self._backend.num_tokens + self._num_graded
         for lease_id, held in self._leases.items():
             sampled = tokens.get(lease_id, 0)
             # A lease in line, for a seat or for a grader, moves on as long as those before it do; without this it
@@ -300,7 +295,7 @@ class Worker:
             busy_seat_s=self._busy_seat_s,
             pause_s=self._pause_s,
             num_activations=self._num_activations,
-            num_tokens=self._num_tokens,
+            num_tokens=self._backend.num_tokens,
         )
 
     def _handle_events(self) -> None:

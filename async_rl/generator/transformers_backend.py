@@ -7,6 +7,7 @@ letters: R = running rows, V = vocabulary, T = prefilled tokens.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class TransformersBackend:
         self._forward = make_forward(model)
         self._device = model.device
         self._deterministic = deterministic
+        self._recompute = config.kv_after_swap == "recompute"
         self._version = version
         text_config: Any = model.config.get_text_config(decoder=True)
         self._vocab_size: int = text_config.vocab_size
@@ -95,6 +97,7 @@ class TransformersBackend:
         self._waiting: deque[_Waiting] = deque()
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
+        self._num_tokens = 0
 
     @classmethod
     def from_files(
@@ -120,7 +123,7 @@ class TransformersBackend:
         name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         tokenizer = load_tokenizer(directory, needs_template=needs_template)
         model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=load_pretrained)
-        eos_ids = end_of_sequence_ids(directory, model, tokenizer)
+        eos_ids = end_of_sequence_ids(directory, model.config, tokenizer)
         version = 0 if load_pretrained else NO_VERSION
         return cls(model, tokenizer, eos_ids, config, deterministic=deterministic, version=version)
 
@@ -131,6 +134,10 @@ class TransformersBackend:
     @property
     def num_running(self) -> int:
         return self._seats.num_rows + sum(w.num_samples for w in self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
 
     @property
     def version(self) -> int:
@@ -176,6 +183,7 @@ class TransformersBackend:
         logits_RV = self._decode()
         tokens_R, logprobs_R = self._sample(logits_RV)
         self._seats.record(tokens_R, logprobs_R, self._version)
+        self._num_tokens += self._seats.num_rows
         return self._finish(tokens_R)
 
     def progress(self) -> dict[str, int]:
@@ -185,13 +193,17 @@ class TransformersBackend:
             tokens[occupant.lease.lease_id] += count
         return tokens
 
-    def activate(self, version: int, weights: Mapping[str, Any]) -> None:
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        started_s = time.perf_counter()
         self._weights.check(weights)
         self._weights.replace(weights, copy=self._deterministic)
         self._version = version
-        # Running sequences keep their keys and values; prompts that nobody continued yet are prefilled anew.
+        # Prompts that nobody continued yet are prefilled anew, running sequences if that is asked for.
         for waiting in self._waiting:
             waiting.prefix = None
+        if self._recompute:
+            self._prefill_running()
+        return time.perf_counter() - started_s
 
     def close(self) -> None:
         self._waiting.clear()
@@ -232,24 +244,43 @@ class TransformersBackend:
         return not self._seats.occupants or self._seats.occupants[0].lease is waiting.lease
 
     def _prefill(self, prompts: Sequence[_Waiting]) -> None:
-        """Compute the prompts' keys and values, all but each one's last token, in batches of similar length."""
-        batch: list[_Waiting] = []
-        for waiting in sorted(prompts, key=lambda w: len(w.prompt_ids)):
-            if batch and (len(batch) + 1) * len(waiting.prompt_ids) > _MAX_PREFILL_TOKENS:
-                self._prefill_batch(batch)
-                batch = []
-            batch.append(waiting)
-        if batch:
-            self._prefill_batch(batch)
+        """Compute the prompts' keys and values, all but each one's last token."""
+        prefixes = self._prefixes([w.prompt_ids[:-1] for w in prompts])
+        for waiting, prefix in zip(prompts, prefixes, strict=True):
+            waiting.prefix = prefix
 
-    def _prefill_batch(self, batch: Sequence[_Waiting]) -> None:
-        lengths = [len(w.prompt_ids) - 1 for w in batch]
-        ids = np.zeros((len(batch), max(lengths)), np.int64)
-        for row, (waiting, length) in enumerate(zip(batch, lengths, strict=True)):
-            ids[row, :length] = waiting.prompt_ids[:-1]
+    @torch.inference_mode()
+    def _prefill_running(self) -> None:
+        """Compute the keys and values of all running rows anew, by the weights of now."""
+        seats = self._seats
+        rows = [row for row in range(seats.num_rows) if seats.position[row] > 0]
+        # The newest token is fed by the next step; everything before it is in the cache.
+        fed = [
+            np.concatenate([seats.occupants[row].prompt_ids, seats.sampled(row)[0]])[: int(seats.position[row])]
+            for row in rows
+        ]
+        for row, prefix in zip(rows, self._prefixes(fed), strict=True):
+            self._cache.write_prefix(row, 1, prefix)
+
+    def _prefixes(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
+        """The keys and values of token ids int32 [P] each, P > 0, in batches of similar length."""
+        prefixes: dict[int, Prefix] = {}
+        batch: list[int] = []
+        for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+            if batch and (len(batch) + 1) * len(sequences[index]) > _MAX_PREFILL_TOKENS:
+                prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
+                batch = []
+            batch.append(index)
+        if batch:
+            prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
+        return [prefixes[index] for index in range(len(sequences))]
+
+    def _prefixes_of_batch(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
+        ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = sequence
         cache = self._forward.prefill(torch.from_numpy(ids).to(self._device))
-        for row, (waiting, length) in enumerate(zip(batch, lengths, strict=True)):
-            waiting.prefix = cache.prefix(row, length)
+        return [cache.prefix(row, len(sequence)) for row, sequence in enumerate(sequences)]
 
     def _decode(self) -> Tensor:
         """Feed every row's next token; logits [R, V]."""

@@ -13,6 +13,7 @@ import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.address import check_address, refuse_open_connect
@@ -156,6 +157,10 @@ def build_backend(config: Config, directory: Path) -> Backend:
     """
     if config.generator.backend == "fake":
         return FakeBackend(config.generator, answer_form=config.reward.type)
+    if uses_vllm(config):
+        from async_rl.generator.vllm_backend import VllmBackend
+
+        return VllmBackend.from_files(directory, config, device=cuda_device(config) or "cpu")
     import torch
 
     from async_rl.generator.transformers_backend import TransformersBackend
@@ -174,6 +179,13 @@ def build_backend(config: Config, directory: Path) -> Backend:
         deterministic=deterministic,
         needs_template=config.data.prompt_format == "chat",
     )
+
+
+def uses_vllm(config: Config) -> bool:
+    """Whether the engine is vLLM: by name, or because ``auto`` finds both CUDA and vLLM."""
+    if config.generator.backend != "auto" or config.sampling.deterministic:
+        return config.generator.backend == "vllm"
+    return find_spec("vllm") is not None and cuda_device(config) is not None
 
 
 def cuda_device(config: Config) -> str | None:

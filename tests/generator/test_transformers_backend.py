@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_backend(directory: Path) -> Callable[..., TransformersBackend]:
-    def make(seats: int = 8, seed: int | None = 0, *, deterministic: bool = False) -> TransformersBackend:
-        config = GeneratorConfig(batch_size=seats)
+    def make(
+        seats: int = 8, seed: int | None = 0, *, deterministic: bool = False, **engine: Any
+    ) -> TransformersBackend:
+        config = GeneratorConfig(batch_size=seats, **engine)
         backend = TransformersBackend.from_files(directory, config, deterministic=deterministic)
         if seed is not None:
             backend.activate(3, weights_of(make_model(seed)))
@@ -171,6 +174,22 @@ def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend
     expected = torch.log_softmax(logits, -1)[int(sampled.token_ids[5])]
     assert sampled.logprobs[5] == pytest.approx(float(expected), abs=1e-5)
     assert abs(float(full_logprobs(old, sampled, 1.0)[5]) - sampled.logprobs[5]) > 1e-3
+
+
+def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version(make_backend):
+    backend, models = make_backend(seats=5, kv_after_swap="recompute"), {3: make_model(0), 4: make_model(1)}
+    for i, prompt in enumerate(PROMPTS):
+        submit(backend, str(i), prompt, group_size=2, max_new_tokens=10 + 5 * i, seed=i)
+    finished = [s for _ in range(6) for s in backend.step()]
+    assert backend.activate(4, weights_of(models[4])) > 0
+    finished += run_all(backend).values()
+    assert len(finished) == 8
+    for sampled in finished:
+        for version in set(sampled.versions.tolist()):
+            of_version = sampled.versions == version
+            expected = full_logprobs(models[version], sampled, 1.0)[of_version]
+            np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=1e-5)
+    assert sum(set(s.versions.tolist()) == {3, 4} for s in finished) >= 3
 
 
 def test_samples_that_sit_down_after_an_activation_have_a_prompt_of_the_new_weights(make_backend):

@@ -1,0 +1,303 @@
+"""vLLM as a backend: leases in, samples out, weights swapped under running sequences. Built from files.
+
+The engine runs by itself in processes of its own; ``step`` collects what it said. Rollouts are requests of their own
+under one prompt and one salt, so a group's prefill is shared through the prefix cache, and each has its own seed. A
+rollout enters the engine when there is a seat for it, and is salted by the weights it begins with: no prompt is
+continued over keys and values of older weights than it was accepted under.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_rl.chat import load_tokenizer, render_prompt
+from async_rl.config import Config
+from async_rl.errors import EngineError, ModelError, WeightsError
+from async_rl.generator.backend import Sampled
+from async_rl.generator.causal_model import WeightTable, describe_model, end_of_sequence_ids
+from async_rl.generator.seat_estimate import SeatEstimate
+from async_rl.generator.shared_staging import SharedStaging
+from async_rl.generator.vllm_engine import Piece, VllmEngine, check_installed, prepare_environment
+from async_rl.generator.vllm_plugin import TRANSFER_NAME
+from async_rl.generator.vllm_sampling import Gathered, num_listed, sampling_parameters, seeds, token_versions
+from async_rl.records import NO_VERSION, FinishReason, Lease
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_STEP_S = 0.02
+"""How long a step waits for news of the engine."""
+_CPU_KV_BYTES = 1 << 30
+_FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(slots=True, eq=False)
+class _Rollout:
+    """Sample ``index`` of a lease, running or in line for a seat."""
+
+    lease: Lease
+    index: int
+    prompt_ids: np.ndarray
+    parameters: Any
+    gathered: Gathered
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """A lease's open rollouts and the tokens of its finished ones."""
+
+    num_open: int
+    num_finished_tokens: int = 0
+    running: dict[str, _Rollout] = field(default_factory=dict)
+
+
+class VllmBackend:
+    """See ``backend.Backend``."""
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        table: WeightTable,
+        *,
+        eos_ids: frozenset[int],
+        num_seats: int,
+        max_length: int,
+        recompute: bool,
+    ) -> None:
+        self._engine, self._table = engine, table
+        self._tokenizer: Any = tokenizer
+        self._eos_ids = eos_ids
+        self._max_length = max_length
+        self._recompute = recompute
+        self._estimate = SeatEstimate(num_seats)
+        self._staging = SharedStaging()
+        self._version = NO_VERSION
+        self._num_activations = 0
+        self._num_requests = 0
+        self._waiting: deque[_Rollout] = deque()
+        self._running: dict[str, _Rollout] = {}
+        self._leases: dict[str, _Progress] = {}
+
+    @classmethod
+    def from_files(cls, directory: str | Path, config: Config, *, device: str) -> VllmBackend:
+        """The engine for the model and tokenizer in ``directory``; its weights come by ``activate``.
+
+        Raises:
+            ModelError: vLLM is not installed, a file is missing or unreadable, or vLLM can't run the model.
+        """
+        if config.generator.devices is not None:
+            raise ModelError(
+                f"generator.devices: a vLLM generator that is started by hand gets its devices by "
+                f"CUDA_VISIBLE_DEVICES={','.join(map(str, config.generator.devices))}; leave the key out"
+            )
+        prepare_environment(config.generator.num_threads)
+        check_installed()
+        directory = Path(directory)
+        tokenizer = load_tokenizer(directory)
+        model = describe_model(directory)
+        text_config: Any = model.config.get_text_config(decoder=True)
+        wanted = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+        max_length = min(wanted, getattr(text_config, "max_position_embeddings", None) or wanted)
+        engine = VllmEngine.start(engine_arguments(directory, config, device=device, max_length=max_length))
+        return cls(
+            engine,
+            tokenizer,
+            WeightTable(model),
+            eos_ids=end_of_sequence_ids(directory, model.config, tokenizer),
+            num_seats=config.generator.batch_size,
+            max_length=max_length,
+            recompute=config.generator.kv_after_swap == "recompute",
+        )
+
+    @property
+    def num_seats(self) -> int:
+        return self._estimate.seats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._engine.load.num_tokens
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+        return render_prompt(self._tokenizer, messages)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        """See ``backend.Backend``.
+
+        Raises:
+            ModelError: prompt and answer may get longer than the engine's sequences, or vLLM can't sample like that.
+        """
+        if self._version == NO_VERSION:
+            raise RuntimeError("submit before the first activate")
+        sampling = lease.sampling
+        longest = len(prompt_ids) + sampling.max_new_tokens
+        if longest > self._max_length:
+            raise ModelError(
+                f"a prompt of {len(prompt_ids)} tokens and an answer of up to {sampling.max_new_tokens} may take "
+                f"{longest}, but the engine's sequences end at {self._max_length}, by the model's "
+                f"max_position_embeddings or by sampling.max_prompt_tokens; lower sampling.max_new_tokens"
+            )
+        vocab_size = self._engine.vocab_size
+        listed = num_listed(sampling, vocab_size)
+        self._leases[lease.lease_id] = _Progress(lease.group_size)
+        for index, seed in enumerate(seeds(lease)):
+            parameters = sampling_parameters(sampling, seed, listed=listed, eos_ids=self._eos_ids)
+            gathered = Gathered(None if sampling.keeps_all else vocab_size)
+            self._waiting.append(_Rollout(lease, index, prompt_ids, parameters, gathered))
+        self._seat_waiting()
+
+    def cancel(self, lease_id: str) -> None:
+        self._waiting = deque(r for r in self._waiting if r.lease.lease_id != lease_id)
+        if (progress := self._leases.pop(lease_id, None)) is not None:
+            for request_id in progress.running:
+                del self._running[request_id]
+            self._engine.abort(list(progress.running))
+        self._seat_waiting()
+
+    def step(self) -> list[Sampled]:
+        """See ``backend.Backend``. Waits for news of the engine, for a few hundredths of a second.
+
+        Raises:
+            EngineError: the engine has died, or a request failed.
+            WeightsError: the active weights give NaN.
+        """
+        finished = [sampled for piece in self._engine.poll(_STEP_S) if (sampled := self._take(piece)) is not None]
+        load = self._engine.load
+        self._estimate.observe(load.num_running, load.kv_usage)
+        self._seat_waiting()
+        return finished
+
+    def progress(self) -> dict[str, int]:
+        return {
+            lease_id: lease.num_finished_tokens + sum(len(r.gathered) for r in lease.running.values())
+            for lease_id, lease in self._leases.items()
+        }
+
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        self._table.check(weights)
+        # The engine goes on decoding while the bytes are copied to where it can see them.
+        self._staging.write(weights)
+        transfer = {"path": self._staging.path, "size_bytes": self._staging.size_bytes, "rows": self._staging.rows}
+        pause_s = self._engine.swap(transfer, version, recompute=self._recompute)
+        self._version = version
+        self._num_activations += 1
+        return pause_s
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+        self._leases.clear()
+        self._engine.close()
+        self._staging.close()
+
+    def _seat_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._estimate.seats:
+            rollout = self._waiting.popleft()
+            self._num_requests += 1
+            # vLLM makes the two parts of a request's name unique by itself, but we look it up by ours.
+            request_id = f"{self._num_requests}"
+            self._running[request_id] = self._leases[rollout.lease.lease_id].running[request_id] = rollout
+            self._engine.add(
+                request_id, rollout.prompt_ids.tolist(), rollout.parameters, cache_salt=f"{self._num_activations}"
+            )
+
+    def _take(self, piece: Piece) -> Sampled | None:
+        """Note a piece; the sample if that was its last."""
+        rollout = self._running[piece.request_id]
+        if len(piece.token_ids):
+            rollout.gathered.add(piece.token_ids, piece.logprobs)
+        if piece.finish_reason is None:
+            return None
+        if piece.finish_reason not in _FINISH_REASONS:
+            raise EngineError(f"expected vLLM to finish by stop or length, got {piece.finish_reason!r}")
+        lease_id = rollout.lease.lease_id
+        progress = self._leases[lease_id]
+        del self._running[piece.request_id], progress.running[piece.request_id]
+        progress.num_open -= 1
+        progress.num_finished_tokens += len(rollout.gathered)
+        if progress.num_open == 0:
+            del self._leases[lease_id]
+        return self._sampled(rollout, piece, _FINISH_REASONS[piece.finish_reason])
+
+    def _sampled(self, rollout: _Rollout, piece: Piece, finish_reason: FinishReason) -> Sampled:
+        token_ids, logprobs = rollout.gathered.arrays()
+        versions = token_versions(piece.spans, len(token_ids))
+        if np.isnan(logprobs).any():
+            raise WeightsError(
+                f"version {versions[np.isnan(logprobs)][0]} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of "
+                f"{len(logprobs)} tokens; its weights are broken (look for a non-finite loss or a too high "
+                f"optimizer.lr)"
+            )
+        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Sampled(
+            lease_id=rollout.lease.lease_id,
+            index=rollout.index,
+            prompt_ids=rollout.prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=finish_reason,
+            text=text,
+            kept=rollout.gathered.kept(),
+        )
+
+
+def engine_arguments(directory: Path, config: Config, *, device: str, max_length: int) -> dict[str, Any]:
+    """vLLM's ``AsyncEngineArgs`` for this run."""
+    engine = config.generator
+    is_cpu = device == "cpu"
+    dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if is_cpu else "bfloat16"
+    kv_bytes = engine.vllm.kv_cache_bytes or (_CPU_KV_BYTES if is_cpu else None)
+    from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
+
+    return {
+        "model": str(directory),
+        "tokenizer": str(tokenizer_directory(directory)),
+        "skip_tokenizer_init": not config.sampling.stop,
+        "load_format": "dummy",  # weights come from the learner, never from a file
+        "dtype": dtype,
+        # Sampling parameters that a model's author left in generation_config.json are none of ours.
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "max_model_len": max_length,
+        "max_num_seqs": engine.batch_size,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "gpu_memory_utilization": engine.memory_fraction,
+        **({} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}),
+        "enforce_eager": is_cpu if engine.vllm.enforce_eager is None else engine.vllm.enforce_eager,
+        "enable_prefix_caching": True,
+        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME),
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def tokenizer_directory(directory: Path) -> Path:
+    """Where vLLM finds the tokenizer of ``directory`` as it is.
+
+    Beside a ``config.json`` the loader goes by the model's type and would rebuild a generic tokenizer with that
+    model's own splitting; so it gets a directory without one.
+    """
+    target = directory / "tokenizer"
+    target.mkdir(exist_ok=True)
+    for path in directory.iterdir():
+        if path.is_file() and path.name not in ("config.json", "generation_config.json"):
+            link = target / path.name
+            if not link.exists():
+                link.symlink_to(path.resolve())
+    return target

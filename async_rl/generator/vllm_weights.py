@@ -1,0 +1,85 @@
+"""Our weight transfer inside vLLM's worker processes: from the generator's shared memory into the model.
+
+Built by vLLM, by the name that ``vllm_plugin`` registers. The bytes are there before the engine is paused, received
+and verified by the generator; an update only copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from async_rl.generator.shared_staging import map_tensors
+
+
+@dataclass
+class SharedInit(WeightTransferInitInfo):
+    """Where the memory is and what lies in it: see ``shared_staging``."""
+
+    path: str
+    size_bytes: int
+    rows: list[Any]
+
+
+@dataclass
+class SharedUpdate(WeightTransferUpdateInfo):
+    """Everything that lies in the memory is one version; there is nothing else to say."""
+
+
+class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
+    """See ``WeightTransferEngine``."""
+
+    init_info_cls = SharedInit
+    update_info_cls = SharedUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # It warns of every layer without weights of its own, at every version; we look for missing ones ourselves.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._parameters = {name for name, _ in self.model.named_parameters()}
+        every_name = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        tied = [name.rpartition(".")[0] for name in every_name if name not in self._parameters]
+        self._tied_layers = [self.model.get_submodule(name) for name in tied]
+
+    def init_transfer_engine(self, init_info: SharedInit) -> None:
+        self._tensors = map_tensors(init_info.path, init_info.size_bytes, init_info.rows)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            # The memory is overwritten as soon as we return, so the copies must be over.
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: SharedUpdate) -> None:
+        loaded = self.model.load_weights(self._in_order())
+        if loaded is not None and (missing := sorted(self._parameters - set(loaded))):
+            raise ValueError(f"expected every parameter of the model in a version, missing {missing[:5]}")
+
+    def _in_order(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self._tied_layers:
+            # A tied output head loads nothing, so the reload passes it by; on the CPU it computes with a packed copy.
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        self._tensors = {}

@@ -1,0 +1,238 @@
+"""What the vLLM backend is made of, as far as it can be told without vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl import preflight
+from async_rl.config import Config
+from async_rl.config_file import parse_config
+from async_rl.errors import EngineError, ModelError, WeightsError
+from async_rl.generator import worker
+from async_rl.generator.seat_estimate import SeatEstimate
+from async_rl.generator.shared_staging import SharedStaging, map_tensors
+from async_rl.generator.vllm_engine import check_installed
+from async_rl.generator.vllm_sampling import Gathered, num_listed, sampling_parameters, seeds, token_versions
+from async_rl.kept_tokens import contains
+from async_rl.records import Sampling
+from tests.generator.leases import make_lease
+
+
+@dataclass
+class FlatLogprobs:
+    """vLLM's own, as far as we read it: entries of position i are start_indices[i] to end_indices[i]."""
+
+    positions: list[list[tuple[int, float]]]
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for entries in self.positions:
+            self.start_indices.append(len(self.token_ids))
+            for token_id, logprob in entries:
+                self.token_ids.append(token_id)
+                self.logprobs.append(logprob)
+            self.end_indices.append(len(self.token_ids))
+
+
+def sampling(*, top_p: float = 1.0, top_k: int = 0, temperature: float = 1.0) -> Sampling:
+    return Sampling(temperature, top_p, top_k, 8, 8, ())
+
+
+def test_without_vllm_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ModelError, match=r"needs vLLM 0\.32.*pip install \"async-rl\[vllm\]\""):
+        check_installed()
+
+
+def config(**generator: Any) -> Config:
+    return parse_config({"run": {"dir": "run"}, "model": {"path": "model"}, "generator": generator}, "test")
+
+
+def test_launch_refuses_generators_on_vllm_where_there_is_none_before_it_starts_anything(monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r'generator\.backend = "vllm" needs vLLM 0\.32'):
+        preflight.check_engine(config(backend="vllm"))
+    # Generators of other machines have engines of their own.
+    preflight.check_engine(config(backend="vllm", count=0))
+    preflight.check_engine(config(backend="auto"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_installed", "device", "expected"),
+    [
+        ("auto", True, "cuda:0", True),
+        ("auto", True, None, False),
+        ("auto", False, "cuda:0", False),
+        ("vllm", False, None, True),
+        ("transformers", True, "cuda:0", False),
+    ],
+)
+def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed, device, expected):
+    monkeypatch.setattr(worker, "find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr(worker, "cuda_device", lambda config: device)
+    assert worker.uses_vllm(config(backend=backend)) is expected
+
+
+def test_another_vllm_than_the_supported_one_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.2"))
+    with pytest.raises(ModelError, match=r"expected vLLM 0\.32\.\*, got 0\.31\.2"):
+        check_installed()
+
+
+def test_seeds_of_a_lease_and_of_the_next_differ_and_are_signed_63_bit_numbers():
+    numbers = [n for seed in (7, 8, (5 << 32) + 7) for n in seeds(make_lease(group_size=64, seed=seed))]
+    assert len(set(numbers)) == 3 * 64
+    assert all(0 <= n < 2**63 for n in numbers)
+    assert seeds(make_lease(group_size=2, seed=7)) == numbers[:2]
+
+
+def test_logprobs_are_asked_for_as_many_as_a_kept_set_can_have():
+    assert num_listed(sampling(), 150_000) == 0
+    assert num_listed(sampling(top_k=20), 150_000) == 28
+    assert num_listed(sampling(top_k=20, top_p=0.9), 24) == 24
+    assert num_listed(sampling(top_p=0.9), 4096) == 4096
+    assert num_listed(sampling(top_p=0.9, temperature=0.0), 150_000) == 0
+    with pytest.raises(ModelError, match=r"at most 4096 tokens, of a vocabulary of 150000; set sampling\.top_k"):
+        num_listed(sampling(top_p=0.9), 150_000)
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(monkeypatch):
+    fake = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(DELTA=1))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
+    assert sampling_parameters(sampling(temperature=0.01), 5, listed=0, eos_ids={4, 2})["stop_token_ids"] == [2, 4]
+    with pytest.raises(ModelError, match=r"temperature 0\.009: vLLM samples at 0\.01 at least"):
+        sampling_parameters(sampling(temperature=0.009), 5, listed=0, eos_ids={4, 2})
+
+
+def test_pieces_of_an_answer_add_up_and_finite_logprobs_are_the_kept_set():
+    gathered = Gathered(vocab_size=64)
+    gathered.add([7], FlatLogprobs([[(7, -0.5), (7, -0.5), (3, -1.0), (9, -np.inf)]]))
+    gathered.add(
+        [3, 9], FlatLogprobs([[(3, -0.1), (3, -0.1), (1, -np.inf)], [(9, -2.0), (4, -0.2), (9, -2.0), (0, -np.inf)]])
+    )
+    token_ids, logprobs = gathered.arrays()
+    assert (token_ids.dtype, logprobs.dtype) == (np.int32, np.float32)
+    assert token_ids.tolist() == [7, 3, 9]
+    np.testing.assert_allclose(logprobs, [-0.5, -0.1, -2.0])
+    kept = gathered.kept()
+    assert kept is not None
+    sets = [[t for t in range(64) if contains(kept, np.full(3, t, np.int32))[i]] for i in range(3)]
+    assert sets == [[3, 7], [3], [4, 9]]
+
+
+def test_a_kept_set_that_may_go_on_beyond_the_list_is_an_error():
+    # Three tokens listed and all kept: a fourth with the logit of the third would not be seen.
+    with pytest.raises(EngineError, match=r"all 3 likeliest tokens.*raise sampling\.top_k"):
+        Gathered(vocab_size=64).add([7], FlatLogprobs([[(7, -0.5), (3, -1.0), (9, -2.0)]]))
+    # Of a vocabulary of three nothing is left to be seen.
+    whole = Gathered(vocab_size=3)
+    whole.add([1], FlatLogprobs([[(1, -0.5), (0, -1.0), (2, -2.0)]]))
+    kept = whole.kept()
+    assert kept is not None
+    assert kept.sizes.tolist() == [0]
+
+
+def test_logprobs_of_other_tokens_than_the_sampled_ones_are_an_error():
+    with pytest.raises(EngineError, match="logprobs of 2 tokens, got 1"):
+        Gathered(None).add([7, 8], FlatLogprobs([[(7, -0.5)]]))
+    with pytest.raises(EngineError, match="logprob of token 7 from vLLM, got that of 8"):
+        Gathered(None).add([7], FlatLogprobs([[(8, -0.5)]]))
+
+
+def span(version: str, start: int, end: int) -> SimpleNamespace:
+    return SimpleNamespace(version=version, start=start, end=end)
+
+
+def test_spans_become_a_version_a_token_and_must_cover_all():
+    assert token_versions([span("3", 0, 2), span("5", 2, 5)], 5).tolist() == [3, 3, 5, 5, 5]
+    assert token_versions([], 0).tolist() == []
+    for spans in (
+        None,
+        [span("3", 0, 2)],
+        [span("3", 0, 2), span("4", 3, 5)],
+        [span("default", 0, 5)],
+        [span("3", 1, 5)],
+        [span("3", 0, 6)],
+    ):
+        with pytest.raises(EngineError, match="spans of weight versions over 5 tokens"):
+            token_versions(spans, 5)
+
+
+def test_seats_are_as_many_as_the_cache_holds():
+    estimate = SeatEstimate(64)
+    assert estimate.seats == 64
+    # 16 sequences hold a twelfth of the cache: 64 would hold a third.
+    estimate.observe(16, 1 / 12)
+    assert estimate.seats == 64
+    # 16 hold half of it: 0.9 / (0.5 / 16) = 28.8.
+    estimate.observe(16, 0.5)
+    assert estimate.seats == 28
+    estimate.observe(0, 0.0)
+    assert estimate.seats == 28
+    # The need is forgotten slowly, so that a lull doesn't fetch leases that will not fit.
+    estimate.observe(28, 0.28)
+    assert estimate.seats == 28
+    for _ in range(400):
+        estimate.observe(28, 0.28)
+    assert estimate.seats == 64
+
+
+@given(st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1))))
+def test_there_is_always_a_seat_and_never_more_than_asked_for(observed):
+    estimate = SeatEstimate(64)
+    for num_running, usage in observed:
+        estimate.observe(num_running, usage)
+        assert 1 <= estimate.seats <= 64
+
+
+WEIGHTS = {
+    "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "c": torch.tensor(7, dtype=torch.int64),
+}
+
+
+def test_another_process_sees_every_version_that_is_written_and_the_memory_has_no_name():
+    staging = SharedStaging()
+    staging.write(WEIGHTS)
+    program = (
+        "import sys; from async_rl.generator.shared_staging import map_tensors\n"
+        f"views = map_tensors({staging.path!r}, {staging.size_bytes}, {staging.rows!r})\n"
+        "for _ in sys.stdin: print([v.tolist() for v in views.values()], flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        for factor in (1, 2):
+            staging.write({name: tensor * factor for name, tensor in WEIGHTS.items()})
+            print(file=reader.stdin, flush=True)
+            assert reader.stdout.readline() == f"{[(tensor * factor).tolist() for tensor in WEIGHTS.values()]}\n"
+        reader.stdin.close()
+    staging.close()
+    with pytest.raises(RuntimeError):
+        map_tensors(staging.path, staging.size_bytes, staging.rows)
+
+
+def test_tensors_of_another_layout_are_refused_by_name():
+    staging = SharedStaging()
+    staging.write(WEIGHTS)
+    for other in (WEIGHTS | {"b": torch.zeros(3)}, {"a": WEIGHTS["a"], "b": WEIGHTS["b"]}):
+        with pytest.raises(WeightsError, match=r"expected the tensors of the version before, got others: '[bc]' was"):
+            staging.write(other)
+    staging.close()

@@ -1,0 +1,298 @@
+"""The vLLM backend, on the real engine, against plain full forward passes of the same tiny model (no cache)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.errors import ModelError, WeightsError
+from async_rl.kept_tokens import contains
+from tests.generator.tiny_model import CHARACTERS
+from tests.vllm.tiny import (
+    EOS,
+    VOCABULARY,
+    full_logprobs,
+    make_config,
+    make_model,
+    run_all,
+    scores,
+    submit,
+    weights_of,
+    write_files,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPTS = ["1+1", "what is 23+4", "7", "a longer prompt than the others are"]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_files(tmp_path_factory.mktemp("model"))
+    # What a model's author may have left there: none of it may reach the samples.
+    hidden = {"temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "repetition_penalty": 9.0, "eos_token_id": 5}
+    (path / "generation_config.json").write_text(json.dumps(hidden))
+    return path
+
+
+@pytest.fixture(scope="module")
+def started(directory: Path) -> Iterator:
+    from async_rl.generator.vllm_backend import VllmBackend
+
+    torch.set_num_threads(1)
+    backend = VllmBackend.from_files(directory, make_config(), device="cpu")
+    with pytest.raises(RuntimeError, match="before the first activate"):
+        submit(backend, "a")
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(started) -> Iterator:
+    """The one engine, with the weights of seed 0 as version 3, and nothing running before and after."""
+    started.activate(3, weights_of(0))
+    yield started
+    for lease_id in list(started.progress()):
+        started.cancel(lease_id)
+    started._recompute = False
+    assert started.num_running == 0
+
+
+def steps_until(backend, enough) -> list:
+    """Steps until ``enough(progress)``, or until nothing runs; what they finished."""
+    finished = []
+    while backend.num_running and not enough(backend.progress()):
+        finished += backend.step()
+    return finished
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_logprobs_are_those_of_a_full_forward_pass_at_the_temperature(backend, temperature):
+    model = make_model(0)
+    for i, prompt in enumerate(PROMPTS):
+        submit(backend, str(i), prompt, group_size=3, temperature=temperature, max_new_tokens=10 + 17 * i, seed=i)
+    finished = run_all(backend)
+    assert finished.keys() == {(str(i), j) for i in range(4) for j in range(3)}
+    for sampled in finished.values():
+        np.testing.assert_allclose(sampled.logprobs, scores(model, sampled, temperature), atol=TOLERANCE)
+        assert sampled.versions.tolist() == [3] * len(sampled.token_ids)
+        assert (sampled.prompt_ids.dtype, sampled.token_ids.dtype) == (np.int32, np.int32)
+        assert (sampled.logprobs.dtype, sampled.versions.dtype) == (np.float32, np.int32)
+    assert len({s.token_ids.tobytes() for s in finished.values()}) > 6
+
+
+def test_greedy_takes_the_likeliest_token_and_scores_it_at_temperature_1_beside_others(backend):
+    model = make_model(0)
+    submit(backend, "eval", PROMPTS[1], kind="eval", group_size=1, temperature=0.0, top_p=0.5, max_new_tokens=30)
+    submit(backend, "train", PROMPTS[1], group_size=4, max_new_tokens=30)
+    sampled = run_all(backend)["eval", 0]
+    logprobs = full_logprobs(model, sampled)
+    assert sampled.token_ids.tolist() == logprobs.argmax(-1).tolist()
+    np.testing.assert_allclose(sampled.logprobs, logprobs.max(-1), atol=TOLERANCE)
+    assert sampled.kept is None
+
+
+def test_seeds_are_of_lease_and_index_whoever_samples_beside(backend):
+    submit(backend, "a", PROMPTS[1], group_size=3, seed=11, max_new_tokens=24)
+    alone = run_all(backend)
+    submit(backend, "before", PROMPTS[3], group_size=5, seed=1, temperature=0.5, max_new_tokens=9)
+    submit(backend, "a", PROMPTS[1], group_size=3, seed=11, max_new_tokens=24)
+    # The next lease's seed is the next number: its samples are not these shifted by one.
+    submit(backend, "next", PROMPTS[1], group_size=3, seed=12, max_new_tokens=24)
+    crowd = run_all(backend)
+    for index in range(3):
+        assert crowd["a", index].token_ids.tolist() == alone["a", index].token_ids.tolist()
+    ids = [crowd[name, index].token_ids.tobytes() for name in ("a", "next") for index in range(3)]
+    assert len(set(ids)) == 6
+
+
+def test_answers_end_at_eos_which_is_kept_and_at_the_length_limit(backend):
+    submit(backend, "a", group_size=40, temperature=2.0, max_new_tokens=60)
+    finished = run_all(backend)
+    assert {s.finish_reason for s in finished.values()} == {"stop", "length"}
+    for sampled in finished.values():
+        ids = sampled.token_ids.tolist()
+        if sampled.finish_reason == "stop":
+            # 5 is what generation_config.json calls an end of sequence, too, as in the transformers backend.
+            assert ids[-1] in (EOS, 5)
+            assert not {EOS, 5} & set(ids[:-1])
+        else:
+            assert len(ids) == 60
+        assert sampled.text == "".join(CHARACTERS[i - 3] for i in ids if i > 2)
+
+
+def test_a_stop_string_ends_the_answer_and_stays_in_the_text(backend):
+    submit(backend, "a", group_size=8, max_new_tokens=40, temperature=2.0)
+    finished = run_all(backend)
+    text = max((s.text for s in finished.values()), key=len)
+    stop = text[5:7]
+    submit(backend, "a", group_size=8, max_new_tokens=40, temperature=2.0, stop=(stop, "never said"))
+    stopped = run_all(backend)
+    assert any(stop in whole.text for whole in finished.values())
+    for key, sampled in stopped.items():
+        whole = finished[key]
+        if stop in whole.text:
+            assert sampled.finish_reason == "stop"
+            assert sampled.text == whole.text[: whole.text.index(stop) + 2]
+        else:
+            assert (sampled.text, sampled.finish_reason) == (whole.text, whole.finish_reason)
+        # The tokens are those that made the text, and each has its logprob.
+        np.testing.assert_array_equal(sampled.token_ids, whole.token_ids[: len(sampled.token_ids)])
+        assert len(sampled.logprobs) == len(sampled.versions) == len(sampled.token_ids)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 2), (0.5, 0), (0.8, 5)])
+def test_kept_tokens_are_exactly_what_top_k_and_top_p_left(backend, top_p, top_k):
+    model = make_model(0)
+    submit(backend, "a", group_size=4, top_p=top_p, top_k=top_k, temperature=0.9, max_new_tokens=12, seed=1)
+    for sampled in run_all(backend).values():
+        probabilities = np.exp(full_logprobs(model, sampled, 0.9).astype(np.float64))
+        assert sampled.kept is not None
+        assert contains(sampled.kept, sampled.token_ids).all()
+        for i, (row, token, logprob) in enumerate(zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True)):
+            order = np.argsort(-row)[: top_k or VOCABULARY]
+            share = np.cumsum(row[order]) / row[order].sum()
+            expected = set(order[: int(np.searchsorted(share, top_p)) + 1].tolist())
+            got = {t for t in range(VOCABULARY) if contains(sampled.kept, np.full(len(sampled.kept), t, np.int32))[i]}
+            assert got == expected
+            assert logprob == pytest.approx(float(np.log(row[token] / row[list(expected)].sum())), abs=TOLERANCE)
+
+
+def test_cancel_frees_the_seats_and_returns_nothing_of_the_lease(backend):
+    submit(backend, "stays", PROMPTS[1], group_size=2, seed=3, max_new_tokens=20)
+    expected = run_all(backend)
+    submit(backend, "stays", PROMPTS[1], group_size=2, seed=3, max_new_tokens=20)
+    submit(backend, "goes", PROMPTS[3], group_size=100, seed=4, max_new_tokens=400)
+    steps_until(backend, lambda progress: progress.get("goes", 0) > 100)
+    assert backend.num_running > 64
+    backend.cancel("goes")
+    backend.cancel("never heard of")
+    assert set(backend.progress()) <= {"stays"}
+    got = run_all(backend)
+    assert {k: v.token_ids.tolist() for k, v in got.items()} == {k: v.token_ids.tolist() for k, v in expected.items()}
+    # The engine has stopped the others, too: answers of 400 tokens would still be running.
+    assert backend._engine.load.num_running <= 2
+
+
+def test_progress_grows_while_a_sequence_runs(backend):
+    submit(backend, "a", group_size=2, max_new_tokens=400, temperature=0.7, seed=5)
+    seen = set()
+    while backend.num_running:
+        backend.step()
+        seen.add(backend.progress().get("a", 0))
+    assert len(seen) > 3
+
+
+def test_swaps_amid_64_sequences_lose_none_and_stamp_every_token(backend):
+    """With ``recompute`` every token scores as its own version's full forward pass does, before and after."""
+    backend._recompute = True
+    models = {3: make_model(0), 4: make_model(1), 5: make_model(2), 6: make_model(0), 7: make_model(1)}
+    for i in range(16):
+        submit(backend, str(i), PROMPTS[i % 4], group_size=4, max_new_tokens=300, seed=i)
+    finished, running = {}, []
+    for version in range(4, 8):
+        enough = backend.num_tokens + 64 * 5
+        while backend.num_tokens < enough and backend.num_running:
+            finished |= {(s.lease_id, s.index): s for s in backend.step()}
+        running.append(backend.num_running)
+        backend.activate(version, {n: p.detach() for n, p in models[version].named_parameters()})
+    finished |= run_all(backend)
+    assert finished.keys() == {(str(i), j) for i in range(16) for j in range(4)}
+    assert running[0] > 50
+    num_swapped = 0
+    for sampled in finished.values():
+        assert sampled.versions.tolist() == sorted(sampled.versions)
+        for version in np.unique(sampled.versions).tolist():
+            of_version = sampled.versions == version
+            expected = scores(models[version], sampled)[of_version]
+            np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=TOLERANCE)
+        num_swapped += len(np.unique(sampled.versions)) > 1
+    assert num_swapped > 30
+
+
+def test_a_swap_pauses_64_running_sequences_for_less_than_a_tenth_of_a_second(backend):
+    submit(backend, "a", PROMPTS[1], group_size=512, max_new_tokens=400, temperature=0.7)
+    pauses: list[float] = []
+    for version in range(4, 24):
+        enough = backend.num_tokens + 64
+        while backend.num_tokens < enough and backend.num_running:
+            backend.step()
+        assert backend.num_running >= 64
+        pauses.append(backend.activate(version, weights_of(version % 2)))
+    print(f"pauses: {sorted(round(1e3 * p, 1) for p in pauses)} ms")
+    # The fastest of twenty: others may be using the machine's cores.
+    assert min(pauses) < 0.1, pauses
+
+
+def test_kept_keys_and_values_are_those_of_the_old_weights_until_the_sequence_ends(backend):
+    old, new = make_model(0), make_model(1)
+    submit(backend, "a", PROMPTS[1], group_size=8, max_new_tokens=200, seed=5)
+    steps_until(backend, lambda progress: progress.get("a", 0) > 8 * 30)
+    backend.activate(4, weights_of(1))
+    submit(backend, "b", PROMPTS[1], group_size=2, max_new_tokens=20, seed=6)
+    finished = run_all(backend)
+    swapped = [s for (name, _), s in finished.items() if name == "a" and set(s.versions.tolist()) == {3, 4}]
+    assert swapped
+    for sampled in swapped:
+        first = int((sampled.versions == 3).sum())
+        np.testing.assert_allclose(sampled.logprobs[:first], scores(old, sampled)[:first], atol=TOLERANCE)
+        # The first token of the new weights: they fed the one before it, over keys and values of the old ones.
+        with torch.no_grad():
+            fed = np.concatenate([sampled.prompt_ids, sampled.token_ids[:first]]).astype(np.int64)
+            ids = torch.tensor(fed[None])
+            cache = old(input_ids=ids[:, :-1], use_cache=True).past_key_values
+            logits = new(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1]
+        expected = float(torch.log_softmax(logits, -1)[int(sampled.token_ids[first])])
+        assert sampled.logprobs[first] == pytest.approx(expected, abs=TOLERANCE)
+        assert np.abs(sampled.logprobs[first:] - scores(new, sampled)[first:]).max() > 1e-3
+    for index in range(2):
+        # What began after the swap has nothing of the old weights, the prompt's cache neither.
+        np.testing.assert_allclose(finished["b", index].logprobs, scores(new, finished["b", index]), atol=TOLERANCE)
+
+
+def test_an_older_version_of_another_lineage_replaces_a_newer_one(backend):
+    backend.activate(9, weights_of(1))
+    backend.activate(2, weights_of(2))
+    submit(backend, "a", group_size=2)
+    for sampled in run_all(backend).values():
+        assert set(sampled.versions.tolist()) == {2}
+        np.testing.assert_allclose(sampled.logprobs, scores(make_model(2), sampled), atol=TOLERANCE)
+
+
+def test_missing_unknown_and_misshaped_tensors_are_refused_and_nothing_changes(backend):
+    good, name = weights_of(1), "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(WeightsError, match=r"missing \['model.layers.0.mlp.up_proj.weight'\]"):
+        backend.activate(4, {k: v for k, v in good.items() if k != name})
+    with pytest.raises(WeightsError, match=r"unknown \['extra'\]"):
+        backend.activate(4, good | {"extra": torch.zeros(1)})
+    with pytest.raises(WeightsError, match=r"up_proj.weight: expected shape \[128, 64\], got \[64, 128\]"):
+        backend.activate(4, good | {name: good[name].T})
+    with pytest.raises(WeightsError, match="expected the tensors of the version before"):
+        backend.activate(4, good | {name: good[name].bfloat16()})
+    assert backend.version == 3
+    submit(backend, "a", group_size=1)
+    for sampled in run_all(backend).values():
+        np.testing.assert_allclose(sampled.logprobs, scores(make_model(0), sampled), atol=TOLERANCE)
+
+
+def test_what_the_engine_cannot_do_is_refused_by_name(backend):
+    with pytest.raises(ModelError, match=r"sequences end at 464.*lower sampling.max_new_tokens"):
+        submit(backend, "a", max_new_tokens=600)
+    with pytest.raises(ModelError, match=r"temperature 0\.001: vLLM samples at 0\.01 at least"):
+        submit(backend, "a", temperature=0.001)
+    assert backend.num_running == 0
+
+
+def test_weights_that_give_nan_are_refused_when_they_have_sampled(backend):
+    broken = weights_of(1)
+    broken["model.norm.weight"][0] = torch.nan
+    backend.activate(4, broken)
+    submit(backend, "a", max_new_tokens=4)
+    with pytest.raises(WeightsError, match="version 4 gives NaN"):
+        run_all(backend)
