@@ -58,6 +58,10 @@ class WeightsError(AsyncRLError):
     """Weights did not arrive, or their digest does not match their manifest."""
 
 
+class CorruptWeightsError(WeightsError):
+    """Bytes came, but not those of the manifest."""
+
+
 class RewardError(AsyncRLError):
     """A reward can't be computed at all: its verifier does not start, its row has no answer. Never a wrong one."""
 
