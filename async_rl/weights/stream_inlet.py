@@ -27,7 +27,8 @@ from async_rl.weights.transport import Filled
 MAX_ROUNDS = 4
 """One for all buckets, and so many less one for those that came corrupt."""
 _STALL_S = 10.0
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
+"""Received and digested at a time. Smaller reads cost more, each for itself; larger ones leave the cache."""
 
 
 @dataclass(frozen=True, slots=True)
