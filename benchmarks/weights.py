@@ -408,12 +408,12 @@ def _work_of(step_s: float) -> Callable[[], None]:
     matrix = torch.randn(512, 512)
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < step_s:
-        matrix @ matrix
+        torch.mm(matrix, matrix)
         count += 1
 
     def work() -> None:
         for _ in range(count):
-            matrix @ matrix
+            torch.mm(matrix, matrix)
 
     return work
 

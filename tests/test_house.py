@@ -32,7 +32,7 @@ LIGHT = (
     "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "task_config",
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
     "rewards", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend",
-    "generator.fake_backend",
+    "generator.fake_backend", "weights.receiver", "weights.stream_server", "weights.delta", "weights.transport",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 
