@@ -92,7 +92,7 @@ class RawSocket:
     """``sendall`` to ``recv_into`` over loopback; the receiver confirms with a byte."""
 
     def __init__(self, size: int) -> None:
-        self._data = memoryview(np.ones(size, np.uint8)).cast("B")
+        self._data = np.ones(size, np.uint8).data
         listener = socket.create_server(("127.0.0.1", 0))
         self._child = Child(_raw_receiver, listener.getsockname()[1], size)
         self._connection, _ = listener.accept()
