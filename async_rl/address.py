@@ -75,7 +75,22 @@ def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
     if not is_trusted and not is_loopback(host):
         raise AddressError(
             f"weights would pass {host} by NCCL or gloo, which authenticate and encrypt nothing, keys or not; set "
-            f"weights.trusted_network = true (or pass --insecure) on a network that you trust"
+            f"weights.trusted_network = true (or pass --insecure) on a network that you trust, or let them pass by tcp "
+            f'(weights.transport = "auto")'
+        )
+
+
+def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
+    """Refuse to send or receive weights by ``tcp`` beyond loopback, without keys, on a network nobody called trusted.
+
+    Raises:
+        AddressError: weights would pass in the clear, from anybody.
+    """
+    if not has_keys and not is_trusted and not is_loopback(host):
+        raise AddressError(
+            f"weights would pass {host} by tcp, neither encrypted nor authenticated; make keys (async-rl keys new "
+            f'keys) and set queue.keys = "keys", or set weights.trusted_network = true (or pass --insecure) on a '
+            f"network that you trust"
         )
 
 

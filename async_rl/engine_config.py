@@ -80,13 +80,19 @@ class GeneratorConfig(Section):
 
 
 class WeightsConfig(Section):
-    transport: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="auto: nccl where the learner runs on CUDA, else gloo"
+    transport: Literal["auto", "tcp", "gloo", "nccl"] = Field(
+        default="auto",
+        description="auto: on one host or a trusted network nccl (learner on CUDA) or gloo, else tcp",
+    )
+    deltas: Literal["auto", "on", "off"] = Field(
+        default="auto", description="tcp sends only what changed; auto: where generators are on other machines"
     )
     sync_every: int = Field(default=1, ge=1, description="publish every so many versions")
     deadline_s: float = Field(default=60.0, gt=0, description="a generator that is not done by then is dropped")
     bucket_bytes: int = Field(default=64 << 20, ge=1024, description="bytes of one digested part of a version")
     staging_bytes: int | None = Field(
-        default=None, ge=1024, description="host memory for versions in flight; none: two"
+        default=None, ge=1024, description="host memory for versions in flight; none: two (tcp: three)"
     )
-    trusted_network: bool = False
+    trusted_network: bool = Field(
+        default=False, description="nobody else is on the network: collectives allowed, tcp in the clear"
+    )

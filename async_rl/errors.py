@@ -62,6 +62,10 @@ class EngineError(AsyncRLError):
     """An inference engine of other make has died, failed or answered what it should not; its generator ends."""
 
 
+class CorruptWeightsError(WeightsError):
+    """Bytes came, but not those of the manifest."""
+
+
 class RewardError(AsyncRLError):
     """A reward can't be computed at all: its verifier does not start, its row has no answer. Never a wrong one."""
 

@@ -211,7 +211,9 @@ def check_devices(config: Config, *roles: str) -> None:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wants_nccl and not count:
-        raise ConfigError('weights.transport: "nccl" needs CUDA devices, but torch finds none; set "auto" or "gloo"')
+        raise ConfigError(
+            'weights.transport: "nccl" needs CUDA devices, but torch finds none; set "auto", "gloo" or "tcp"'
+        )
     for key, devices in named.items():
         if not count:
             raise ConfigError(

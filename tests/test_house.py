@@ -33,7 +33,8 @@ LIGHT = (
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
     "local_code", "rewards", "sandbox", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend",
     "generator.fake_backend", "generator.seat_estimate", "generator.shared_staging", "generator.vllm_plugin",
-    "generator.vllm_engine", "generator.vllm_sampling",
+    "generator.vllm_engine", "generator.vllm_sampling", "weights.receiver", "weights.stream_server", "weights.delta",
+    "weights.transport",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

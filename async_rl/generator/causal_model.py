@@ -89,6 +89,13 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
+    quantization: Any = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"the transformers backend runs full weights, got a model quantised by {method}; train from the weights "
+            f'that it was made of, or use generator.backend = "vllm"'
+        )
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer.__name__} or config.is_encoder_decoder:
         raise ModelError(
@@ -133,6 +140,11 @@ class WeightTable:
         """
         missing = sorted(self._parameters.keys() - weights.keys())
         unknown = sorted(weights.keys() - self._parameters.keys() - self._aliases.keys())
+        if adapters := [name for name in unknown if ".lora_" in name]:
+            raise WeightsError(
+                f"got {len(adapters)} tensors of LoRA adapters, {adapters[0]} among them: the transformers backend "
+                f"runs full weights only; merge them in the learner"
+            )
         if missing or unknown:
             raise WeightsError(
                 f"expected the model's {len(self._parameters)} parameters, got {len(weights)} tensors: "

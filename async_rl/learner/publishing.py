@@ -67,6 +67,10 @@ class StagedWeights:
         return {
             "members": stats.members,
             "transfer_s": stats.last_transfer_s,
+            "pulled_bytes": stats.pulled_bytes,
+            "pulled_full_bytes": stats.pulled_full_bytes,
+            "delta_bytes": stats.delta_bytes,
+            "delta_s": stats.delta_s,
             "failures": stats.failures,
             "corrupt": stats.corrupt,
             "dropped_members": stats.dropped,

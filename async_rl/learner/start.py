@@ -40,6 +40,7 @@ from async_rl.run_dir import RunDir, check_run_dir, prepare_run_dir
 from async_rl.step_log import StepLog
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
+from async_rl.weights.transport import choose_transport
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,12 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
             config_toml=config_to_toml(config), files=parts.files, snapshot=snapshot,
         )  # fmt: skip
         staging = Staging(
-            config.weights.staging_bytes, config.weights.bucket_bytes, deadline_s=config.weights.deadline_s
+            config.weights.staging_bytes,
+            config.weights.bucket_bytes,
+            deadline_s=config.weights.deadline_s,
+            is_pulled=publisher.transport == "tcp",
+            # One that is pulled stays until the pull is over: without a second there would be none to publish.
+            min_versions=2,
         )
         weights: WeightsPlane = StagedWeights(staging, publisher)
         if config.learner.n_behind is not None:
@@ -183,17 +189,21 @@ def _restore(engine: Engine, checkpoint: Path | None) -> tuple[TrainerState, byt
 
 
 def _publisher(config: Config, queue_address: str, parts: Parts) -> Publisher:
-    transport = config.weights.transport
-    if transport == "auto":
-        transport = "nccl" if parts.device.type == "cuda" else "gloo"
+    host, weights = _weights_host(queue_address), config.weights
+    is_trusted = parts.insecure or weights.trusted_network
+    transport = choose_transport(
+        weights.transport, has_cuda=parts.device.type == "cuda", is_trusted=is_trusted or is_loopback(host)
+    )
+    logger.info("weights travel by %s from %s", transport, host)
     return Publisher(
-        _weights_host(queue_address),
-        deadline_s=config.weights.deadline_s,
-        insecure=parts.insecure or config.weights.trusted_network,
+        host,
+        deadline_s=weights.deadline_s,
+        insecure=is_trusted,
         keys=None if config.queue.keys is None else ServerKeys.made_up(config.queue.keys),
         transport=transport,
         device=str(parts.device) if transport == "nccl" else None,
-        chunk_bytes=config.weights.bucket_bytes,
+        chunk_bytes=weights.bucket_bytes,
+        has_deltas=None if weights.deltas == "auto" else weights.deltas == "on",
     )
 
 

@@ -137,9 +137,20 @@ class Buffers:
     def holds(self, manifest: Manifest) -> bool:
         """Whether this very version is here, verified."""
         key = (manifest.lineage, manifest.version, manifest.digest)
+        return any((s.lineage, s.version, s.digest) == key for s in self._held())
+
+    def newest_digest(self) -> str:
+        """Digest of the weights that came last and are still here; empty without any."""
+        return next((staged.digest for staged in self._held()), "")
+
+    def find(self, digest: str) -> list[Tensor] | None:
+        """The buckets of the weights with this digest. The transfer thread may read them until its next ``reserve``."""
+        return next((staged._buffer.buckets for staged in self._held() if staged.digest == digest), None)
+
+    def _held(self) -> list[StagedWeights]:
+        """Newest first."""
         with self._lock:
-            held = [s for s in (self._waiting, self._handed_out, self._in_use) if s is not None]
-        return any((s.lineage, s.version, s.digest) == key for s in held)
+            return [s for s in (self._waiting, self._handed_out, self._in_use) if s is not None]
 
 
 def tensor_views(manifest: Manifest, buckets: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -1,15 +1,17 @@
 """What publisher and receivers say to each other on the control channel. Weights themselves never pass here.
 
 A receiver says ``Join`` and then ``Alive`` every second; the publisher answers each with ``Check``, or with
-``Unknown`` where it knows no such member. One attempt at a version: ``Enter`` -> ``Ready`` -> ``Go`` -> (broadcast)
--> ``Ack`` or ``Failed``. An epoch names a communicator; it is kept over attempts while membership stays the same.
+``Unknown`` where it knows no such member. One attempt at a version by a collective: ``Enter`` -> ``Ready`` -> ``Go``
+-> (broadcast) -> ``Ack`` or ``Failed``; by the stream: ``Fetch`` -> (pull) -> ``Ack`` or ``Failed``. An epoch names a
+communicator; it is kept over attempts while membership stays the same.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from async_rl.codec import field
 from async_rl.errors import WeightsError, WireError
@@ -25,11 +27,15 @@ _MAX_REASON = 2000
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """I want every version. ``host`` is where my collectives listen."""
+    """I want every version. ``host`` is where my collectives listen, if I take part in any (``collectives``: which).
+    ``digest`` is of the newest weights that I hold, empty without any.
+    """
 
     generator_id: str
     host: str
     pid: int
+    collectives: list[str]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +57,16 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Every byte of this version is here and matches its digest (said at ``Enter`` where it was here before)."""
+    """Every byte of this version is here and matches its digest (said at ``Enter`` where it was here before).
+
+    ``wire_bytes`` came for it, ``num_corrupt`` buckets of them twice, since what came first did not match.
+    """
 
     attempt: int
     version: int
     digest: str
+    wire_bytes: int
+    num_corrupt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +123,29 @@ class Go:
     chunk_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Pull this version from ``port`` of my host, showing ``token``, within ``deadline_s``. A ``key``: it is sealed.
+
+    ``delta_sizes[l][b]`` is the size of bucket b's delta in link l of a chain from the weights with digest ``base``
+    (-1: none); an empty ``base`` means that there is no chain. A chain of no links: you hold these very weights.
+    """
+
+    attempt: int
+    manifest: Mapping[str, Any]
+    port: int
+    token: bytes
+    key: bytes
+    base: str
+    delta_sizes: list[list[int]]
+    deadline_s: float
+
+
+def seconds_until(deadline: float) -> float:
+    """From now to a time of the monotonic clock; not below 0."""
+    return max(0.0, deadline - time.monotonic())
+
+
 def channel(address: str, public_key: bytes | None) -> str:
     """``Announcement.channel``: where the publisher is, and the key (z85) that it must prove, if it has one."""
     return address if public_key is None else f"{address} {public_key.decode()}"
@@ -138,13 +172,20 @@ def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKey
 
 
 MemberMessage = Join | Alive | Leave | Ready | Ack | Failed
-PublisherMessage = Check | Unknown | Dropped | Enter | Go
+PublisherMessage = Check | Unknown | Dropped | Enter | Go | Fetch
 TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Alive, Leave, Ready, Ack, Failed)
-TO_MEMBER: tuple[type[PublisherMessage], ...] = (Check, Unknown, Dropped, Enter, Go)
+TO_MEMBER: tuple[type[PublisherMessage], ...] = (Check, Unknown, Dropped, Enter, Go, Fetch)
 
 _T = TypeVar("_T")
+
+
+def _plain_type(hint: Any) -> type:
+    """What a field of this annotation is on the wire."""
+    return {Mapping: dict, list: list}.get(get_origin(hint), hint)
+
+
 _KINDS: dict[type, dict[str, Any]] = {
-    record: {name: dict if hint == Mapping[str, Any] else hint for name, hint in get_type_hints(record).items()}
+    record: {name: _plain_type(hint) for name, hint in get_type_hints(record).items()}
     for record in (*TO_PUBLISHER, *TO_MEMBER)
 }
 

@@ -1,8 +1,9 @@
 """The learner's side of the weights channel: who listens, and what is sent to whom.
 
-``Publisher`` lives in learner rank 0. ``publish`` only notes the newest staged version; one background thread serves
-the control socket and drives ``Rounds``, another runs the collectives. A dead or frozen generator costs the others at
-most ``deadline_s``, and the training step nothing.
+``Publisher`` lives in learner rank 0. ``publish`` only notes the newest staged version; a background thread serves the
+control socket, drives ``Rounds`` and does what it says over the run's transports: the collective (if it has one), and
+the stream, which every run has. A dead or frozen generator costs the others at most ``deadline_s``, and the training
+step nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from dataclasses import dataclass
 
 import zmq
 
-from async_rl.address import refuse_open_collectives
-from async_rl.errors import AddressError, WeightsError, WireError
-from async_rl.keys import Guard, ServerKeys
+from async_rl.address import is_loopback, refuse_open_collectives, refuse_open_stream
+from async_rl.errors import AddressError, WeightsError
+from async_rl.keys import ServerKeys
 from async_rl.weights import control
 from async_rl.weights.background import Wake
-from async_rl.weights.manifest import manifest_fields
-from async_rl.weights.rounds import DropAction, EnterAction, FinishAction, GoAction, Rounds
-from async_rl.weights.sender import Sender
+from async_rl.weights.collective_sender import CollectiveSender
+from async_rl.weights.deliveries import Deliveries
+from async_rl.weights.member_socket import WILDCARDS, MemberSocket
+from async_rl.weights.rounds import Rounds
 from async_rl.weights.staging import StagedVersion
+from async_rl.weights.stream_sender import StreamSender
+from async_rl.weights.transport import Delivery, TransportName
 
-_WILDCARDS = ("*", "0.0.0.0", "::")
 _POLL_MS = 100
 _MAX_STALL_S = 10.0
 _MAX_READY_S = 5.0
 _MAX_SILENT_S = 10.0
-_RETRY_S = 2.0
 _PROBE_S = 0.25
 _JOIN_THREAD_S = 5.0
 
@@ -40,7 +42,9 @@ class PublisherStats:
     """Cumulative, except ``members``, ``lacking`` and ``last_transfer_s``.
 
     ``transfer_s`` is the time spent in collectives, ``sent_bytes`` counts a broadcast once, whatever its audience.
-    ``superseded`` versions were replaced by a newer one before every member had them.
+    ``pulled_bytes`` went through the stream where full copies would have been ``pulled_full_bytes``; ``delta_bytes``
+    and ``delta_s`` are of the newest delta. ``last_transfer_s`` is of the last collective, or of the last pull from
+    its offer to its end. ``superseded`` versions were replaced by a newer one before every member had them.
     """
 
     members: int = 0
@@ -50,6 +54,12 @@ class PublisherStats:
     last_transfer_s: float = 0.0
     sent_bytes: int = 0
     attempts: int = 0
+    pulls: int = 0
+    pulled_bytes: int = 0
+    pulled_full_bytes: int = 0
+    delta_bytes: int = 0
+    delta_s: float = 0.0
+    server_starts: int = 0
     failures: int = 0
     corrupt: int = 0
     joined: int = 0
@@ -63,14 +73,16 @@ class Publisher:
     """Sends the newest staged version to every receiver that joined, and to those that join later.
 
     Args:
-        bind_host: where the control socket, the store and the collectives listen.
+        bind_host: where the control socket, the stream, the store and the collectives listen.
         advertise_host: the name under which generators reach ``bind_host``; needed where that is a wildcard.
         deadline_s: a generator that has no version so long after it was told of one is dropped (it may join again).
-        insecure: allow to listen beyond loopback (collectives authenticate nobody, with keys or without).
+        insecure: the network is trusted: allow collectives beyond loopback, and the stream in the clear.
         keys: of the control channel, which then lets in listed clients only; none: it is not encrypted.
-        transport: ``gloo``, or ``nccl`` where learner and generators have CUDA devices of their own.
+        transport: ``tcp``, ``gloo``, or ``nccl`` where learner and generators have CUDA devices of their own.
         device: rank 0's CUDA device, for ``nccl``.
         chunk_bytes: bytes of one collective; also the device buffer of ``nccl``.
+        has_deltas: with ``tcp``, send differences to who holds the version before; None: beyond loopback.
+        is_sealed: encrypt the stream (needs ``keys``); None: beyond loopback with keys, unless ``insecure``.
 
     Raises:
         AddressError: the address is open to a network, busy, or can't be advertised.
@@ -84,19 +96,21 @@ class Publisher:
         insecure: bool,
         keys: ServerKeys | None = None,
         advertise_host: str | None = None,
-        transport: str = "gloo",
+        transport: TransportName = "gloo",
         device: str | None = None,
         chunk_bytes: int = 64 << 20,
+        has_deltas: bool | None = None,
+        is_sealed: bool | None = None,
     ) -> None:
-        self._bind_host = bind_host
-        self._host = advertise_host or bind_host
-        if self._host in _WILDCARDS:
+        host = advertise_host or bind_host
+        if host in WILDCARDS:
             raise AddressError(f"{bind_host!r} is no address that generators could connect to; pass one to advertise")
-        refuse_open_collectives(bind_host, is_trusted=insecure)
-        self._deadline_s = deadline_s
-        self._stall_s = min(_MAX_STALL_S, deadline_s / 3)
-        self._transport = transport
-        self._chunk_bytes = chunk_bytes
+        is_local = is_loopback(bind_host)
+        if transport == "tcp":
+            refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
+        else:
+            refuse_open_collectives(bind_host, is_trusted=insecure)
+        self._transport: TransportName = transport
         self._rounds = Rounds(
             deadline_s=deadline_s,
             ready_s=min(_MAX_READY_S, deadline_s / 4),
@@ -104,12 +118,9 @@ class Publisher:
         )
         self._published: deque[StagedVersion] = deque()
         self._results: deque[Callable[[], None]] = deque()
-        self._newest: StagedVersion | None = None
-        self._pinned: StagedVersion | None = None
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
         self._last_transfer_s = 0.0
-        self._last_drop = ""
         self._next_probe = 0.0
         self._changed = threading.Condition()
         self._stats = PublisherStats()
@@ -118,23 +129,44 @@ class Publisher:
         self._closing = False
         self._wake = Wake()
         self._context = zmq.Context()
-        self._guard: Guard | None = None
-        self._socket = self._bind(keys)
-        self._sender = Sender(
-            transport,
-            bind_host="0.0.0.0" if bind_host == "*" else bind_host,
-            local_host=self._host if bind_host in _WILDCARDS else bind_host,
-            stall_s=self._stall_s,
-            chunk_bytes=chunk_bytes,
-            device=device,
+        self._socket = MemberSocket(self._context, bind_host, host, keys)
+        listen_host = "0.0.0.0" if bind_host == "*" else bind_host
+        if is_sealed is None:
+            is_sealed = keys is not None and not insecure and not is_local
+        if has_deltas is None:
+            has_deltas = not is_local
+        self._stream = StreamSender(listen_host, is_sealed=is_sealed, has_deltas=has_deltas and transport == "tcp")
+        collective = None
+        if transport != "tcp":
+            collective = CollectiveSender(
+                transport,
+                bind_host=listen_host,
+                local_host=host if bind_host in WILDCARDS else bind_host,
+                stall_s=min(_MAX_STALL_S, deadline_s / 3),
+                chunk_bytes=chunk_bytes,
+                device=device,
+                done=self._collective_done,
+            )
+        self._deliveries = Deliveries(
+            self._rounds,
+            transport=transport,
+            collective=collective,
+            stream=self._stream,
+            tell=self._tell,
+            counts=self._counts,
         )
         self._thread = threading.Thread(target=self._run, name="weights-publish", daemon=True)
         self._thread.start()
 
     @property
+    def transport(self) -> TransportName:
+        """By which versions travel, but for what the stream has to make up for."""
+        return self._transport
+
+    @property
     def address(self) -> str:
         """What goes into ``Announcement.channel``."""
-        return self._address
+        return self._socket.address
 
     def publish(self, staged: StagedVersion) -> None:
         """Make this the version that everyone shall have. Returns at once; the version before is retired.
@@ -177,80 +209,48 @@ class Publisher:
         if self._error is not None:
             raise WeightsError(f"the weights publisher has failed: {self._error!r}") from self._error
 
-    def _bind(self, keys: ServerKeys | None) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        if keys is not None:
-            self._guard = keys.guard(socket, self._context)
-        socket.linger = 0
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, control.TO_PUBLISHER_LIMITS.max_bytes)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.IPV6, int(":" in self._bind_host))
-        try:
-            port = socket.bind_to_random_port(f"tcp://{_url_host(self._bind_host)}")
-        except zmq.ZMQError as error:
-            raise AddressError(f"can't listen for weights at {self._bind_host}: {error}") from error
-        self._address = control.channel(f"tcp://{_url_host(self._host)}:{port}", keys.public if keys else None)
-        return socket
-
     # Everything below runs in the publisher's thread.
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        self._socket.register(poller)
         poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._closing:
-                poller.poll(_POLL_MS)
+                # Anew in every turn: a server that was started again has another descriptor.
+                server = self._stream.fileno()
+                poller.register(server, zmq.POLLIN)
+                ready = dict(poller.poll(_POLL_MS))
+                poller.unregister(server)
                 self._wake.clear()
-                self._take_published()
+                if server in ready:
+                    self._stream.poll()
+                while self._published:
+                    self._deliveries.publish(self._published.popleft())
                 while self._results:
                     self._results.popleft()()
-                self._receive()
+                for member_id, message in self._socket.receive():
+                    self._handle(member_id, message)
                 self._probe()
-                self._act()
+                self._deliveries.act()
                 self._note()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            if self._pinned is not None and not self._rounds.sending:
-                self._pinned.unpin()
-            self._sender.close(_JOIN_THREAD_S)
-            self._socket.close()
-            if self._guard is not None:
-                self._guard.stop()
-            self._context.term()
+            self._end()
 
-    def _take_published(self) -> None:
-        while self._published:
-            staged = self._published.popleft()
-            if self._newest is not None:
-                self._counts["superseded"] += bool(self._rounds.lacking())
-                self._newest.retire()
-            self._newest = staged
-            self._rounds.publish(staged.manifest.version)
-
-    def _receive(self) -> None:
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                if len(frames) != 2:
-                    raise WireError(f"expected 2 frames, got {len(frames)}")
-                message = control.decode_message(frames[1], control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
-            except WireError:
-                self._counts["malformed"] += 1
-                continue
-            self._handle(frames[0], message)
+    def _end(self) -> None:
+        self._deliveries.close(_JOIN_THREAD_S)
+        self._socket.close()
+        self._context.term()
 
     def _handle(self, member_id: bytes, message: control.MemberMessage) -> None:
         now = time.monotonic()
         if isinstance(message, control.Join):
-            self._rounds.join(member_id, message.generator_id, now)
+            collects = self._transport in message.collectives
+            self._rounds.join(member_id, message.generator_id, now, collects=collects, digest=message.digest)
             self._counts["joined"] += 1
             self._tell(member_id, control.Check())
             return
@@ -265,87 +265,46 @@ class Publisher:
                 self._rounds.leave(member_id)
             case control.Ready(attempt):
                 self._rounds.ready(member_id, attempt)
-            case control.Ack(attempt, version, digest):
-                self._ack(member_id, attempt, version, digest)
+            case control.Ack():
+                self._ack(member_id, message)
             case control.Failed(attempt, reason, corrupt):
                 self._counts["corrupt"] += corrupt
                 self._fail(member_id, attempt, reason)
 
-    def _ack(self, member_id: bytes, attempt: int, version: int, digest: str) -> None:
-        newest = self._newest.manifest if self._newest is not None else None
-        if newest is not None and newest.version == version and newest.digest != digest:
+    def _ack(self, member_id: bytes, ack: control.Ack) -> None:
+        staged = self._deliveries.version_of(ack.attempt)
+        manifest = None if staged is None else staged.manifest
+        if manifest is not None and manifest.version == ack.version and manifest.digest != ack.digest:
             self._counts["corrupt"] += 1
-            self._fail(member_id, attempt, f"expected digest {newest.digest} of version {version}, got {digest}")
+            reason = f"expected digest {manifest.digest} of version {ack.version}, got {ack.digest}"
+            self._fail(member_id, ack.attempt, reason)
             return
-        self._rounds.ack(member_id, attempt, version)
+        self._counts["corrupt"] += ack.num_corrupt
+        pulled_s = self._deliveries.pulled_for(ack.attempt)
+        if pulled_s is not None and manifest is not None:
+            self._last_transfer_s = pulled_s
+            self._counts["pulled_bytes"] += ack.wire_bytes
+            self._counts["pulled_full_bytes"] += manifest.size_bytes
+        self._rounds.ack(member_id, ack.attempt, ack.version, ack.digest)
 
     def _fail(self, member_id: bytes, attempt: int, reason: str) -> None:
         self._counts["failures"] += 1
         self._rounds.failed(member_id, attempt, reason)
 
-    def _act(self) -> None:
-        while actions := self._rounds.advance(time.monotonic()):
-            for action in actions:
-                match action:
-                    case EnterAction():
-                        self._enter(action)
-                    case GoAction():
-                        self._go(action)
-                    case FinishAction():
-                        self._finish(action)
-                    case DropAction(member_id, reason):
-                        self._counts["dropped"] += 1
-                        self._last_drop = reason
-                        self._tell(member_id, control.Dropped(reason, _RETRY_S))
+    def _collective_done(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
+        """In the sender's thread."""
+        self._results.append(lambda: self._sent(delivery, elapsed_s, error))
+        self._wake.set()
 
-    def _enter(self, action: EnterAction) -> None:
-        staged = self._newest
-        assert staged is not None
-        if action.first:
-            if not staged.pin():
-                # Its buffer went to a newer version, which is published in a moment.
-                self._rounds.publish(None)
-                return
-            self._pinned = staged
-        message = control.Enter(action.attempt, self._transport, manifest_fields(staged.manifest))
-        for member_id in action.member_ids:
-            self._tell(member_id, message)
-
-    def _go(self, action: GoAction) -> None:
-        staged = self._pinned
-        assert staged is not None
-        port = self._sender.listen() if action.build else 0
-        size = len(action.participants) + 1
-        remaining_s = max(0.0, action.deadline - time.monotonic())
-        for rank, member_id in enumerate(action.participants, start=1):
-            go = control.Go(
-                action.attempt, action.epoch, rank, size, port, self._stall_s, remaining_s, self._chunk_bytes
-            )
-            self._tell(member_id, go)
-        self._counts["attempts"] += 1
-
-        def done(elapsed_s: float, error: Exception | None) -> None:
-            self._results.append(lambda: self._sent(action, staged, elapsed_s, error))
-            self._wake.set()
-
-        self._sender.send(staged.buckets, size=size, deadline=action.deadline, done=done)
-
-    def _sent(self, action: GoAction, staged: StagedVersion, elapsed_s: float, error: Exception | None) -> None:
+    def _sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
         self._transfer_s += elapsed_s
         self._last_transfer_s = elapsed_s
         if error is None:
-            self._counts["sent_bytes"] += staged.manifest.size_bytes
+            self._counts["sent_bytes"] += delivery.staged.manifest.size_bytes
         else:
             self._counts["failures"] += 1
             self._next_probe = 0.0
-        self._rounds.sent(action.attempt, ok=error is None)
-
-    def _finish(self, action: FinishAction) -> None:
-        if not action.intact:
-            self._sender.disconnect()
-        if self._pinned is not None:
-            self._pinned.unpin()
-            self._pinned = None
+        self._rounds.sent(delivery.attempt, ok=error is None)
 
     def _probe(self) -> None:
         """Say something to those whose answer is awaited: a send to one whose connection is gone fails at once."""
@@ -356,30 +315,26 @@ class Publisher:
                 self._tell(member_id, control.Check())
 
     def _tell(self, member_id: bytes, message: control.PublisherMessage) -> None:
-        try:
-            self._socket.send_multipart([member_id, control.encode_message(message)], zmq.NOBLOCK)
-        except zmq.Again:
-            self._counts["unsent"] += 1  # It does not read; its silence will drop it.
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            if member_id in self._rounds.members:
-                self._counts["dropped"] += 1
-                self._last_drop = "its connection is gone"
-                self._rounds.leave(member_id)
+        if not self._socket.tell(member_id, message) and member_id in self._rounds.members:
+            self._counts["dropped"] += 1
+            self._deliveries.last_drop = "its connection is gone"
+            self._rounds.leave(member_id)
 
     def _note(self) -> None:
         lacking = len(self._rounds.lacking())
-        if self._newest is not None:
-            self._newest.mark_delivered(lacking == 0)
         counts = {name: self._counts[name] for name in _COUNTED}
+        stream = self._stream.stats()
         stats = PublisherStats(
             members=len(self._rounds.members),
             lacking=lacking,
             wanted=self._rounds.wanted,
             transfer_s=self._transfer_s,
             last_transfer_s=self._last_transfer_s,
-            last_drop=self._last_drop,
+            last_drop=self._deliveries.last_drop,
+            malformed=self._socket.num_malformed,
+            delta_bytes=stream.delta_bytes,
+            delta_s=stream.delta_s,
+            server_starts=stream.server_starts,
             **counts,
         )
         with self._changed:
@@ -389,8 +344,7 @@ class Publisher:
                 self._changed.notify_all()
 
 
-_COUNTED = ("sent_bytes", "attempts", "failures", "corrupt", "joined", "dropped", "superseded", "malformed")
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+_COUNTED = (
+    "sent_bytes", "attempts", "pulls", "pulled_bytes", "pulled_full_bytes", "failures", "corrupt", "joined", "dropped",
+    "superseded",
+)  # fmt: skip

@@ -2,7 +2,8 @@
 
 The worker's loop calls ``follow`` with each announcement, ``poll`` between two steps, and ``activated`` once the
 backend uses what ``poll`` gave. Two background threads do the rest: one talks to the publisher (and sends the signs
-of life), one sits in collectives, outside the interpreter's lock. torch is imported by the first of them to need it.
+of life), one transfers (``transfers.py``), mostly outside the interpreter's lock. torch is imported by the first of
+them to need it.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import zmq
 
-from async_rl.address import check_address, local_host_towards, refuse_open_collectives
+from async_rl.address import check_address, is_loopback, local_host_towards, refuse_open_stream
 from async_rl.errors import AsyncRLError, WeightsError, WireError
 from async_rl.keys import ClientKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
-from async_rl.weights.background import JobThread, Wake
-from async_rl.weights.buffers import Buffer, Buffers, StagedWeights
-from async_rl.weights.manifest import Manifest, digest_bytes, manifest_from_fields
+from async_rl.weights.background import Wake
+from async_rl.weights.buffers import Buffers, StagedWeights
+from async_rl.weights.collective_inlet import CollectiveOrder
+from async_rl.weights.manifest import Manifest, manifest_from_fields
+from async_rl.weights.stream_inlet import StreamOrder
+from async_rl.weights.transfers import ReceiverStats, Transfers
 
-if TYPE_CHECKING:
-    from async_rl.weights.collective import CollectiveGroup
+__all__ = ["Receiver", "ReceiverStats"]
 
 _POLL_MS = 100
 _CONNECT_RETRY_S = 0.1
@@ -35,26 +38,13 @@ _SILENT_S = 15.0
 _CLOSE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverStats:
-    """Cumulative. ``corrupt`` transfers brought bytes that did not match their digests; they count as failed too."""
-
-    received: int = 0
-    failed: int = 0
-    corrupt: int = 0
-    receive_s: float = 0.0
-    received_bytes: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attempt:
-    """What the transfer thread needs for one attempt. ``host`` is the publisher's, ``local_host`` this side's."""
+    """A collective that this side was told to enter."""
 
     number: int
     backend: str
     manifest: Manifest
-    host: str
-    local_host: str
 
 
 class Receiver:
@@ -62,7 +52,8 @@ class Receiver:
 
     Args:
         generator_id: as in the generator's handshake with the queue.
-        insecure: allow collectives to listen beyond loopback (nothing on them is authenticated).
+        insecure: the network is trusted: take part in collectives beyond loopback (nothing on them is authenticated),
+            and pull weights in the clear.
         device: this generator's CUDA device, where the publisher uses NCCL.
         keys: this generator's; needed where the publisher has keys.
     """
@@ -79,9 +70,8 @@ class Receiver:
         self._arrived = Wake()
         self._wake = Wake()
         self._outbox: deque[tuple[str, control.MemberMessage]] = deque()
-        self._stats = ReceiverStats()
         self._channel_error: str | None = None
-        self._transfer_error: str | None = None
+        self._offer_error: str | None = None
         self._crash: Exception | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -89,14 +79,12 @@ class Receiver:
         self._socket: zmq.Socket[bytes] | None = None
         self._channel = ""
         self._joined_lineage = ""
-        self._local_host = ""
+        self._host = self._local_host = ""
         self._heard = 0.0
         self._next_beat = 0.0
         self._joined = False
         self._attempt: _Attempt | None = None
-        self._transfers: JobThread | None = None
-        self._group: CollectiveGroup | None = None
-        self._epoch = -1
+        self._transfers = Transfers(self._buffers, self._arrived.set, device)
 
     def follow(self, announcement: Announcement) -> None:
         """Receive from this learner. Returns at once; a new channel or lineage makes it connect anew."""
@@ -139,10 +127,10 @@ class Receiver:
     @property
     def error(self) -> str | None:
         """Why no version comes at present; None when all is well. It goes on trying by itself."""
-        return self._channel_error or self._transfer_error
+        return self._channel_error or self._offer_error or self._transfers.error
 
     def stats(self) -> ReceiverStats:
-        return self._stats
+        return self._transfers.stats
 
     def close(self) -> None:
         """Leave, and end the threads. A transfer under way is waited for a few seconds."""
@@ -157,8 +145,6 @@ class Receiver:
         try:
             # Loading torch holds the interpreter for long; a member must not fall silent for that.
             importlib.import_module("async_rl.weights.collective")
-
-            self._transfers = JobThread("weights-transfer")
             self._context = zmq.Context()
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
@@ -180,8 +166,7 @@ class Receiver:
         if self._socket is not None:
             self._say(control.Leave())
             self._socket.close(linger=500)
-        if self._transfers is not None:
-            self._transfers.close(self._close_group, _CLOSE_S)
+        self._transfers.close(_CLOSE_S)
         if self._context is not None:
             self._context.term()
 
@@ -202,10 +187,10 @@ class Receiver:
         self._heard = time.monotonic()
         address, server_key = control.parse_channel(target.channel)
         try:
-            host, _ = check_address(address)
+            self._host, _ = check_address(address)
             self._local_host = local_host_towards(address)
-            refuse_open_collectives(self._local_host, is_trusted=self._insecure)
             keys = control.keys_towards(server_key, self._keys)
+            refuse_open_stream(self._host, has_keys=keys is not None, is_trusted=self._insecure)
         except AsyncRLError as error:
             self._channel_error = str(error)
             return
@@ -214,7 +199,7 @@ class Receiver:
         # Nothing is queued for a learner that is not there: signs of life are of no use later.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, control.TO_MEMBER_LIMITS.max_bytes)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.setsockopt(zmq.IPV6, int(":" in self._host))
         if keys is not None:
             keys.identify(socket)
         socket.connect(address)
@@ -224,8 +209,7 @@ class Receiver:
     def _forget_membership(self) -> None:
         """No attempt goes on here, and the communicator was of an epoch that is over (numbers may come again)."""
         self._joined, self._attempt = False, None
-        if self._transfers is not None:
-            self._transfers.submit(self._close_group)
+        self._transfers.disconnect()
 
     def _say(self, message: control.MemberMessage) -> bool:
         """Whether it went out: not while there is no connection."""
@@ -249,7 +233,9 @@ class Receiver:
             self._channel_error = f"the learner at {self._channel} was not heard of for {now - self._heard:.0f} s"
         if now < self._next_beat:
             return
-        join = control.Join(self._generator_id, self._local_host, os.getpid())
+        join = control.Join(
+            self._generator_id, self._local_host, os.getpid(), self._collectives(), self._buffers.newest_digest()
+        )
         said = self._say(control.Alive() if self._joined else join)
         self._joined = self._joined or said
         self._next_beat = now + (control.HEARTBEAT_S if said else _CONNECT_RETRY_S)
@@ -279,123 +265,65 @@ class Receiver:
                 self._forget_membership()
                 self._next_beat = time.monotonic() + retry_s
             case control.Enter(attempt, backend, manifest_fields):
-                manifest = manifest_from_fields(manifest_fields)
-                self._enter(attempt, backend, manifest)
+                self._enter(attempt, backend, manifest_from_fields(manifest_fields))
             case control.Go():
                 self._go(message)
+            case control.Fetch():
+                self._fetch(message)
 
-    def _enter(self, number: int, backend: str, manifest: Manifest) -> None:
+    def _collectives(self) -> list[str]:
+        """Those that this side can take part in: not where anybody could be on the network."""
+        if not self._insecure and not is_loopback(self._local_host):
+            return []
+        return ["gloo"] if self._device is None else ["gloo", "nccl"]
+
+    def _lacks(self, attempt: int, manifest: Manifest) -> bool:
+        """Whether what is offered is to be received; if not, the publisher is told why."""
         target = self._target
         told = (manifest.lineage, manifest.version)
+        self._offer_error = None
         if target is not None and told == (target.lineage, target.version) and manifest.digest != target.digest:
-            reason = f"version {told[1]} was announced with digest {target.digest}, offered with {manifest.digest}"
-            self._transfer_error = reason
-            self._say(control.Failed(number, reason, True))
-            return
+            self._offer_error = (
+                f"version {told[1]} was announced with digest {target.digest}, offered with {manifest.digest}"
+            )
+            self._say(control.Failed(attempt, self._offer_error, True))
+            return False
         if self._buffers.holds(manifest):
-            self._say(control.Ack(number, manifest.version, manifest.digest))
-            return
-        host, _ = check_address(control.parse_channel(self._channel)[0])
-        attempt = _Attempt(number, backend, manifest, host, self._local_host)
-        self._attempt = attempt
-        assert self._transfers is not None
-        channel = self._channel
-        self._transfers.submit(lambda: self._prepare(channel, attempt))
+            self._say(control.Ack(attempt, manifest.version, manifest.digest, 0, 0))
+            return False
+        return True
+
+    def _enter(self, number: int, backend: str, manifest: Manifest) -> None:
+        if self._lacks(number, manifest):
+            self._attempt = _Attempt(number, backend, manifest)
+            self._transfers.prepare(manifest, number, self._replying())
 
     def _go(self, go: control.Go) -> None:
-        attempt, channel = self._attempt, self._channel
+        attempt = self._attempt
         if attempt is None or attempt.number != go.attempt:
             return
-        assert self._transfers is not None
-        deadline = time.monotonic() + go.deadline_s
-        self._transfers.submit(lambda: self._transfer(channel, attempt, go, deadline))
+        order = CollectiveOrder(go, attempt.backend, self._host, self._local_host)
+        self._transfers.collect(order, attempt.manifest, self._replying())
 
-    # The transfer thread.
-
-    def _reply(self, channel: str, message: control.MemberMessage) -> None:
-        self._outbox.append((channel, message))
-        self._wake.set()
-
-    def _prepare(self, channel: str, attempt: _Attempt) -> None:
-        try:
-            self._buffers.reserve(attempt.manifest)
-        except RuntimeError as error:
-            reason = f"no host memory for {attempt.manifest.size_bytes} bytes of weights: {error}"
-            self._count(ok=False)
-            self._reply(channel, control.Failed(attempt.number, reason, False))
+    def _fetch(self, fetch: control.Fetch) -> None:
+        manifest = manifest_from_fields(fetch.manifest)
+        if not self._lacks(fetch.attempt, manifest):
             return
-        self._reply(channel, control.Ready(attempt.number))
-
-    def _transfer(self, channel: str, attempt: _Attempt, go: control.Go, deadline: float) -> None:
-        start = time.monotonic()
-        try:
-            buffer = self._buffers.reserve(attempt.manifest)
-            self._collect(buffer, attempt, go, deadline)
-        except Exception as error:
-            # Whatever it was, the publisher must know, and this communicator is of no use any more.
-            self._close_group()
-            self._failed(channel, attempt, str(error) or repr(error), corrupt=False)
-            return
-        corrupt = _mismatches(buffer, attempt.manifest)
-        if corrupt:
-            self._failed(channel, attempt, corrupt, corrupt=True)
-            return
-        elapsed_s = time.monotonic() - start
-        staged = self._buffers.commit(buffer, attempt.manifest, elapsed_s)
-        self._transfer_error = None
-        self._count(ok=True, elapsed_s=elapsed_s, size_bytes=attempt.manifest.size_bytes)
-        self._reply(channel, control.Ack(attempt.number, staged.version, staged.digest))
-        self._arrived.set()
-
-    def _collect(self, buffer: Buffer, attempt: _Attempt, go: control.Go, deadline: float) -> None:
-        """Every bucket, through the epoch's communicator, which is built first if it is a new one."""
-        from async_rl.weights.collective import CollectiveGroup
-
-        if go.store_port:
-            self._close_group()
-            self._group = CollectiveGroup.create(
-                attempt.backend,
-                store_host=attempt.host,
-                store_port=go.store_port,
-                rank=go.rank,
-                size=go.size,
-                stall_s=go.stall_s,
-                local_host=attempt.local_host,
-                device=self._device,
+        if not fetch.key and not self._insecure and not is_loopback(self._host):
+            self._offer_error = (
+                f"the learner offers weights in the clear at {self._host}; this generator takes them so only with "
+                f"--insecure or weights.trusted_network = true"
             )
-            self._epoch = go.epoch
-        if self._group is None or self._epoch != go.epoch:
-            raise WeightsError(f"expected the communicator of epoch {go.epoch} to be here still, got {self._epoch}")
-        for bucket in buffer.buckets:
-            self._group.broadcast(bucket, chunk_bytes=go.chunk_bytes, deadline=deadline)
+            self._say(control.Failed(fetch.attempt, self._offer_error, False))
+            return
+        self._transfers.pull(StreamOrder(fetch, self._host), manifest, self._replying())
 
-    def _failed(self, channel: str, attempt: _Attempt, reason: str, *, corrupt: bool) -> None:
-        self._count(ok=False, corrupt=corrupt)
-        self._transfer_error = f"version {attempt.manifest.version} did not arrive: {reason}"
-        self._reply(channel, control.Failed(attempt.number, reason, corrupt))
+    def _replying(self) -> Callable[[control.MemberMessage], None]:
+        """For the transfer thread: says it to the publisher of now, or to none if that is another one by then."""
+        channel = self._channel
 
-    def _close_group(self) -> None:
-        group, self._group = self._group, None
-        self._epoch = -1
-        if group is not None:
-            group.close()
+        def reply(message: control.MemberMessage) -> None:
+            self._outbox.append((channel, message))
+            self._wake.set()
 
-    def _count(self, *, ok: bool, corrupt: bool = False, elapsed_s: float = 0.0, size_bytes: int = 0) -> None:
-        before = self._stats
-        self._stats = ReceiverStats(
-            received=before.received + ok,
-            failed=before.failed + (not ok),
-            corrupt=before.corrupt + corrupt,
-            receive_s=before.receive_s + elapsed_s,
-            received_bytes=before.received_bytes + size_bytes,
-        )
-
-
-def _mismatches(buffer: Buffer, manifest: Manifest) -> str:
-    """Which buckets are not what the manifest says; empty when all are."""
-    wrong = [
-        f"bucket {index}: expected {expected}, got {got}"
-        for index, (bucket, expected) in enumerate(zip(buffer.buckets, manifest.bucket_digests, strict=True))
-        if (got := digest_bytes(bucket.numpy().data)) != expected
-    ]
-    return "digest mismatch in " + "; ".join(wrong[:3]) if wrong else ""
+        return reply

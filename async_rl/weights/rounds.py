@@ -1,28 +1,32 @@
-"""Who receives which version, when, and with whom: a pure state machine (no sockets, no threads, no clock).
+"""Who receives which version, when, how, and with whom: a pure state machine (no sockets, no threads, no clock).
 
-The publisher feeds it what happened and does what ``advance`` returns. One attempt at a time: the members that lack
-the wanted version are told to *enter*; when all are ready (or after ``ready_s``, without the others) it *goes*; it is
-*finished* when the sender is done and every participant has answered or is lost. Whoever lacks the version after that
-is in the next attempt. A communicator (an epoch) is kept while attempts succeed with the same participants.
+The publisher feeds it what happened and does what ``advance`` returns. A member takes one of two ways to the wanted
+version. *Collective*: one attempt at a time; the members that lack it are told to *enter*; when all are ready (or
+after ``ready_s``, without the others) it *goes*; it is *finished* when the sender is done and every participant has
+answered or is lost. A communicator (an epoch) is kept while attempts succeed with the same participants. *Stream*: a
+*pull* for each member by itself, as long as it takes it.
+
+With a collective a member still begins by the stream: whoever is new, was late, or was in an attempt that failed pulls
+what it lacks, and is in the collective again for the next version. Without one everybody pulls everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 MAX_FAILURES = 3
+_REST_VERSIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class EnterAction:
-    """Tell ``member_ids`` to make room for ``version``. ``first`` is False for those who come late to an attempt."""
+    """Tell ``member_ids`` to make room for ``version``."""
 
     attempt: int
     version: int
     member_ids: tuple[bytes, ...]
-    first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,16 @@ class FinishAction:
 
 
 @dataclass(frozen=True, slots=True)
+class PullAction:
+    """Let this member pull ``version`` until ``deadline``; it is over when the member has no such pull any more."""
+
+    attempt: int
+    version: int
+    member_id: bytes
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
 class DropAction:
     """This member is none any more."""
 
@@ -54,28 +68,38 @@ class DropAction:
     reason: str
 
 
-Action = EnterAction | GoAction | FinishAction | DropAction
+Action = EnterAction | GoAction | FinishAction | PullAction | DropAction
 
 
 @dataclass(slots=True)
 class Member:
     """One receiver. ``version`` is what it proved to hold; ``entered`` when it was first told of one it still lacks.
 
-    An unresponsive member did not get ready in time: attempts go on without it until it does, or is overdue.
+    ``digest`` is of the newest weights that it is known to hold, perhaps of no version of ours. ``collects``: it can
+    take part in collectives. ``pulls``: it gets the next version by the stream; ``pull`` is the one under way.
     """
 
     member_id: bytes
     generator_id: str
     heard: float
+    collects: bool
+    digest: str = ""
     version: int | None = None
     entered: float | None = None
-    responsive: bool = True
+    pulls: bool = True
+    pull: PullAction | None = None
     num_failures: int = 0
+    num_broken: int = 0
+    rests_until: int = 0
     last_failure: str = ""
 
 
+def _always(_: Member) -> bool:
+    return True
+
+
 class Rounds:
-    """Membership and attempts. Times are seconds of one monotonic clock.
+    """Membership, attempts and pulls. Times are seconds of one monotonic clock.
 
     Args:
         deadline_s: a member that has not got a version so long after it was first told of one is dropped.
@@ -89,7 +113,9 @@ class Rounds:
         self._silent_s = silent_s
         self.members: dict[bytes, Member] = {}
         self.wanted: int | None = None
+        self._num_wanted = 0
         self._phase: Literal["idle", "entering", "sending"] = "idle"
+        self._last_attempt = 0
         self._attempt = 0
         self._version = -1
         self._invited: set[bytes] = set()
@@ -104,15 +130,16 @@ class Rounds:
     def publish(self, version: int | None) -> None:
         """From now on every member shall have this version (None: no version can be sent at present)."""
         self.wanted = version
+        self._num_wanted += version is not None
 
-    def join(self, member_id: bytes, generator_id: str, now: float) -> None:
+    def join(self, member_id: bytes, generator_id: str, now: float, *, collects: bool, digest: str = "") -> None:
         """A receiver came (again). An older connection of the same generator is dropped."""
         for other in [m for m in self.members.values() if m.generator_id == generator_id]:
             if other.member_id != member_id:
                 self._drop(other.member_id, "joined again over another connection")
         if member_id in self.members:
             self.leave(member_id)
-        self.members[member_id] = Member(member_id, generator_id, now)
+        self.members[member_id] = Member(member_id, generator_id, now, collects, digest)
 
     def leave(self, member_id: bytes) -> None:
         """A member said good-bye, or its connection is gone."""
@@ -130,39 +157,49 @@ class Rounds:
         return member is not None
 
     def ready(self, member_id: bytes, attempt: int) -> None:
-        """The member made room. One that was late before is asked again."""
-        member = self.members.get(member_id)
-        if member is None:
-            return
-        member.responsive = True
+        """The member made room."""
         if self._phase == "entering" and attempt == self._attempt and member_id in self._invited:
             self._ready.add(member_id)
 
-    def ack(self, member_id: bytes, attempt: int, version: int) -> None:
+    def ack(self, member_id: bytes, attempt: int, version: int, digest: str = "") -> None:
         """The member proved that it holds ``version``."""
         member = self.members.get(member_id)
         if member is None:
             return
-        member.version = version
-        member.responsive = True
+        member.version, member.digest = version, digest
         member.num_failures = 0
-        if attempt == self._attempt:
+        if member.pull is not None and member.pull.attempt == attempt:
+            member.pull = None
+            # In the collective from the next version on. Who has not caught up with this one pulls again.
+            caught_up = version == self.wanted and self._num_wanted >= member.rests_until
+            member.pulls = not (member.collects and caught_up)
+        elif attempt == self._attempt:
+            member.num_broken = 0
             self._answered(member_id)
         if member_id not in self._invited | self._outstanding:
             member.entered = None
 
     def failed(self, member_id: bytes, attempt: int, reason: str) -> None:
-        """The member did not get what was sent in this attempt."""
+        """The member did not get what was sent in this attempt, or what it pulled."""
         member = self.members.get(member_id)
         if member is None:
             return
-        member.num_failures += 1
         member.last_failure = reason
-        if attempt == self._attempt:
+        if member.pull is not None and member.pull.attempt == attempt:
+            member.pull = None
+            member.num_failures += 1
+            if member.num_failures >= MAX_FAILURES:
+                self._drop(member_id, f"failed {member.num_failures} times in a row, at last: {reason}")
+        elif attempt == self._attempt:
             self._answered(member_id)
             self._communicator = None
-        if member.num_failures >= MAX_FAILURES:
-            self._drop(member_id, f"failed {member.num_failures} times in a row, at last: {reason}")
+            self._by_stream(member)
+
+    def void(self, member_id: bytes) -> None:
+        """The pull that was asked for could not be offered; it counts as none."""
+        if member_id in self.members:
+            member = self.members[member_id]
+            member.pull = member.entered = None
 
     def sent(self, attempt: int, *, ok: bool) -> None:
         """The sender is done with this attempt, well or not."""
@@ -171,8 +208,8 @@ class Rounds:
             if not ok:
                 self._communicator = None
 
-    def advance(self, now: float) -> list[Action]:
-        """What to do now, in order."""
+    def advance(self, now: float, may_pull: Callable[[Member], bool] = _always) -> list[Action]:
+        """What to do now, in order. ``may_pull``: whether a pull of the wanted version can be offered at once."""
         self._drop_silent_and_overdue(now)
         actions: list[Action] = [*self._drops]
         self._drops.clear()
@@ -182,11 +219,15 @@ class Rounds:
             actions += self._advance_entering(now)
         if self._phase == "idle":
             actions += self._begin(now)
-        return actions
+        return actions + self._offer_pulls(now, may_pull)
 
     def lacking(self) -> list[Member]:
         """Members without the wanted version."""
         return [m for m in self.members.values() if self.wanted is not None and m.version != self.wanted]
+
+    def collecting(self) -> list[Member]:
+        """Members that lack the wanted version and get it by the collective."""
+        return [m for m in self.lacking() if not m.pulls]
 
     @property
     def sending(self) -> bool:
@@ -195,42 +236,51 @@ class Rounds:
 
     @property
     def awaited(self) -> set[bytes]:
-        """Members whose answer the attempt waits for now."""
-        return set(self._outstanding) if self._phase == "sending" else self._invited - self._ready
+        """Members whose answer is waited for now."""
+        pulling = {m.member_id for m in self.members.values() if m.pull is not None}
+        return pulling | (self._outstanding if self._phase == "sending" else self._invited - self._ready)
+
+    def _offer_pulls(self, now: float, may_pull: Callable[[Member], bool]) -> list[Action]:
+        actions: list[Action] = []
+        for member in self.lacking():
+            # Whoever is still in an attempt answers that first.
+            busy = member.pull is not None or member.member_id in self._invited | self._outstanding
+            if not member.pulls or busy or not may_pull(member):
+                continue
+            assert self.wanted is not None
+            self._last_attempt += 1
+            # A member that came here by a broken attempt keeps the deadline that began with it.
+            member.entered = now if member.entered is None else member.entered
+            member.pull = PullAction(self._last_attempt, self.wanted, member.member_id, self._overdue_at(member))
+            actions.append(member.pull)
+        return actions
 
     def _begin(self, now: float) -> list[Action]:
-        invited = [m for m in self.lacking() if m.responsive]
+        invited = self.collecting()
         if not invited or self.wanted is None:
             return []
-        self._attempt += 1
+        self._last_attempt += 1
+        self._attempt = self._last_attempt
         self._version = self.wanted
         self._phase = "entering"
         self._told_at = now
         self._ready.clear()
-        self._invited.clear()
-        return [self._invite(invited, now, first=True)]
-
-    def _invite(self, members: Sequence[Member], now: float, *, first: bool) -> EnterAction:
-        for member in members:
-            self._invited.add(member.member_id)
+        self._invited = {member.member_id for member in invited}
+        for member in invited:
             if member.entered is None:
                 member.entered = now
-        return EnterAction(self._attempt, self._version, tuple(m.member_id for m in members), first)
+        return [EnterAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
 
     def _advance_entering(self, now: float) -> list[Action]:
         if self.wanted != self._version or not self._invited:
             return [self._finish()]
-        actions: list[Action] = []
-        late = [m for m in self.lacking() if m.responsive and m.member_id not in self._invited]
-        untried = [m for m in late if m.num_failures == 0]
-        if untried:
-            actions.append(self._invite(untried, now, first=False))
         waiting = self._invited - self._ready
         if waiting and now < self._told_at + self._ready_s:
-            return actions
+            return []
         for member_id in waiting:
-            self.members[member_id].responsive = False
-        return [*actions, self._go(now) if self._ready else self._finish()]
+            self._invited.discard(member_id)
+            self._by_stream(self.members[member_id])
+        return [self._go(now) if self._ready else self._finish()]
 
     def _go(self, now: float) -> GoAction:
         participants = tuple(sorted(self._ready))
@@ -251,6 +301,14 @@ class Rounds:
         self._invited.clear()
         self._ready.clear()
         return FinishAction(self._attempt, self._version, self._communicator is not None)
+
+    def _by_stream(self, member: Member) -> None:
+        """It pulls this version; one that the collective fails again and again stays with the stream for a while."""
+        member.pulls = True
+        member.num_broken += 1
+        if member.num_broken >= MAX_FAILURES:
+            member.num_broken = 0
+            member.rests_until = self._num_wanted + _REST_VERSIONS
 
     def _answered(self, member_id: bytes) -> None:
         self._invited.discard(member_id)

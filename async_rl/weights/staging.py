@@ -1,8 +1,9 @@
 """Bounded host memory on learner rank 0, in which whole versions wait to be sent.
 
 ``Staging.stage`` runs on the main thread between steps: it consumes the engine's gathered tensors one by one, copies
-them into flat buckets (pinned where there is CUDA) and digests each bucket. The publisher pins a version while it
-sends it and retires it when a newer one is published; a buffer that is neither is taken for the next version.
+them into flat buckets (shared with the stream server; pinned where there is CUDA) and digests each bucket. The
+publisher pins a version while it sends it and retires it when a newer one is published; a buffer that is neither is
+taken for the next version.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Layout, LayoutPlan, Manifest, TensorSpec, digest_bytes
+from async_rl.weights.shared_memory import SharedBuckets
 
 _TICK_S = 1.0
 _DEFAULT_NUM_VERSIONS = 2
+_DEFAULT_NUM_PULLED_VERSIONS = 3
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     """Buffers of one version and who still needs them. Guarded by the staging's condition."""
 
+    number: int
+    memory: SharedBuckets
     buckets: list[Tensor]
     order: int = 0
     pins: int = 0
@@ -39,11 +45,13 @@ class StagedVersion:
     """A version in host memory. ``buckets``: uint8 [N] each, read-only while pinned.
 
     ``wait_s`` is the time spent waiting for a free buffer, ``stage_s`` that of gathering, copying and digesting.
+    ``num_buffers`` is how many versions can be staged at once.
     """
 
     manifest: Manifest
     wait_s: float
     stage_s: float
+    num_buffers: int
     _slot: _Slot = field(repr=False)
     _order: int = field(repr=False)
     _changed: threading.Condition = field(repr=False)
@@ -51,6 +59,22 @@ class StagedVersion:
     @property
     def buckets(self) -> tuple[Tensor, ...]:
         return tuple(self._slot.buckets)
+
+    @property
+    def slot(self) -> int:
+        """The buffer's number: versions that were staged one after the other into the same one share it."""
+        return self._slot.number
+
+    @property
+    def memory(self) -> SharedBuckets:
+        """The same bytes, for another process to map. Part of the buffer: good as long as ``is_intact``."""
+        return self._slot.memory
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the bytes are still this version's; for readers that pin nothing, to ask after they read."""
+        with self._changed:
+            return self._slot.order == self._order and not self._slot.busy
 
     def pin(self) -> bool:
         """Keep the bytes until ``unpin``. False: they were given up for a newer version already."""
@@ -84,15 +108,28 @@ class Staging:
     """The buffers.
 
     Args:
-        staging_bytes: host memory for versions in flight; None: two versions, whatever their size.
+        staging_bytes: host memory for versions in flight; None: two versions, whatever their size (three if pulled).
         bucket_bytes: target size of a bucket.
         deadline_s: how long ``stage`` waits for a buffer before it drops a version that waits to be sent.
+        is_pulled: generators pull versions, each at its own pace; ``stage`` then drops at once what it would wait for,
+            and keeps the version before as long as it can (deltas start from it).
+        min_versions: refuse ``staging_bytes`` that hold fewer.
     """
 
-    def __init__(self, staging_bytes: int | None, bucket_bytes: int, *, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        staging_bytes: int | None,
+        bucket_bytes: int,
+        *,
+        deadline_s: float = 60.0,
+        is_pulled: bool = False,
+        min_versions: int = 1,
+    ) -> None:
         self._staging_bytes = staging_bytes
         self._bucket_bytes = bucket_bytes
         self._deadline_s = deadline_s
+        self._is_pulled = is_pulled
+        self._min_versions = min_versions
         self._layout: Layout | None = None
         self._slots: list[_Slot] = []
         self._order = 0
@@ -145,7 +182,7 @@ class Staging:
             slot.order, slot.busy, slot.retired, slot.delivered = self._order, False, False, False
         manifest = Manifest(lineage, version, layout.tensors, layout.bucket_sizes, digests)
         return StagedVersion(
-            manifest, claimed - start, time.monotonic() - claimed, slot, slot.order, self._changed
+            manifest, claimed - start, time.monotonic() - claimed, self._num_slots(), slot, slot.order, self._changed
         )  # fmt: skip
 
     def _claim(self, tick: Callable[[], None] | None) -> _Slot:
@@ -155,7 +192,7 @@ class Staging:
         fail_at = give_up + self._deadline_s
         while True:
             with self._changed:
-                slot = self._free_slot(expired=time.monotonic() >= give_up)
+                slot = self._free_slot(expired=self._is_pulled or time.monotonic() >= give_up)
                 if slot is None and time.monotonic() < fail_at:
                     until = give_up if time.monotonic() < give_up else fail_at
                     self._changed.wait(min(_TICK_S, max(0.0, until - time.monotonic())))
@@ -174,10 +211,13 @@ class Staging:
     def _free_slot(self, *, expired: bool) -> _Slot | None:
         unpinned = [s for s in self._slots if s.pins == 0 and not s.busy]
         free = [s for s in unpinned if s.retired]
-        if free:
-            return free[0]
-        if len(self._slots) < self._num_slots():
-            slot = _Slot(self._allocate())
+        has_room = len(self._slots) < self._num_slots()
+        if free and not (has_room and self._is_pulled):
+            return min(free, key=lambda s: s.order)
+        if has_room:
+            slot = _Slot(len(self._slots), SharedBuckets(), [])
+            if self._layout is not None:
+                slot.buckets += [_host_bucket(slot.memory, size) for size in self._layout.bucket_sizes]
             self._slots.append(slot)
             return slot
         delivered = [s for s in unpinned if s.delivered]
@@ -192,11 +232,8 @@ class Staging:
         if self._layout is None:
             return 1
         if self._staging_bytes is None:
-            return _DEFAULT_NUM_VERSIONS
+            return _DEFAULT_NUM_PULLED_VERSIONS if self._is_pulled else _DEFAULT_NUM_VERSIONS
         return max(1, self._staging_bytes // max(1, self._layout.size_bytes))
-
-    def _allocate(self) -> list[Tensor]:
-        return [] if self._layout is None else [_host_bucket(size) for size in self._layout.bucket_sizes]
 
     def _hand_back(self, slot: _Slot) -> None:
         with self._changed:
@@ -205,31 +242,35 @@ class Staging:
             slot.order, slot.busy, slot.retired = self._order, False, True
             if self._layout is None:
                 slot.buckets.clear()
+                slot.memory.close()
+                slot.memory = SharedBuckets()
             self._changed.notify_all()
 
     def _stage_first(self, slot: _Slot, named_tensors: Iterator[tuple[str, Tensor]]) -> Layout:
         """Sizes are not known yet: each bucket is filled in a scratch buffer, then cloned at its exact size."""
         plan = LayoutPlan(self._bucket_bytes)
-        limit = self._staging_bytes
+        limit = None if self._staging_bytes is None else self._staging_bytes // self._min_versions
         scratch = torch.zeros(0, dtype=torch.uint8)
         for name, tensor in named_tensors:
             spec = plan.place(name, _dtype_name(tensor), tuple(tensor.shape))
             if limit is not None and plan.layout_bytes > limit:
                 continue  # Only counted on, so that the message can name the whole size.
             if spec.bucket > len(slot.buckets):
-                slot.buckets.append(_exact_bucket(scratch, plan.bucket_size(spec.bucket - 1)))
+                slot.buckets.append(_exact_bucket(slot.memory, scratch, plan.bucket_size(spec.bucket - 1)))
                 scratch.zero_()
             if scratch.numel() < spec.size_bytes or scratch.numel() == 0:
                 scratch = torch.zeros(max(self._bucket_bytes, spec.size_bytes), dtype=torch.uint8)
             _fill(scratch, spec, tensor)
         layout = plan.layout
         if limit is not None and layout.size_bytes > limit:
+            least = self._min_versions * layout.size_bytes
             raise WeightsError(
-                f"weights.staging_bytes: one version needs {layout.size_bytes} bytes, got {limit}; set at least "
-                f"{layout.size_bytes}, or twice that to send one version while the next is staged"
+                f"weights.staging_bytes: one version needs {layout.size_bytes} bytes, got {self._staging_bytes}; set "
+                f"at least {least}, or {max(2, self._min_versions)} times a version to send one while the next is "
+                f"staged"
             )
         if layout.bucket_sizes:
-            slot.buckets.append(_exact_bucket(scratch, layout.bucket_sizes[-1]))
+            slot.buckets.append(_exact_bucket(slot.memory, scratch, layout.bucket_sizes[-1]))
         return layout
 
     def _stage_again(self, slot: _Slot, layout: Layout, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -249,12 +290,22 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _host_bucket(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+def _host_bucket(memory: SharedBuckets, size: int) -> Tensor:
+    """Zeros, uint8 [size], at the end of ``memory``; registered with CUDA where there is CUDA."""
+    bucket = torch.frombuffer(memory.append(size), dtype=torch.uint8)
+    if torch.cuda.is_available():
+        cudart: Any = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(bucket.data_ptr(), bucket.numel(), 0)
+        if int(status) != 0:
+            raise WeightsError(
+                f"can't pin {size} bytes of staging memory (CUDA error {int(status)}); raise the limit of locked "
+                f"memory (ulimit -l)"
+            )
+    return bucket[:size]
 
 
-def _exact_bucket(scratch: Tensor, size: int) -> Tensor:
-    bucket = _host_bucket(size)
+def _exact_bucket(memory: SharedBuckets, scratch: Tensor, size: int) -> Tensor:
+    bucket = _host_bucket(memory, size)
     _settle()
     bucket.copy_(scratch[:size])
     return bucket

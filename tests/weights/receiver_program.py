@@ -1,7 +1,8 @@
 """A generator's weights side as a program of its own, told over stdin what to do, telling over stdout what it has.
 
-Commands, one JSON object a line: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze"}``
-(happens once, at the second bucket of the next transfer). Told back: one object for each version that arrived.
+Commands, one JSON object a line: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze", "on":
+"collective" | "stream"}`` (happens once, at the second bucket of the next such transfer). Told back: one object for
+each version that arrived.
 """
 
 from __future__ import annotations
@@ -17,27 +18,40 @@ from async_rl.weights.manifest import digest_bytes
 from async_rl.weights.receiver import Receiver
 
 fault = ""
-num_broadcasts = 0
+fault_on = ""
+num_buckets = 0
 
 
 def inject_faults() -> None:
     """Let the fault happen after this process received its second bucket of a transfer."""
     from async_rl.weights.collective import CollectiveGroup
+    from async_rl.weights.stream_inlet import _Source
 
-    broadcast = CollectiveGroup.broadcast
+    broadcast, read = CollectiveGroup.broadcast, _Source.read
 
-    def faulty(self, bucket, **options):
-        global fault, num_broadcasts
-        num_broadcasts += 1
+    def faulty_broadcast(self, bucket, **options):
         broadcast(self, bucket, **options)
-        if fault and num_broadcasts == 2:
-            now, fault = fault, ""
-            if now == "corrupt":
-                bucket[0] += 1
-            else:
-                os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[now])
+        received("collective", bucket)
 
-    CollectiveGroup.broadcast = faulty
+    def faulty_read(self, into, hasher):
+        read(self, into, hasher)
+        received("stream", into)
+
+    CollectiveGroup.broadcast = faulty_broadcast
+    _Source.read = faulty_read
+
+
+def received(by: str, bucket) -> None:
+    global fault, num_buckets
+    if by != fault_on:
+        return
+    num_buckets += 1
+    if fault and num_buckets == 2:
+        now, fault = fault, ""
+        if now == "corrupt":
+            bucket[0] = bucket[0] ^ 1
+        else:
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[now])
 
 
 def tell(**facts) -> None:
@@ -45,21 +59,22 @@ def tell(**facts) -> None:
 
 
 def main() -> None:
-    global fault, num_broadcasts
+    global fault, fault_on, num_buckets
     receiver = Receiver(sys.argv[1], insecure=False)
     tell(ready=True, torch="torch" in sys.modules)
     inject_faults()
+    commands = open(0, "rb", buffering=0)  # noqa: SIM115  (a line that was read ahead would not wake the select)
     while True:
-        readable, _, _ = select.select([sys.stdin, receiver], [], [])
-        if sys.stdin in readable:
-            line = sys.stdin.readline()
+        readable, _, _ = select.select([commands, receiver], [], [])
+        if commands in readable:
+            line = commands.readline()
             if not line:
                 break
             command = json.loads(line)
             if "follow" in command:
                 receiver.follow(Announcement(**command["follow"]))
             else:
-                fault, num_broadcasts = command["fault"], 0
+                fault, fault_on, num_buckets = command["fault"], command.get("on", "collective"), 0
         if receiver in readable and (staged := receiver.poll()) is not None:
             receiver.activated(staged)
             tensors = {name: digest_bytes(bytes(_raw(tensor))) for name, tensor in staged.tensors.items()}
@@ -67,7 +82,8 @@ def main() -> None:
             stats = receiver.stats()
             tell(
                 version=staged.version, digest=staged.digest, tensors=tensors, shapes=shapes, corrupt=stats.corrupt,
-                failed=stats.failed,
+                failed=stats.failed, corrupt_buckets=stats.corrupt_buckets, wire_bytes=stats.wire_bytes,
+                received_bytes=stats.received_bytes,
             )  # fmt: skip
     receiver.close()
 

@@ -5,17 +5,18 @@ from async_rl.weights import control
 from async_rl.wire import encode
 
 MESSAGES = [
-    control.Join("g", "127.0.0.1", 12),
+    control.Join("g", "127.0.0.1", 12, ["gloo"], "ab"),
     control.Alive(),
     control.Leave(),
     control.Ready(3),
-    control.Ack(3, 7, "ab"),
+    control.Ack(3, 7, "ab", 100, 1),
     control.Failed(3, "why", True),
     control.Check(),
     control.Unknown(),
     control.Dropped("silent", 2.0),
     control.Enter(4, "gloo", {"version": 1}),
     control.Go(4, 2, 1, 3, 5555, 1.5, 2.5, 64),
+    control.Fetch(4, {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5),
 ]
 
 

@@ -1,31 +1,42 @@
-"""The publisher's thread that sits in collectives: one send at a time, over a communicator kept between sends."""
+"""The learner's side of ``gloo`` and ``nccl``: a thread that sits in collectives, a communicator kept between sends."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from async_rl.weights import control
 from async_rl.weights.background import JobThread
 from async_rl.weights.collective import CollectiveGroup, listening_socket
+from async_rl.weights.transport import Delivery
 
-Done = Callable[[float, Exception | None], None]
+Done = Callable[[Delivery, float, Exception | None], None]
 """Called in the sender's thread: seconds that the send took, and why it failed, if it did."""
 
 
-class Sender:
-    """Rank 0 of every communicator.
+class CollectiveSender:
+    """Rank 0 of every communicator. See ``transport.Outlet``.
 
     Args:
+        done: told of every send that is over.
         bind_host: where stores listen, a wildcard included.
         local_host: an address of this machine at which both the stores and the collectives can be reached.
         stall_s, chunk_bytes, device: see ``CollectiveGroup``.
     """
 
     def __init__(
-        self, transport: str, *, bind_host: str, local_host: str, stall_s: float, chunk_bytes: int, device: str | None
+        self,
+        transport: str,
+        *,
+        bind_host: str,
+        local_host: str,
+        stall_s: float,
+        chunk_bytes: int,
+        device: str | None,
+        done: Done,
     ) -> None:
         self._transport = transport
         self._bind_host = bind_host
@@ -33,25 +44,30 @@ class Sender:
         self._stall_s = stall_s
         self._chunk_bytes = chunk_bytes
         self._device = device
+        self._done = done
         self._listener: socket.socket | None = None
         self._group: CollectiveGroup | None = None
         self._jobs = JobThread("weights-send")
 
-    def listen(self) -> int:
-        """The port of a new store. The next send builds a new communicator over it."""
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = listening_socket(self._bind_host)
-        return self._listener.getsockname()[1]
-
-    def send(self, buckets: Sequence[Tensor], *, size: int, deadline: float, done: Done) -> None:
-        """Broadcast the buckets to ``size - 1`` others; returns at once, ``done`` tells how it went."""
+    def deliver(self, delivery: Delivery) -> Mapping[bytes, control.PublisherMessage]:
+        """Broadcast to all members at once, in the background."""
+        port = self._listen() if delivery.build else 0
+        size = len(delivery.members) + 1
+        remaining_s = control.seconds_until(delivery.deadline)
+        messages = {
+            member.member_id: control.Go(
+                delivery.attempt, delivery.epoch, rank, size, port, self._stall_s, remaining_s, self._chunk_bytes
+            )
+            for rank, member in enumerate(delivery.members, start=1)
+        }
         listener, self._listener = self._listener, None
-        self._jobs.submit(lambda: self._send(buckets, listener, size, deadline, done))
+        self._jobs.submit(lambda: self._send(delivery, listener, size))
+        return messages
 
-    def disconnect(self) -> None:
-        """Let go of the communicator, after the send under way."""
-        self._jobs.submit(self._close_group)
+    def end(self, attempt: int, *, intact: bool) -> None:
+        """Let go of the communicator, unless it is as good as before."""
+        if not intact:
+            self._jobs.submit(self._close_group)
 
     def close(self, timeout_s: float) -> bool:
         """Let go of everything; whether a send under way ended within ``timeout_s``."""
@@ -59,22 +75,30 @@ class Sender:
             self._listener.close()
         return self._jobs.close(self._close_group, timeout_s)
 
-    def _send(
-        self, buckets: Sequence[Tensor], listener: socket.socket | None, size: int, deadline: float, done: Done
-    ) -> None:
+    def _listen(self) -> int:
+        """The port of a new store, over which the next send builds a new communicator."""
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = listening_socket(self._bind_host)
+        return self._listener.getsockname()[1]
+
+    def _send(self, delivery: Delivery, listener: socket.socket | None, size: int) -> None:
         start = time.monotonic()
         error: Exception | None = None
         try:
             if listener is not None:
                 self._connect(listener, size)
             assert self._group is not None, "a send without a communicator"
-            for bucket in buckets:
-                self._group.broadcast(bucket, chunk_bytes=self._chunk_bytes, deadline=deadline)
+            self._broadcast(self._group, delivery.staged.buckets, delivery.deadline)
         except Exception as caught:
             # Told to the publisher, which counts it; whatever it was, this communicator is of no use any more.
             error = caught
             self._close_group()
-        done(time.monotonic() - start, error)
+        self._done(delivery, time.monotonic() - start, error)
+
+    def _broadcast(self, group: CollectiveGroup, buckets: Sequence[Tensor], deadline: float) -> None:
+        for bucket in buckets:
+            group.broadcast(bucket, chunk_bytes=self._chunk_bytes, deadline=deadline)
 
     def _connect(self, listener: socket.socket, size: int) -> None:
         self._close_group()

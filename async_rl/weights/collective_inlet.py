@@ -1,0 +1,78 @@
+"""The generator's side of ``gloo`` and ``nccl``: one rank of the epoch's communicator, kept between transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from async_rl.errors import CorruptWeightsError, WeightsError
+from async_rl.weights import control
+from async_rl.weights.buffers import Buffer, Buffers
+from async_rl.weights.manifest import Manifest, digest_bytes
+from async_rl.weights.transport import Filled
+
+if TYPE_CHECKING:
+    from async_rl.weights.collective import CollectiveGroup
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveOrder:
+    """``host`` is the publisher's, ``local_host`` an address of this machine at which the other ranks reach it."""
+
+    go: control.Go
+    backend: str
+    host: str
+    local_host: str
+
+
+class CollectiveInlet:
+    """See ``transport.Inlet``. ``device`` is this generator's CUDA device, for ``nccl``."""
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._group: CollectiveGroup | None = None
+        self._epoch = -1
+
+    def fill(
+        self, order: CollectiveOrder, manifest: Manifest, buffer: Buffer, buffers: Buffers, *, deadline: float
+    ) -> Filled:
+        """Every bucket, through the epoch's communicator, which is built first if it is a new one."""
+        from async_rl.weights.collective import CollectiveGroup
+
+        go = order.go
+        if go.store_port:
+            self.close()
+            self._group = CollectiveGroup.create(
+                order.backend,
+                store_host=order.host,
+                store_port=go.store_port,
+                rank=go.rank,
+                size=go.size,
+                stall_s=go.stall_s,
+                local_host=order.local_host,
+                device=self._device,
+            )
+            self._epoch = go.epoch
+        if self._group is None or self._epoch != go.epoch:
+            raise WeightsError(f"expected the communicator of epoch {go.epoch} to be here still, got {self._epoch}")
+        for bucket in buffer.buckets:
+            self._group.broadcast(bucket, chunk_bytes=go.chunk_bytes, deadline=deadline)
+        # All of them first: a rank that digests in between would keep the others waiting.
+        _check_digests(buffer, manifest)
+        return Filled(manifest.size_bytes)
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        self._epoch = -1
+        if group is not None:
+            group.close()
+
+
+def _check_digests(buffer: Buffer, manifest: Manifest) -> None:
+    wrong = [
+        f"bucket {index}: expected {expected}, got {got}"
+        for index, (bucket, expected) in enumerate(zip(buffer.buckets, manifest.bucket_digests, strict=True))
+        if (got := digest_bytes(bucket.numpy().data)) != expected
+    ]
+    if wrong:
+        raise CorruptWeightsError("digest mismatch in " + "; ".join(wrong[:3]))

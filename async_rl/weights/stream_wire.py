@@ -1,0 +1,127 @@
+"""What passes between the stream server and a generator that pulls: requests one way, bytes the other. No torch.
+
+A request names a session (the token that the publisher gave the generator over the control channel) and items of it
+by index. The answer is those items' bytes, one after the other, nothing between them: both sides know every length.
+Item ``b`` is bucket ``b`` whole; with ``B`` buckets, item ``B + l * B + b`` is the delta of bucket ``b`` in link ``l``
+of the session's chain.
+
+A session with a key is sealed: the answer begins with a nonce of the server's, and every item is cut into records of
+``RECORD_BYTES``, each sealed with AES-256-GCM (16 bytes longer than what is in it). Its key is derived from the
+session's, both sides' nonces and the request, so no record can be changed, cut out, moved, repeated or read without
+the key, which only ever travels inside CURVE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from async_rl.errors import CorruptWeightsError, WireError
+
+TOKEN_BYTES = 16
+KEY_BYTES = 32
+NONCE_BYTES = 16
+RECORD_BYTES = 4 << 20
+"""Of a sealed stream, and received at a time: smaller ones cost more calls."""
+TAG_BYTES = 16
+MAX_ITEMS = 1 << 20
+
+_MAGIC = b"ARW1"
+_HEAD = struct.Struct(f"<4s{TOKEN_BYTES}s{NONCE_BYTES}sI")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Items of a session, in the order in which they shall come."""
+
+    token: bytes
+    nonce: bytes
+    items: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return _HEAD.pack(_MAGIC, self.token, self.nonce, len(self.items)) + struct.pack(
+            f"<{len(self.items)}I", *self.items
+        )
+
+
+def make_request(token: bytes, items: Sequence[int]) -> Request:
+    """A request with a nonce of its own."""
+    return Request(token, os.urandom(NONCE_BYTES), tuple(items))
+
+
+def read_request(connection: socket.socket) -> Request | None:
+    """The next request; None where the other side is done.
+
+    Raises:
+        WireError: it is none.
+        OSError: the connection broke or the other side is silent.
+    """
+    head = receive_exactly(connection, _HEAD.size, may_end=True)
+    if head is None:
+        return None
+    magic, token, nonce, count = _HEAD.unpack(head)
+    if magic != _MAGIC or count > MAX_ITEMS:
+        raise WireError("expected a request for weights")
+    body = receive_exactly(connection, 4 * count)
+    assert body is not None
+    return Request(token, nonce, struct.unpack(f"<{count}I", body))
+
+
+def receive_exactly(connection: socket.socket, size: int, *, may_end: bool = False) -> bytes | None:
+    """``size`` bytes; None where the stream ended before the first of them and ``may_end``.
+
+    Raises:
+        ConnectionError: the stream ended before the last of them.
+    """
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        count = connection.recv_into(view[filled:])
+        if count == 0:
+            if may_end and filled == 0:
+                return None
+            raise ConnectionError(f"the connection ended after {filled} of {size} bytes")
+        filled += count
+    return bytes(data)
+
+
+class Seal:
+    """The records of one answer, in their order; each side makes its own from the session's key."""
+
+    def __init__(self, session_key: bytes, request: Request, server_nonce: bytes) -> None:
+        # BLAKE2b with a key is a pseudo-random function: two answers never share a key, so counters may begin at 0.
+        secret = hashlib.blake2b(request.encode() + server_nonce, key=session_key, digest_size=KEY_BYTES).digest()
+        self._cipher = AESGCM(secret)
+        self._count = 0
+        self._buffer = bytearray(RECORD_BYTES + TAG_BYTES)
+
+    def seal(self, record: memoryview) -> memoryview:
+        """``record`` sealed, good until the next call."""
+        out = memoryview(self._buffer)[: len(record) + TAG_BYTES]
+        self._cipher.encrypt_into(self._next_nonce(), record, None, out)
+        return out
+
+    def open(self, sealed: memoryview, into: memoryview) -> None:
+        """The record in ``sealed`` to ``into``.
+
+        Raises:
+            CorruptWeightsError: it is not what the server sealed.
+        """
+        try:
+            self._cipher.decrypt_into(self._next_nonce(), sealed, None, into)
+        except InvalidTag:
+            raise CorruptWeightsError(
+                "a record of the weights stream was changed on its way: its seal does not match"
+            ) from (None)
+
+    def _next_nonce(self) -> bytes:
+        nonce = self._count.to_bytes(12, "little")
+        self._count += 1
+        return nonce

@@ -1,0 +1,67 @@
+"""What fits a model and what is refused by name, without a real model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from async_rl.errors import ModelError, WeightsError
+from async_rl.generator.causal_model import WeightTable, refuse_unsupported
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, too, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.LayerNorm(3, bias=False, dtype=torch.bfloat16)
+
+
+def weights(**more: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"embed.weight": torch.ones(4, 3), "norm.weight": torch.full((3,), 0.5), **more}
+
+
+def table() -> tuple[Any, WeightTable]:
+    model: Any = Tied().requires_grad_(False)
+    return model, WeightTable(model)
+
+
+def test_a_tied_weight_comes_once_and_other_dtypes_are_cast_to_the_engines():
+    model, known = table()
+    known.check(weights())
+    known.replace(weights())
+    assert torch.equal(model.head.weight, torch.ones(4, 3))
+    assert model.norm.weight.dtype == torch.bfloat16
+    assert torch.equal(model.norm.weight, torch.full((3,), 0.5, dtype=torch.bfloat16))
+
+
+def test_an_alias_may_come_too_if_it_is_equal():
+    _, known = table()
+    known.check(weights(**{"head.weight": torch.ones(4, 3)}))
+    with pytest.raises(WeightsError, match=r"head\.weight is tied to embed\.weight"):
+        known.check(weights(**{"head.weight": torch.zeros(4, 3)}))
+
+
+def test_adapters_missing_unknown_and_reshaped_tensors_are_refused_by_name():
+    _, known = table()
+    with pytest.raises(WeightsError, match=r"LoRA adapters, head\.lora_A\.weight"):
+        known.check(weights(**{"head.lora_A.weight": torch.ones(1, 3)}))
+    with pytest.raises(WeightsError, match=r"unknown \['extra'\]"):
+        known.check(weights(extra=torch.ones(1)))
+    with pytest.raises(WeightsError, match=r"missing \['norm\.weight'\]"):
+        known.check({"embed.weight": torch.ones(4, 3)})
+    with pytest.raises(WeightsError, match=r"norm\.weight: expected shape \[3\], got \[4\]"):
+        known.check(weights(**{"norm.weight": torch.ones(4)}))
+
+
+def test_a_quantised_model_is_refused_by_the_name_of_its_method():
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
+    refuse_unsupported(config)
+    config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ModelError, match="quantised by gptq"):
+        refuse_unsupported(config)

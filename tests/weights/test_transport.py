@@ -1,0 +1,23 @@
+import pytest
+
+from async_rl.weights.transport import choose_transport
+
+
+@pytest.mark.parametrize(
+    ("setting", "has_cuda", "is_trusted", "expected"),
+    [
+        ("auto", False, True, "gloo"),
+        ("auto", True, True, "nccl"),
+        ("auto", False, False, "tcp"),
+        ("auto", True, False, "tcp"),
+        ("tcp", True, True, "tcp"),
+        ("gloo", True, False, "gloo"),
+    ],
+)
+def test_auto_is_a_collective_where_the_network_is_ours_and_tcp_elsewhere(setting, has_cuda, is_trusted, expected):
+    assert choose_transport(setting, has_cuda=has_cuda, is_trusted=is_trusted) == expected
+
+
+def test_an_unknown_transport_is_a_bug():
+    with pytest.raises(ValueError, match="'mpi'"):
+        choose_transport("mpi", has_cuda=False, is_trusted=True)
