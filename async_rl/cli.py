@@ -374,18 +374,18 @@ def keys_new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys are, or are to be.")],
     clients: Annotated[
         list[str] | None,
-        typer.Option("--client", metavar="NAME", help="A client to make a key for; may be repeated; default: client."),
+        typer.Option("--client", metavar="NAME", help="A further client, for a machine of generators; repeatable."),
     ] = None,
 ) -> None:
     """Make DIR with the queue server's key, a key for every client and allowed.txt, the list of who is let in.
 
-    Set queue.keys to DIR for the queue server and the learner, who uses DIR/client.key, and copy a client's file to
-    each machine of generators by a safe way. Repeated, it adds clients, to a run that goes on as well, and replaces
+    Set queue.keys to DIR for the queue server and the learner, who alone is to use DIR/client.key, and copy a client's
+    file to each machine of generators by a safe way. Repeated, it adds clients, to a running run as well, and replaces
     nothing. To shut a client out, delete its line of allowed.txt and restart the queue server.
 
     \b
     Example:
-      async-rl keys new keys --client client --client node7
+      async-rl keys new keys --client node7
       async-rl generator --connect tcp://10.0.0.1:5555 --keys node7.key
     """
     from async_rl.keys import make_keys

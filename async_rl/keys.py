@@ -150,12 +150,13 @@ def client_keys_of(directory: str | None) -> ClientKeys | None:
 
 
 def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
-    """Make what is missing of ``directory``; existing keys are never replaced. Lines that say what was done.
+    """Make what is missing of ``directory``, ``client.key`` and ``clients``'; existing keys are never replaced. Lines
+    that say what was done.
 
     Raises:
         KeyFileError: a name is unfit, the directory is open to others, can't be written, or lost its ``queue.key``.
     """
-    names = list(dict.fromkeys(clients or (DEFAULT_CLIENT,)))
+    names = list(dict.fromkeys((DEFAULT_CLIENT, *clients)))
     for name in names:
         if not _NAME.fullmatch(name) or f"{name}.key" == SERVER_FILE:
             raise KeyFileError(
@@ -191,7 +192,8 @@ def _make_client(directory: Path, name: str, server: bytes) -> str:
     _write_secret(path, f"client {name}", {"public": public, "secret": secret, "server": server})
     with os.fdopen(os.open(allowed, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
         file.write(b"%s %s\n" % (public, name.encode()))
-    return f"made {path}: for `async-rl generator --keys {path}`; let in by {allowed}"
+    owner = "the learner's, and any generator's; " if name == DEFAULT_CLIENT else ""
+    return f"made {path}: {owner}for `async-rl generator --keys {path}`; let in by {allowed}"
 
 
 def read_allowed(path: Path) -> dict[bytes, str]:

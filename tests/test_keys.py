@@ -27,6 +27,7 @@ def test_new_keys_are_for_their_owner_only_whatever_the_umask(tmp_path: Path):
     assert mode(tmp_path / "keys") == 0o700
     assert {path.name: mode(path) for path in (tmp_path / "keys").iterdir()} == {
         "queue.key": 0o600,
+        "client.key": 0o600,
         "a.key": 0o600,
         "b.key": 0o600,
         "allowed.txt": 0o600,
