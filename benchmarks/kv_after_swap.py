@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = Path(options.data or Path(options.model).parent / "train.jsonl")
-    rows = load_rows(str(data), system_prompt="").rows[: options.groups]
+    rows = load_rows(str(data)).rows[: options.groups]
     prompts = [Prompt(i, i, 0, row.messages, row.reward_data) for i, row in enumerate(rows)]
     old = load_model(options.model)
     table: list[tuple[str, np.ndarray, float]] = []

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from async_rl.queue.changes import Changes
 from async_rl.queue.messages import GeneratorStats
 from async_rl.records import Lease
@@ -49,8 +51,7 @@ class HeldLease:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
+class Fate(msgspec.Struct, frozen=True, gc=False):
     """What became of a closed lease. ``number`` counts them, so that the oldest can be forgotten first."""
 
     fate: str

@@ -9,6 +9,7 @@ everything. It ends when the run is finished and its generators were told, when 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -31,7 +32,7 @@ from async_rl.queue.buffer import Buffer
 from async_rl.queue.changes import Changes
 from async_rl.queue.endpoint import Endpoint
 from async_rl.queue.evals import Row
-from async_rl.queue.files import QueueRecord, read_record, write_json
+from async_rl.queue.files import BackgroundFile, QueueRecord, read_record, write_json
 from async_rl.queue.handlers import OF_LEARNERS, Handlers, Reply, Waiting, WelcomePack
 from async_rl.queue.journal import Journal, pack, unpack
 from async_rl.queue.parking import Parking, Request
@@ -107,6 +108,7 @@ class QueueServer:
         self._stop_reason = ""
         self._started = self._learner_seen = time.monotonic()
         self._finished_at: float | None = None
+        self._ledger_file = BackgroundFile(self._run_dir / "ledger.json")
         self._ledger_written, self._ledger_step = (-1, 0.0), -1
         self._recorded_run_id = ""
         self._poller = zmq.Poller()
@@ -131,6 +133,8 @@ class QueueServer:
         self._write_record()
         if self._on_ready is not None:
             self._on_ready(self.address)
+        # The rows stay for good: no collection needs to look at them again.
+        gc.freeze()
         logger.info("the queue serves %s", self.address)
         try:
             while not (reason := self._why_end(time.monotonic())):
@@ -145,7 +149,7 @@ class QueueServer:
                 self._write_ledger(now)
             logger.info("the queue ends: %s", reason)
             self._commit()
-            self._write_ledger(time.monotonic(), force=True)
+            self._write_last_ledger()
             return reason
         finally:
             self._close()
@@ -311,16 +315,23 @@ class QueueServer:
         write_json(self._run_dir / "queue.json", record.as_dict())
         self._recorded_run_id = self._handlers.run_id
 
-    def _write_ledger(self, now: float, *, force: bool = False) -> None:
+    def _write_ledger(self, now: float) -> None:
         if self._recorded_run_id != self._handlers.run_id:
             self._write_record()
         revision, written_at = self._ledger_written
         acked = self._buffer.learner.step if self._buffer.learner is not None else -1
         is_due = now - written_at >= (_LEDGER_GAP_S if acked != self._ledger_step else LEDGER_EVERY_S)
-        if not force and (revision == self._buffer.revision or not is_due):
+        if revision == self._buffer.revision or not is_due or self._ledger_file.is_busy:
             return
         self._ledger_written, self._ledger_step = (self._buffer.revision, now), acked
-        write_json(self._run_dir / "ledger.json", {"run_id": self._handlers.run_id, **self._buffer.ledger_file()})
+        self._ledger_file.write(self._ledger())
+
+    def _write_last_ledger(self) -> None:
+        self._ledger_file.close()
+        write_json(self._run_dir / "ledger.json", self._ledger())
+
+    def _ledger(self) -> dict[str, Any]:
+        return {"run_id": self._handlers.run_id, **self._buffer.ledger_file()}
 
 
 def _request_id(message: Message) -> str | None:
