@@ -12,13 +12,14 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from async_rl import __version__
 from async_rl.address import check_address, refuse_open_connect
+from async_rl.cli_options import ConfigPath, Connect, Fresh, Insecure, Keys, Overrides
+from async_rl.cli_tools import tools
 from async_rl.errors import UserError
 from async_rl.lifeline import exit_on_sigterm, watch_lifeline
 
@@ -33,30 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's config file (TOML).", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override one config key, as in learner.steps=20 (VALUE is TOML, or a bare string); may be repeated.",
-    ),
-]
-Insecure = Annotated[
-    bool,
-    typer.Option("--insecure", help="Allow addresses beyond loopback without authentication (trusted networks only)."),
-]
-Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Start over: an existing run directory is moved aside, never deleted.")
-]
-Keys = Annotated[
-    Path | None,
-    typer.Option("--keys", metavar="FILE", help="This client's key file, made by `async-rl keys new`."),
-]
-Connect = Annotated[
-    str, typer.Option("--connect", metavar="ADDRESS", help="The queue server, as in tcp://127.0.0.1:5555.")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -223,103 +200,6 @@ def status(
     print_status(connect, as_json=as_json, timeout_s=timeout, keys=chosen)
 
 
-@app.command("config", short_help="Check a config and print it resolved.")
-def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check CONFIG and print it resolved: every key, defaults written out, as TOML.
-
-    \b
-    Example:
-      async-rl config configs/quickstart.toml --set queue.max_staleness=0
-    """
-    from async_rl.config_file import config_to_toml, load_config
-
-    typer.echo(config_to_toml(load_config(config, overrides or [])), nl=False)
-
-
-@app.command("eval", short_help="Answer a dataset with a model and print its accuracy.")
-def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A model directory, a hub id, a checkpoint, or a run directory (its latest)."
-        ),
-    ],
-    dataset: Annotated[Path, typer.Option("--dataset", metavar="FILE", help="Rows to answer (JSONL).")],
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Answers a row.")] = 1,
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy decoding.")
-    ] = 0.0,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, tokens.")
-    ] = 3584,
-    max_prompt_tokens: Annotated[
-        int, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts are counted, not asked.")
-    ] = 4096,
-    reward: Annotated[str, typer.Option("--reward", metavar="TYPE", help="As reward.type.")] = "boxed",
-    system_prompt: Annotated[
-        str | None, typer.Option("--system-prompt", metavar="TEXT", help="Default: by reward type; empty: none.")
-    ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at a time.")
-    ] = 64,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="For sampling above temperature 0.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write every answer to DIR/answers.jsonl.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows; default: all.")
-    ] = None,
-) -> None:
-    """Answer the rows of a dataset with a model and print its accuracy.
-
-    Give the --system-prompt and the limits that the run was trained with: the defaults are those of a new config.
-
-    \b
-    Example:
-      async-rl eval runs/quickstart --dataset runs/quickstart-task/seed-0/held_out.jsonl --system-prompt ""
-    """
-    from async_rl.evaluation import describe_figures, run_eval
-
-    figures = run_eval(
-        model,
-        dataset=dataset,
-        num_samples=samples,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        reward_type=reward,
-        system_prompt=system_prompt,
-        batch_size=batch_size,
-        seed=seed,
-        out=out,
-        limit=limit,
-        progress=_show_progress if sys.stderr.isatty() else None,
-    )
-    for line in describe_figures(figures):
-        typer.echo(line)
-    if out is not None:
-        typer.echo(f"answers: {out / 'answers.jsonl'}")
-
-
-@app.command(short_help="Write a checkpoint as a Hugging Face model directory.")
-def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory (its latest).")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; new, or empty.")],
-) -> None:
-    """Write a checkpoint as a Hugging Face model directory (config, tokenizer, safetensors).
-
-    \b
-    Example:
-      async-rl export runs/quickstart exported
-    """
-    from async_rl.learner.export import export_checkpoint
-
-    export_checkpoint(checkpoint, out)
-    typer.echo(f"wrote {out}")
-
-
 @app.command(short_help="Supervised warm start on prompts with answers.")
 def sft(config: ConfigPath, overrides: Overrides = None) -> None:
     """Supervised warm start: train the model of CONFIG on sft.data and write a Hugging Face directory to sft.out.
@@ -363,40 +243,7 @@ def verifier(
         serve(bind, overrides or [], insecure=insecure)
 
 
-keys_app = typer.Typer(
-    help="Keys that encrypt the run's sockets and say who may join.", no_args_is_help=True, rich_markup_mode=None
-)
-app.add_typer(keys_app, name="keys")
-
-
-@keys_app.command("new", short_help="Make keys, or add clients to them.")
-def keys_new(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys are, or are to be.")],
-    clients: Annotated[
-        list[str] | None,
-        typer.Option("--client", metavar="NAME", help="A further client, for a machine of generators; repeatable."),
-    ] = None,
-) -> None:
-    """Make DIR with the queue server's key, a key for every client and allowed.txt, the list of who is let in.
-
-    Set queue.keys to DIR for the queue server and the learner, who alone is to use DIR/client.key, and copy a client's
-    file to each machine of generators by a safe way. Repeated, it adds clients, to a running run as well, and replaces
-    nothing. To shut a client out, delete its line of allowed.txt and restart the queue server.
-
-    \b
-    Example:
-      async-rl keys new keys --client node7
-      async-rl generator --connect tcp://10.0.0.1:5555 --keys node7.key
-    """
-    from async_rl.keys import make_keys
-
-    for line in make_keys(directory, clients or []):
-        typer.echo(line)
-
-
-def _show_progress(num_done: int, num_rows: int) -> None:
-    sys.stderr.write(f"\r{num_done}/{num_rows} rows answered" + ("\n" if num_done == num_rows else ""))
-    sys.stderr.flush()
+app.add_typer(tools)
 
 
 def _is_first_rank() -> bool:

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("keys", "data_files", "data_rows", "data", "chat", "rewards", "sandbox", "queue", "weights", "curve"),
     ("generator", "learner"),
     ("evaluation", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
-    ("cli",),
+    ("cli_options", "cli_tools", "cli"),
     ("__main__",),
 )
 """Lowest first. A name stands for a module, or for a folder with all in it. A module imports from its own layer or
