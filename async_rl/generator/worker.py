@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -24,6 +23,7 @@ from async_rl.generator.backend import Backend
 from async_rl.generator.fake_backend import FakeBackend
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
+from async_rl.generator.scratch import scratch_directory
 from async_rl.keys import ClientKeys
 from async_rl.local_code import DIGESTS_FILE, read_digests
 from async_rl.memory import reuse_freed_memory
@@ -70,7 +70,7 @@ def run_generator(
         # The real backend is only known from the config that this answer carries, so hello names what was asked for.
         welcome = queue.hello(wait_s, _requested_backend(overrides), host)
         config = generator_config(welcome.config_toml, overrides)
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-generator-")))
+        directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)
         backend = stack.enter_context(closing(build_backend(config, directory)))
         receiver = Receiver(
