@@ -120,6 +120,10 @@ def generator(
     generator_id: Annotated[
         str | None, typer.Option("--id", metavar="NAME", help="Its name in logs and metrics; default: made up.")
     ] = None,
+    replaces: Annotated[
+        str | None,
+        typer.Option("--replaces", metavar="NAME", help="A dead generator: what it held is given out again at once."),
+    ] = None,
 ) -> None:
     """Sample rollouts for the run whose queue server is at ADDRESS, until that run is finished.
 
@@ -139,7 +143,13 @@ def generator(
 
         logging.getLogger(__name__).info("joining the run at %s; waiting for it up to %.0f s", connect, wait)
         run_generator(
-            connect, overrides or [], wait_s=wait, insecure=insecure, generator_id=generator_id, keys_file=keys
+            connect,
+            overrides or [],
+            wait_s=wait,
+            insecure=insecure,
+            generator_id=generator_id,
+            keys_file=keys,
+            replaces=replaces,
         )
         logging.getLogger(__name__).info("the run at %s is finished", connect)
 

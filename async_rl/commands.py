@@ -120,9 +120,9 @@ class RunCommands:
         ]
 
     def generator(self, index: int, address: str, num_restarts: int) -> Command:
-        """One generator. A restarted one has a name of its own: nobody takes it for the dead one."""
+        """One generator. A restarted one has a name of its own, and says whose place it takes."""
         name = f"generator-{index}"
-        identity = f"{name}-{num_restarts}" if num_restarts else name
+        identity, dead = (f"{name}-{n}" if n else name for n in (num_restarts, num_restarts - 1))
         size = self._config.generator.tensor_parallel_size
         extra: dict[str, str] = {}
         if self._generator_devices is not None:
@@ -130,6 +130,7 @@ class RunCommands:
         # What may be imported is each machine's own to say, so it is never read from the config that the queue sends.
         allowed = [json.dumps(name, ensure_ascii=False) for name in self._config.generator.allow_code]
         own = ["--set", f"generator.allow_code=[{', '.join(allowed)}]"] if allowed else []
+        own += ["--replaces", dead] if num_restarts else []
         argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
         cores = self._shares[self._config.learner.nproc + index]
         return Command(name, argv, self._environment(self._config.generator.num_threads, extra), cores)

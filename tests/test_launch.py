@@ -102,9 +102,10 @@ def test_generators_are_dealt_their_devices_in_order():
     assert commands.generator(0, "tcp://127.0.0.1:5", 0).environment["OMP_NUM_THREADS"] == "5"
 
 
-def test_a_restarted_generator_has_a_name_of_its_own_and_the_same_log():
+def test_a_restarted_generator_has_a_name_of_its_own_and_the_same_log_and_says_whom_it_replaces():
     again = some_commands(a_config()).generator(0, "tcp://127.0.0.1:5", 2)
-    assert again.argv[-4:] == ("--connect", "tcp://127.0.0.1:5", "--id", "generator-0-2")
+    assert again.argv[-4:] == ("--id", "generator-0-2", "--replaces", "generator-0-1")
+    assert "--replaces" not in some_commands(a_config()).generator(0, "tcp://127.0.0.1:5", 0).argv
     assert again.name == "generator-0"
 
 

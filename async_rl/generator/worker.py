@@ -33,7 +33,7 @@ __all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
 
 def run_generator(
     address: str, overrides: Sequence[str], *, wait_s: float, insecure: bool, generator_id: str | None = None,
-    keys_file: Path | None = None,
+    keys_file: Path | None = None, replaces: str | None = None,
 ) -> None:  # fmt: skip
     """Sample for the queue at ``address`` until its run is finished.
 
@@ -44,6 +44,7 @@ def run_generator(
         insecure: join a queue beyond loopback without keys, and take weights over an unauthenticated network.
         keys_file: a client's file of ``async-rl keys new``; none: an unencrypted queue.
         generator_id: unique among the run's generators; none: host, process id and a random part.
+        replaces: a dead generator, whose leases are given out again at once; none: they expire in their time.
 
     Raises:
         AddressError: the address is malformed, or beyond loopback without keys or ``insecure``.
@@ -68,7 +69,7 @@ def run_generator(
     with ExitStack() as stack:
         queue = stack.enter_context(closing(GeneratorQueue(address, generator_id, keys)))
         # The real backend is only known from the config that this answer carries, so hello names what was asked for.
-        welcome = queue.hello(wait_s, _requested_backend(overrides), host)
+        welcome = queue.hello(wait_s, _requested_backend(overrides), host, replaces=replaces)
         config = generator_config(welcome.config_toml, overrides)
         directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)

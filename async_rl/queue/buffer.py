@@ -243,11 +243,17 @@ class Buffer:
 
     # The generators.
 
-    def hello(self, generator_id: str, host: str, backend: str, now: float) -> None:
-        """A generator introduces itself."""
-        self._state.at(now)
-        entry = self._state.generators.seen(generator_id, self._state.now)
+    def hello(self, generator_id: str, host: str, backend: str, now: float, *, replaces: str | None = None) -> None:
+        """A generator introduces itself. One that it ``replaces`` is dead: its leases have expired."""
+        state = self._state
+        state.at(now)
+        entry = state.generators.seen(generator_id, state.now)
         entry.host, entry.backend = host, backend
+        if replaces is not None and replaces != generator_id:
+            for held in [held for held in state.leases if held.generator_id == replaces]:
+                state.lose_lease(held, "expired", stop_sampling=False)
+            state.generators.remove(replaces)
+            state.revision += 1
 
     def lease(self, generator_id: str, active: tuple[str, int], max_leases: int, now: float) -> LeasesGranted:
         """Up to ``max_leases`` leases for a generator that samples with ``active`` (lineage, version)."""

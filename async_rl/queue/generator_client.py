@@ -59,15 +59,20 @@ class GeneratorQueue:
         self._returning: dict[str, bytes] = {}
         self._num_unanswered = 0
 
-    def hello(self, wait_s: float, backend: str, host: str = "") -> Welcome:
+    def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
         """Introduce this generator; waits for a queue, and a learner attached to it, up to ``wait_s``.
+
+        ``replaces`` names a dead one, whose leases are given out again at once.
 
         Raises:
             AddressError: no queue answered. QueueError: a queue did, but no learner has attached.
         """
         deadline = time.monotonic() + wait_s
         reason = ""
-        fields = {"generator_id": self.generator_id, "backend": backend, "host": host or socket.gethostname()}
+        fields = {
+            "generator_id": self.generator_id, "backend": backend, "host": host or socket.gethostname(),
+            "replaces": replaces,
+        }  # fmt: skip
         while (left_s := deadline - time.monotonic()) > (_HELLO_MARGIN_S if reason else 0):
             held_s = max(0.0, min(_HELLO_WAIT_S, left_s - _HELLO_MARGIN_S))
             request_id = self._connection.post("hello", fields, wait_s=held_s)

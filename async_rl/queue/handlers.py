@@ -255,7 +255,10 @@ class Handlers:
     def _on_hello(self, message: Message, now: float) -> Waiting:
         fields = message.fields
         generator_id = name(fields, "generator_id")
-        self.buffer.hello(generator_id, name(fields, "host"), name(fields, "backend"), now)
+        replaces = None if fields.get("replaces") is None else name(fields, "replaces")
+        self.buffer.hello(generator_id, name(fields, "host"), name(fields, "backend"), now, replaces=replaces)
+        if replaces is not None:
+            self.roster.leave(replaces)
         self.roster.seen(generator_id, now).has_left = False
 
         def attempt(now: float, last: bool) -> Reply | None:

@@ -514,6 +514,19 @@ def test_a_generator_that_leaves_gives_its_leases_back_unblamed():
     assert [lease.attempt for lease in leases(buffer, 2, generator="g1")] == [1, 1]
 
 
+def test_who_takes_a_dead_generators_place_has_its_leases_given_out_again_at_once():
+    # What killed it may have been the prompt, so an attempt is counted.
+    buffer = make_buffer(max_attempts=2)
+    (held, _), (other,) = leases(buffer, 2), leases(buffer, 1, generator="g1")
+    buffer.hello("g0-1", "h", "fake", 1.0, replaces="g0")
+    assert dropped(buffer) == {"expired": 2}
+    assert [(lease.prompt.position, lease.attempt) for lease in leases(buffer, 2, generator="g0-1")] == [(0, 2), (1, 2)]
+    assert put(buffer, group(other, generator="g1")) == "queued"
+    assert put(buffer, group(held)) == "unknown_lease"
+    buffer.hello("g0-1", "h", "fake", 2.0, replaces="g0")
+    assert dropped(buffer) == {"expired": 2}, "it may say so again"
+
+
 # The ends.
 
 
