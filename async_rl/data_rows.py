@@ -72,7 +72,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     if "gt_answer" in rules.needs or isinstance(reward_data.get("gt_answer"), str | int | float):
         reward_data["gt_answer"] = _answer_text(reward_data["gt_answer"], f"{where}: {_column('gt_answer', rules)}")
     if "test_cases" in reward_data:
-        reward_data |= _test_cases(reward_data, where)
+        reward_data |= _test_cases(reward_data, where, _column("test_cases", rules))
     _check_can_travel(messages, reward_data, where)
     return Row(messages, reward_data)
 
@@ -160,12 +160,12 @@ def _answer_text(answer: Any, where: str) -> str:
     raise DataError(f"{where}: expected text that is not blank or a number, got {kind(answer)}")
 
 
-def _test_cases(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str, Any]:
     """``test_cases`` as ``{"inputs", "outputs"}``, and ``fn_name`` if there is one, beside it or in it."""
     try:
         function = parse_tests(fields).function
     except ValueError as error:
-        raise DataError(f"{where}: {error}") from None
+        raise DataError(f"{where}: {str(error).replace('test_cases', column, 1)}") from None
     cases = {key: fields["test_cases"][key] for key in ("inputs", "outputs")}
     return {"test_cases": cases} | ({} if function is None else {"fn_name": function})
 

@@ -131,7 +131,8 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
         main(["keys", "new", str(tmp_path / "keys"), "--client", "a", "--client", "b"])
     assert not ended.value.code
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"made {tmp_path / 'keys' / n}.key" for n in ("queue", "a", "b")]
+    made = [f"made {tmp_path / 'keys' / name}.key" for name in ("queue", "client", "a", "b")]
+    assert [line.split(":")[0] for line in lines] == made
 
 
 @pytest.mark.parametrize(
