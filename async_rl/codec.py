@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,12 +24,14 @@ from async_rl.records import (
     Rollout,
     Sampling,
     TokenSequence,
+    Turn,
 )
 from async_rl.wire import DEFAULT_LIMITS, Limits, Pieces, decode, encode
 
 _T = TypeVar("_T")
 _COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
 _INTEGERS = {int}
+_INTEGERS_ONLY = frozenset((int,))
 _NUMBERS = frozenset((int, float))
 _NUMBERS_OR_NONE = _NUMBERS | {type(None)}
 _TEXTS = frozenset((str,))
@@ -166,6 +169,14 @@ def encode_group(group: Group) -> bytes:
         "finish_reason": [r.finish_reason for r in rollouts],
         "extracted": [r.extracted for r in rollouts],
     }
+    if any(r.turns for r in rollouts):
+        turns = [turn for r in rollouts for turn in r.turns]
+        fields["turns"] = {
+            "counts": [len(r.turns) for r in rollouts],
+            "num_tokens": [turn.num_tokens for turn in turns],
+            "rewards": [turn.reward for turn in turns],
+            "scores": [turn.score for turn in turns],
+        }
     arrays = [
         _column("<i4", [s.token_ids for s in sequences]),
         _column("|b1", [s.loss_mask for s in sequences]),
@@ -201,6 +212,7 @@ class FlatGroup:
         behavior_logprobs: float32 [T].
         versions: int32 [T].
         kept: of the tokens under the mask; None where nothing was left out.
+        turns: [R], of each rollout; all empty where no environment played.
     """
 
     fields: Mapping[str, Any]
@@ -215,6 +227,7 @@ class FlatGroup:
     behavior_logprobs: Float32Array
     versions: Int32Array
     kept: KeptTokens | None
+    turns: list[tuple[Turn, ...]]
 
     @property
     def num_rollouts(self) -> int:
@@ -247,6 +260,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
                 accuracy=float(flat.accuracy[index]),
                 finish_reason=flat.finish_reason[index],
                 extracted=flat.extracted[index],
+                turns=flat.turns[index],
             )
         )
         first += count
@@ -296,7 +310,24 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     return FlatGroup(
         _group_fields(fields), num_sequences, lengths, reward_parts, fields["accuracy"], fields["finish_reason"],
         fields["extracted"], *arrays[:4], kept=None if len(arrays) == 4 else _kept(arrays),
+        turns=_turns(fields, num_rollouts),
     )  # fmt: skip
+
+
+def _turns(fields: Mapping[str, Any], num_rollouts: int) -> list[tuple[Turn, ...]]:
+    if "turns" not in fields:
+        return [()] * num_rollouts
+    columns = field(fields, "turns", dict)
+    counts, num_tokens = field(columns, "counts", list), field(columns, "num_tokens", list)
+    _check_counts("turns.counts", counts, len(num_tokens))
+    if len(counts) != num_rollouts:
+        raise WireError(f"expected 'turns.counts' of {num_rollouts} rollouts, got {len(counts)}")
+    _check_column("turns.num_tokens", num_tokens, len(num_tokens), _INTEGERS_ONLY)
+    scored = [field(columns, name, list) for name in ("rewards", "scores")]
+    for values in scored:
+        _check_column("turns.rewards and scores", values, len(num_tokens), _NUMBERS)
+    turns = iter([Turn(n, float(r), float(s)) for n, r, s in zip(num_tokens, *scored, strict=True)])
+    return [tuple(islice(turns, count)) for count in counts]
 
 
 def _kept(arrays: Sequence[np.ndarray]) -> KeptTokens:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from async_rl.address import check_address
 from async_rl.config_section import Section
 from async_rl.engine_config import GeneratorConfig, SamplingConfig, WeightsConfig
+from async_rl.environment_config import EnvironmentConfig
 from async_rl.errors import AddressError
 from async_rl.loss_config import LossConfig
 from async_rl.task_config import SYSTEM_PROMPTS, DataConfig, EvalConfig, RewardConfig
@@ -150,6 +151,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     queue: QueueConfig = QueueConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -167,6 +169,7 @@ class Config(Section):
         self._check_sampling_keys()
         self._check_deterministic()
         self._check_device_keys()
+        self._check_environment()
         return self
 
     def _check_staleness_keys(self) -> None:
@@ -265,12 +268,31 @@ class Config(Section):
             if devices is not None and len(devices) != needed:
                 raise ValueError(f"{key}: expected {needed} devices, one for each process, got {len(devices)}")
 
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if not environment.is_set:
+            return
+        if environment.timeout_s >= self.queue.lease_timeout_s:
+            raise ValueError(
+                f"environment.timeout_s: expected less than queue.lease_timeout_s = {self.queue.lease_timeout_s:g}, "
+                f"got {environment.timeout_s:g}; a lease would expire while its environment is still allowed to work"
+            )
+        if environment.rows is not None and self.data.train:
+            raise ValueError(f"environment.rows: expected none with data.train, got {environment.rows}")
+
     @property
     def system_prompt(self) -> str:
         """The system message; empty for none."""
         if self.data.system_prompt is not None:
             return self.data.system_prompt
+        if self.environment.is_set:
+            return ""
         return SYSTEM_PROMPTS[self.reward.type]
+
+    @property
+    def makes_up_rows(self) -> bool:
+        """Whether there is no training file: an environment makes its own tasks."""
+        return self.environment.is_set and self.environment.rows is not None
 
     @property
     def cache_length(self) -> int:

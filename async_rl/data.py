@@ -42,13 +42,17 @@ class LoadedRows:
     digest: str
 
 
-def load_rows(path: str, *, on_bad_row: OnBadRow = "refuse", system_prompt: str = "") -> LoadedRows:
+def load_rows(
+    path: str, *, on_bad_row: OnBadRow = "refuse", system_prompt: str = "", needs_answer: bool = True
+) -> LoadedRows:
     """The rows of the JSONL file at ``path``.
 
     Args:
         path: UTF-8, one JSON object a line.
         on_bad_row: ``refuse`` raises at the first bad row, ``skip`` leaves bad rows out and counts them.
         system_prompt: put in front of every row that has no system message of its own; empty adds nothing.
+        needs_answer: whether a row must have ``messages`` and ``gt_answer``. An environment's may lack either, as it
+            can make the first state and the reward from whatever else is there; such a row's messages are ().
 
     Raises:
         DataError: the file can't be read or has no good row; or, under ``refuse``, a row is not UTF-8, not JSON, not
@@ -66,7 +70,7 @@ def load_rows(path: str, *, on_bad_row: OnBadRow = "refuse", system_prompt: str 
                 if not line.strip():
                     continue
                 try:
-                    rows.append(_parse_row(line, f"{path}:{number}", system_prompt))
+                    rows.append(_parse_row(line, f"{path}:{number}", system_prompt, needs_answer=needs_answer))
                 except DataError:
                     if on_bad_row == "refuse":
                         raise
@@ -81,18 +85,25 @@ def load_rows(path: str, *, on_bad_row: OnBadRow = "refuse", system_prompt: str 
     return LoadedRows(tuple(rows), num_skipped, digest.hexdigest())
 
 
-def _parse_row(line: bytes, where: str, system_prompt: str) -> Row:
+def made_up_rows(num_rows: int) -> LoadedRows:
+    """Rows without anything, for an environment that makes its own tasks (from a seed, say)."""
+    digest = hashlib.sha256(f"made up: {num_rows}".encode()).hexdigest()
+    return LoadedRows((Row((), {}),) * num_rows, 0, digest)
+
+
+def _parse_row(line: bytes, where: str, system_prompt: str, *, needs_answer: bool) -> Row:
     raw = _parse_json(line, where)
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected a JSON object, got {_kind(raw)}")
-    if "messages" not in raw or raw.get("gt_answer") is None:
+    if needs_answer and ("messages" not in raw or raw.get("gt_answer") is None):
         missing = "messages" if "messages" not in raw else "gt_answer"
         raise DataError(f'{where}: expected a row with "messages" and "gt_answer", got no {missing} in {sorted(raw)}')
-    messages = _parse_messages(raw["messages"], where)
-    if system_prompt and all(message["role"] != "system" for message in messages):
+    messages = _parse_messages(raw["messages"], where) if "messages" in raw else ()
+    if messages and system_prompt and all(message["role"] != "system" for message in messages):
         messages = ({"role": "system", "content": system_prompt}, *messages)
     reward_data = {key: value for key, value in raw.items() if key != "messages"}
-    reward_data["gt_answer"] = _answer_text(raw["gt_answer"], where)
+    if raw.get("gt_answer") is not None:
+        reward_data["gt_answer"] = _answer_text(raw["gt_answer"], where)
     _check_can_travel(messages, reward_data, where)
     return Row(messages, reward_data)
 

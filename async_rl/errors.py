@@ -62,5 +62,9 @@ class RewardError(AsyncRLError):
     """A reward can't be computed at all: its verifier does not start, its row has no answer. Never a wrong one."""
 
 
+class EnvironmentProcessError(AsyncRLError):
+    """An environment has no process to run in. It costs the rollout."""
+
+
 class TrainingError(AsyncRLError):
     """The run can't go on (too many filtered groups, a step that can't be trained); the message is a diagnosis."""

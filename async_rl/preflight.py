@@ -83,8 +83,8 @@ def check_keys(config: Config, *, is_server: bool) -> None:
 
 
 def check_train_is_set(config: Config) -> None:
-    """Raise ``ConfigError`` without ``data.train``."""
-    if not config.data.train:
+    """Raise ``ConfigError`` without ``data.train``, unless an environment's rows are made up."""
+    if not config.data.train and not config.makes_up_rows:
         raise ConfigError("data.train: needed, but not set")
 
 
@@ -96,10 +96,16 @@ def check_data(config: Config) -> None:
         DataError: a file is missing, or a row is bad; the message names key, file and line.
     """
     check_train_is_set(config)
-    named = {"data.train": config.data.train, **{f"data.eval.{k}": path for k, path in config.data.eval.items()}}
+    train = {} if config.makes_up_rows else {"data.train": config.data.train}
+    named = {**train, **{f"data.eval.{k}": path for k, path in config.data.eval.items()}}
     for key, path in named.items():
         try:
-            load_rows(path, on_bad_row=config.data.on_bad_row, system_prompt=config.system_prompt)
+            load_rows(
+                path,
+                on_bad_row=config.data.on_bad_row,
+                system_prompt=config.system_prompt,
+                needs_answer=not config.environment.is_set,
+            )
         except DataError as error:
             raise DataError(f"{key}: {error}") from None
 

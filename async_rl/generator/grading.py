@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from async_rl.generator.backend import Sampled
+from async_rl.queue.messages import FailureCause
 from async_rl.records import NO_VERSION, Lease, Rollout, TokenSequence
 from async_rl.rewards.records import RewardInput, RewardOutput
 
@@ -54,12 +55,17 @@ def graded_rollout(reward: Callable[[RewardInput], RewardOutput], lease: Lease, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graded:
-    """A sample's rollout, or the ``error`` that its reward raised."""
+    """A sample's rollout, or why its lease can't be sampled: ``cause``, and the ``error`` that its reward raised.
+
+    ``detail`` says it in words; also of a rollout that failed.
+    """
 
     lease: Lease
     index: int
     rollout: Rollout | None
     error: Exception | None = None
+    cause: FailureCause = "reward_error"
+    detail: str = ""
 
 
 class Grader(Protocol):
@@ -81,7 +87,7 @@ def _graded(reward: Callable[[RewardInput], RewardOutput], lease: Lease, sample:
     try:
         return Graded(lease, sample.index, graded_rollout(reward, lease, sample))
     except Exception as error:  # the boundary to reward code: the loop fails and counts the lease
-        return Graded(lease, sample.index, None, error)
+        return Graded(lease, sample.index, None, error, detail=f"{type(error).__name__}: {error}")
 
 
 class InlineGrader:

@@ -16,13 +16,17 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from async_rl.address import check_address, refuse_open_connect
+from async_rl.chat import load_tokenizer
 from async_rl.config import Config
 from async_rl.config_file import apply_override, check_generator_overrides, parse_config
+from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
-from async_rl.generator.fake_backend import FakeBackend
+from async_rl.generator.environment_rollouts import EnvironmentRollouts
+from async_rl.generator.fake_backend import FakeBackend, FakeText
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
+from async_rl.generator.trajectory import TokenizerText
 from async_rl.keys import ClientKeys
 from async_rl.memory import reuse_freed_memory
 
@@ -79,6 +83,7 @@ def run_generator(
         stack.enter_context(closing(receiver))
         reward = stack.enter_context(closing(build_reward(config)))
         grader = stack.enter_context(closing(ThreadGrader(reward)))
+        environment = build_environment(config, directory, backend, stack)
         Worker(
             queue=queue,
             receiver=receiver,
@@ -87,6 +92,7 @@ def run_generator(
             config=config,
             generator_id=generator_id,
             wait_s=wait_s,
+            environment=environment,
         ).run()
 
 
@@ -164,6 +170,25 @@ def build_backend(config: Config, directory: Path) -> Backend:
         dtype=config.model.dtype,
         deterministic=deterministic,
     )
+
+
+def build_environment(
+    config: Config, directory: Path, backend: Backend, stack: ExitStack
+) -> EnvironmentRollouts | None:
+    """What plays rollouts of several turns, closed with ``stack``; None where the config names no environment.
+
+    Raises:
+        ConfigError: the environment's code is not there, not the run's, or fails when it is imported.
+        ModelError: there is no tokenizer in ``directory``.
+    """
+    if not config.environment.is_set:
+        return None
+    if config.generator.backend == "fake":
+        text = FakeText(config.generator.fake.vocab_size)
+    else:
+        text = TokenizerText(load_tokenizer(directory))
+    pool = stack.enter_context(closing(EnvironmentPool(config.environment)))
+    return EnvironmentRollouts(backend, pool, text, config.environment)
 
 
 def cuda_device(config: Config) -> str | None:

@@ -47,16 +47,18 @@ def run_queue(
     Raises:
         DataError: a data set is wrong. AddressError: the address can't be bound. ConfigError: the config does not fit.
     """
-    from async_rl.data import load_rows
+    from async_rl.data import load_rows, made_up_rows
 
     reuse_freed_memory()
 
-    on_bad_row = config.data.on_bad_row
-    train = load_rows(config.data.train, on_bad_row=on_bad_row, system_prompt=config.system_prompt)
-    evals = {
-        name: load_rows(path, on_bad_row=on_bad_row, system_prompt=config.system_prompt).rows
-        for name, path in config.data.eval.items()
-    }
+    load = partial(
+        load_rows,
+        on_bad_row=config.data.on_bad_row,
+        system_prompt=config.system_prompt,
+        needs_answer=not config.environment.is_set,
+    )
+    train = made_up_rows(config.environment.rows or 0) if config.makes_up_rows else load(config.data.train)
+    evals = {name: load(path).rows for name, path in config.data.eval.items()}
     open_journal = partial(_open_journal, config, run_id or "", fresh=fresh) if config.queue.journal else None
     server = QueueServer(
         config, train.rows, evals, data_digest=train.digest, open_journal=open_journal, run_id=run_id or "",
