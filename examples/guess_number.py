@@ -18,7 +18,7 @@ from quickstart import ROOT, run
 CONFIG = "configs/guess_number.toml"
 LARGEST = 20
 MAX_TURNS = 5
-FORGETFUL = 0.8
+FORGETFUL = 0.7
 """Share of the pupil's guesses that are made without a thought for the hints."""
 PROMPT = ":"
 CHARACTERS = "0123456789<>:"

@@ -59,11 +59,11 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
         "length/max": max(lengths),
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         **{f"reward/{name}": total / len(rollouts) for name, total in parts.items()},
-        **_turn_metrics(rollouts),
+        **turn_metrics(rollouts),
     }
 
 
-def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Of the rollouts that an environment played to their end; nothing without one."""
     played = [rollout for rollout in rollouts if rollout.turns]
     if not played:
