@@ -16,13 +16,13 @@ import sums
 from quickstart import ROOT, run
 
 CONFIG = "configs/guess_number.toml"
-LARGEST = 20
-MAX_TURNS = 5
-FORGETFUL = 0.7
+LARGEST = 9
+MAX_TURNS = 4
+FORGETFUL = 0.8
 """Share of the pupil's guesses that are made without a thought for the hints."""
 PROMPT = ":"
 CHARACTERS = "0123456789<>:"
-NUM_PUPIL_GAMES = 4000
+NUM_PUPIL_GAMES = 3000
 
 
 def pupils_game(number: int, rng: random.Random) -> list[dict[str, str]]:
@@ -31,11 +31,11 @@ def pupils_game(number: int, rng: random.Random) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     for _ in range(MAX_TURNS):
         guess = rng.randint(1, LARGEST) if rng.random() < FORGETFUL else rng.randint(low, high)
-        rows.append({"prompt": text, "response": f"{guess:02}"})
+        rows.append({"prompt": text, "response": f"{guess}"})
         if guess == number:
             break
         low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
-        text += f"{guess:02}<eos>{'>' if guess < number else '<'}"
+        text += f"{guess}<eos>{'>' if guess < number else '<'}"
     return rows
 
 
