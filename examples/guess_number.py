@@ -18,7 +18,7 @@ from quickstart import ROOT, run
 CONFIG = "configs/guess_number.toml"
 LARGEST = 9
 MAX_TURNS = 4
-FORGETFUL = 0.8
+FORGETFUL = 0.5
 """Share of the pupil's guesses that are made without a thought for the hints."""
 PROMPT = ":"
 CHARACTERS = "0123456789<>:"

@@ -108,11 +108,22 @@ def _seed(seed: int) -> None:
 
 
 async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
+    before = asyncio.all_tasks()
     try:
-        await play(code, rollout)
+        try:
+            await play(code, rollout)
+        finally:
+            await _end_tasks(asyncio.all_tasks() - before)
     except (EnvironmentFault, FrameError) as error:
         await channel.send({"type": "failed", "error": str(error)})
     except Exception:  # the boundary to the environment's code: its rollout fails, with its traceback in the log
         await channel.send({"type": "failed", "error": traceback.format_exc()[-_ERROR_CHARACTERS:]})
     else:
         await channel.send({"type": "ended", "turns": rollout.turns})
+
+
+async def _end_tasks(left: set[asyncio.Task[Any]]) -> None:
+    """What a rollout leaves running in the background must not speak in the next one's name."""
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

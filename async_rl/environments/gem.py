@@ -1,8 +1,8 @@
 """GEM's environments (https://github.com/axon-rl/gem) as ours: ``environment.name = "async_rl.environments.gem:Gem"``.
 
-Needs the extra: ``pip install async-rl[gem]``. ``environment.extra`` takes ``env_id`` (``game:GuessTheNumber-v0``), its
-arguments ``env_kwargs`` (a table) and ``prompt``, one of ``PROMPTS``. Rows need nothing (``environment.rows``): each
-prompt has its own seed, the same for all rollouts of its group.
+Needs the extra: ``pip install async-rl[gem]``. ``environment.extra`` takes ``env_id``
+(``game:GuessTheNumber-v0-easy``), its arguments ``env_kwargs`` (a table) and ``prompt``, one of ``PROMPTS``. Rows need
+nothing (``environment.rows``): each prompt has its own seed, the same for all rollouts of its group.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Gem:
     async def reset(self, extra_info: dict[str, Any]) -> Messages:
         """Raises ValueError: ``env_id`` or ``prompt`` is missing or unknown."""
         if "env_id" not in extra_info:
-            raise ValueError("environment.extra.env_id: needed, but not set; for example game:GuessTheNumber-v0")
+            raise ValueError("environment.extra.env_id: needed, but not set; for example game:GuessTheNumber-v0-easy")
         prompt = extra_info.get("prompt", "game")
         if prompt not in PROMPTS:
             raise ValueError(f"environment.extra.prompt: expected one of {sorted(PROMPTS)}, got {prompt!r}")

@@ -1,6 +1,6 @@
 """Guess the number: the model says one, hears ``<`` or ``>`` (the number sought is smaller, greater), says another.
 
-Rows carry ``{"extra_info": {"number": 7}}`` and a prompt. The reward is 1 for the right number, and -0.1 for what is no
+Rows carry ``{"extra_info": {"number": 7}}`` and a prompt. The reward is 1 for the right number, and -0.5 for what is no
 number, or one that the hints have ruled out; the score is 1 for the right number alone. Used by
 ``examples/guess_number.py`` and docs/environments.md.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FAULT = -0.1
+FAULT = -0.5
 
 
 async def reset(extra_info: dict[str, Any]) -> None:

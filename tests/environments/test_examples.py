@@ -95,7 +95,7 @@ def test_guess_number_punishes_what_the_hints_ruled_out():
     code, info = environment("guess_number"), {"number": 7}
     asyncio.run(code.reset(info))
     results = [step(code, "s", action, info) for action in ("5", "9", "3", "x", "8", "7")]
-    assert [result["reward"] for result in results] == [0.0, 0.0, -0.1, -0.1, 0.0, 1.0]
+    assert [result["reward"] for result in results] == [0.0, 0.0, -0.5, -0.5, 0.0, 1.0]
     assert [result.get("next_state") for result in results] == ["s5>", "s9<", "s3>", "sx?", "s8<", None]
 
 
@@ -131,7 +131,7 @@ def test_the_gem_adapter_keeps_the_conversation_and_the_seed(monkeypatch):
 def test_gems_own_guess_the_number_is_played():
     pytest.importorskip("gem", reason="the extra [gem] is not installed")
     gem = Gem()
-    info = {"env_id": "game:GuessTheNumber-v0", "seed": 3, "messages": []}
+    info = {"env_id": "game:GuessTheNumber-v0-easy", "seed": 3, "messages": []}
     state = asyncio.run(gem.reset(info))
     assert "guess the number" in state[0]["content"]
     guesses = [step(gem, state, f"\\boxed{{{number}}}", info) for number in range(1, 6)]

@@ -100,13 +100,13 @@ def test_scripted_games_get_their_rewards_and_signs_of_advantage():
     games = [["7"], ["5", "9", "7"], ["1", "2", "3"], ["x", "7"]]
     with playing(GUESS, lambda index, turn: games[index][turn], max_turns=3) as play:
         rollouts = play.play(row("1-9", 4, extra_info={"number": 7}))
-    assert [[turn.reward for turn in r.turns] for r in rollouts] == [[1.0], [0.0, 0.0, 1.0], [0.0] * 3, [-0.1, 1.0]]
-    assert [r.reward for r in rollouts] == pytest.approx([1.0, 1.0, 0.0, 0.9])
+    assert [[turn.reward for turn in r.turns] for r in rollouts] == [[1.0], [0.0, 0.0, 1.0], [0.0] * 3, [-0.5, 1.0]]
+    assert [r.reward for r in rollouts] == pytest.approx([1.0, 1.0, 0.0, 0.5])
     assert [r.accuracy for r in rollouts] == [1.0, 1.0, 0.0, 1.0]
     assert [r.score for r in rollouts] == [1.0, 1.0, 0.0, 1.0]
     assert [r.finish_reason for r in rollouts] == ["stop"] * 4
-    # The mean reward is 0.725: above it, above it, below, above.
-    assert signs(rollouts) == [[1], [1], [-1], [1]]
+    # The mean reward is 0.625: the last was right in the end (its score says so), but is below it all the same.
+    assert signs(rollouts) == [[1], [1], [-1], [-1]]
 
 
 def test_what_was_sampled_is_kept_token_by_token_and_what_was_told_is_off_the_mask():
