@@ -33,6 +33,10 @@ async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str,
         return {"next_state": f"{state}pid {os.getpid()};", "reward": 0.0}
     if action == "draw":
         return {"next_state": f"{state}{extra_info['drawn']};", "reward": 0.0}
+    if action == "linger":
+        extra_info["task"] = asyncio.create_task(asyncio.sleep(AROUND_THE_WORLD))
+    if action == "tasks":
+        return {"next_state": f"{state}{len(asyncio.all_tasks())} tasks;", "reward": 0.0}
     done = action == "stop"
     result: dict[str, Any] = {"next_state": state + action + ";", "reward": float(len(action)), "done": done}
     return {**result, "score": 1.0} if done else result

@@ -171,6 +171,21 @@ def test_a_process_serves_one_rollout_after_another(driver):
     assert driver.pool.counts["started"] - before <= 1
 
 
+def test_what_a_rollout_leaves_in_the_background_is_ended_with_it(driver):
+    driver.start("a")
+    driver.next("a")
+    (pid,) = driver.pool.pids
+    assert driver.order("a", "tasks")["state"] == "start 0;2 tasks;"  # the one that reads messages, and this one
+    driver.order("a", "linger")
+    assert driver.order("a", "tasks")["state"] == "start 0;2 tasks;linger;3 tasks;"
+    assert driver.order("a", "stop")["type"] == "ended"
+    driver.start("b")
+    driver.next("b")
+    assert driver.pool.pids == [pid]
+    assert driver.order("b", "tasks")["state"] == "start 0;2 tasks;"
+    driver.pool.cancel("b")
+
+
 def test_a_cancelled_rollout_says_nothing_more_whatever_it_does(driver):
     driver.start("waits", "works", "stays")
     for key in ("waits", "works", "stays"):
