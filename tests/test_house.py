@@ -15,9 +15,30 @@ PACKAGE = ROOT / "async_rl"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "faults", "memory", "local_code", "__init__"),
     ("kept_tokens", "records", "wire", "codec", "address"),
-    ("config_section", "task_config", "engine_config", "loss_config", "config", "config_file"),
+    (
+        "config_section",
+        "task_config",
+        "engine_config",
+        "environment_config",
+        "loss_config",
+        "named_code",
+        "config",
+        "config_file",
+    ),
     ("run_dir", "step_log", "metrics", "eval_records", "lifeline"),
-    ("keys", "data_files", "data_rows", "data", "chat", "rewards", "sandbox", "queue", "weights", "curve"),
+    (
+        "keys",
+        "data_files",
+        "data_rows",
+        "data",
+        "chat",
+        "rewards",
+        "sandbox",
+        "environments",
+        "queue",
+        "weights",
+        "curve",
+    ),
     ("generator", "learner"),
     ("evaluation", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
     ("cli",),
@@ -31,8 +52,9 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "task_config",
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
-    "local_code", "rewards", "sandbox", "queue", "launch", "preflight", "cli", "generator.worker", "generator.backend",
-    "generator.fake_backend",
+    "local_code", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli", "generator.worker",
+    "generator.backend", "generator.fake_backend", "generator.rollouts", "generator.trajectory",
+    "generator.environment_rollouts", "named_code",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

@@ -16,13 +16,17 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from async_rl.address import check_address, refuse_open_connect
+from async_rl.chat import load_tokenizer
 from async_rl.config import Config
 from async_rl.config_file import apply_override, check_generator_overrides, parse_config
+from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
-from async_rl.generator.fake_backend import FakeBackend
+from async_rl.generator.environment_rollouts import EnvironmentRollouts
+from async_rl.generator.fake_backend import FakeBackend, FakeText
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
+from async_rl.generator.trajectory import TokenizerText
 from async_rl.keys import ClientKeys
 from async_rl.local_code import DIGESTS_FILE, read_digests
 from async_rl.memory import reuse_freed_memory
@@ -82,6 +86,7 @@ def run_generator(
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
         grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config))))
+        environment = build_environment(config, directory, backend, stack)
         Worker(
             queue=queue,
             receiver=receiver,
@@ -90,6 +95,7 @@ def run_generator(
             config=config,
             generator_id=generator_id,
             wait_s=wait_s,
+            environment=environment,
         ).run()
 
 
@@ -174,6 +180,26 @@ def build_backend(config: Config, directory: Path) -> Backend:
         deterministic=deterministic,
         needs_template=config.data.prompt_format == "chat",
     )
+
+
+def build_environment(
+    config: Config, directory: Path, backend: Backend, stack: ExitStack
+) -> EnvironmentRollouts | None:
+    """What plays rollouts of several turns, closed with ``stack``; None where the config names no environment.
+
+    Raises:
+        ConfigError: the environment's code is not there, not the run's, or fails when it is imported.
+        ModelError: there is no tokenizer in ``directory``.
+    """
+    if not config.environment.is_set:
+        return None
+    if config.generator.backend == "fake":
+        text = FakeText(config.generator.fake.vocab_size)
+    else:
+        tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
+        text = TokenizerText(tokenizer)
+    pool = stack.enter_context(closing(EnvironmentPool(config.environment)))
+    return EnvironmentRollouts(backend, pool, text, config.environment)
 
 
 def cuda_device(config: Config) -> str | None:
