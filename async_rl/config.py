@@ -313,7 +313,8 @@ class Config(Section):
     @property
     def code_names(self) -> tuple[str, ...]:
         """The user's own code that the run asks generators to import."""
-        return tuple(dict.fromkeys(name for name in self.reward.names if is_code_name(name)))
+        environment = (self.environment.name,) if self.environment.is_set else ()
+        return (*environment, *dict.fromkeys(name for name in self.reward.names if is_code_name(name)))
 
     @property
     def makes_up_rows(self) -> bool:

@@ -15,15 +15,13 @@ from async_rl.config import Config
 from async_rl.engine_config import GeneratorConfig
 from async_rl.errors import ConfigError
 from async_rl.loss_config import OFF_VALUES
-from async_rl.named_code import check_digest, source_digest
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """The config in ``path`` with ``overrides`` applied.
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown key, a wrong type or range, keys that contradict, or code that
-            is not there.
+        ConfigError: no such file, not TOML, an unknown key, a wrong type or range, or keys that contradict.
     """
     path = Path(path)
     try:
@@ -37,23 +35,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     overrides = list(overrides)
     for override in overrides:
         apply_override(raw, override)
-    return _with_digests(parse_config(raw, f"{path} with its --set" if overrides else str(path)))
-
-
-def _with_digests(config: Config) -> Config:
-    """``config`` with the digest of the code that it names.
-
-    Raises:
-        ConfigError: there is no such code here, or it is not that of the digest given.
-    """
-    environment = config.environment
-    if not environment.is_set:
-        return config
-    if environment.digest:
-        check_digest(environment.name, environment.digest, "environment.name")
-        return config
-    digest = source_digest(environment.name, "environment.name")
-    return config.model_copy(update={"environment": environment.model_copy(update={"digest": digest})})
+    return parse_config(raw, f"{path} with its --set" if overrides else str(path))
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> Config:

@@ -21,7 +21,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine_config",
         "environment_config",
         "loss_config",
-        "named_code",
         "config",
         "config_file",
     ),
@@ -54,7 +53,7 @@ LIGHT = (
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
     "local_code", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli", "generator.worker",
     "generator.backend", "generator.fake_backend", "generator.rollouts", "generator.trajectory",
-    "generator.environment_rollouts", "named_code",
+    "generator.environment_rollouts",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

@@ -4,7 +4,8 @@ A fork costs milliseconds and shares what the import loaded (a search index, say
 rollout is what makes a crash or an endless loop cost that rollout alone. Started by ``pool.py``, which speaks to it in
 records of 5 bytes over a socket: ``F`` with a descriptor asks for a fork and is answered by its process id (0: it could
 not), ``K`` ends a process with all that it started. When the socket ends, so does everything.
-Run as ``python -m async_rl.environments.fork_server DESCRIPTOR NAME DIGEST``.
+Run as ``python -m async_rl.environments.fork_server DESCRIPTOR NAME DIGEST ALLOWED...``: ``DIGEST`` as ``digest_word``
+has it, ``ALLOWED`` as in ``generator.allow_code``.
 """
 
 from __future__ import annotations
@@ -20,29 +21,33 @@ import traceback
 
 RECORD = struct.Struct("<cI")
 READY, REFUSED = b"R", b"E"
+_ANY, _SHA256 = "any", "sha256:"
 _PR_SET_PDEATHSIG = 1
 _MOST_KILLABLE = b"1000"
 
 
+def digest_word(digest: str | None) -> str:
+    """A digest as an argument of this program; one that is empty is not taken for none."""
+    return _ANY if digest is None else _SHA256 + digest
+
+
 def main() -> None:
-    descriptor, name, digest = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    descriptor, name, word, *allowed = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the generator; this process ends when its socket does
     _die_with_parent(None)
     os.dup2(2, 1)  # what an environment prints goes to the generator's log, line by line
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    control = socket.socket(fileno=descriptor)
+    control = socket.socket(fileno=int(descriptor))
     control.set_inheritable(False)
     from async_rl.errors import ConfigError
-    from async_rl.named_code import check_digest, load_code
+    from async_rl.local_code import load_code
 
     try:
-        check_digest(name, digest, "environment.name")
-        code = load_code(name, "environment.name")
+        code = load_code(name, allowed=allowed, digest=None if word == _ANY else word.removeprefix(_SHA256))
     except ConfigError as error:
-        _refuse(control, str(error))
-        return
-    except Exception:  # the boundary to the environment's module
-        _refuse(control, f"environment.name: {name} fails when it is imported:\n{traceback.format_exc()}")
+        cause = error.__cause__  # what the environment's module raised
+        trace = "" if cause is None else "\n" + "".join(traceback.format_exception(cause))
+        _refuse(control, f"environment.name: {error}{trace}")
         return
     if not hasattr(code, "step") and not hasattr(code, "generate"):
         _refuse(control, f"environment.name: expected {name} to have a function step (or generate), it has neither")

@@ -14,13 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from async_rl.environment_config import EnvironmentConfig
-from async_rl.environments.fork_server import READY, RECORD
+from async_rl.environments.fork_server import READY, RECORD, digest_word
 from async_rl.environments.frames import FrameError, pack, unpack
 from async_rl.errors import ConfigError, EnvironmentProcessError
 
@@ -62,21 +63,30 @@ class EnvironmentPool:
     """Starts the environment's fork server at once, so that code which can't be imported is told at the start.
 
     ``counts`` has ``started`` (processes), ``timed_out`` and ``crashed`` (rollouts). ``clock`` gives seconds.
+    ``allowed`` and ``digest`` as for ``local_code.load_code``.
 
     Raises:
-        ConfigError: the code is not there, not the run's, or fails when it is imported.
+        ConfigError: the code is not allowed here, not there, not the learner's, or fails when it is imported.
     """
 
-    def __init__(self, config: EnvironmentConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        *,
+        allowed: Collection[str],
+        digest: str | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
         self._config = config
+        self._start_server = partial(_start_server, config, allowed, digest)
         self._clock = clock
         self._processes: dict[str, _Process] = {}
         self._cancelling: list[_Process] = []
         self._idle: list[_Process] = []
         self._failed_at_start: list[Event] = []
         self._selector = selectors.DefaultSelector()
-        self._server, self._control = _start_server(config)
+        self._server, self._control = self._start_server()
 
     @property
     def num_working(self) -> int:
@@ -240,7 +250,7 @@ class EnvironmentPool:
             self._control.close()
             self._server.kill()
             self._server.wait()
-            self._server, self._control = _start_server(self._config)
+            self._server, self._control = self._start_server()
             pid, ours = self._try_fork()
         if not pid:
             ours.close()
@@ -263,13 +273,15 @@ class EnvironmentPool:
                 return None, ours
 
 
-def _start_server(config: EnvironmentConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_server(
+    config: EnvironmentConfig, allowed: Collection[str], digest: str | None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     paths = [str(_PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with theirs:
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "async_rl.environments.fork_server", str(theirs.fileno()), config.name,
-             config.digest],
+             digest_word(digest), *allowed],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},

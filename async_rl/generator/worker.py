@@ -28,7 +28,7 @@ from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
 from async_rl.generator.trajectory import TokenizerText
 from async_rl.keys import ClientKeys
-from async_rl.local_code import DIGESTS_FILE, read_digests
+from async_rl.local_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.memory import reuse_freed_memory
 
 __all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
@@ -86,7 +86,7 @@ def run_generator(
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
         grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config))))
-        environment = build_environment(config, directory, backend, stack)
+        environment = build_environment(config, directory, backend, digests, stack)
         Worker(
             queue=queue,
             receiver=receiver,
@@ -183,12 +183,15 @@ def build_backend(config: Config, directory: Path) -> Backend:
 
 
 def build_environment(
-    config: Config, directory: Path, backend: Backend, stack: ExitStack
+    config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str], stack: ExitStack
 ) -> EnvironmentRollouts | None:
     """What plays rollouts of several turns, closed with ``stack``; None where the config names no environment.
 
+    ``code_digests`` are the learner's.
+
     Raises:
-        ConfigError: the environment's code is not there, not the run's, or fails when it is imported.
+        ConfigError: the environment's code is not allowed here, not there, not the learner's, or fails when it is
+            imported.
         ModelError: there is no tokenizer in ``directory``.
     """
     if not config.environment.is_set:
@@ -198,7 +201,9 @@ def build_environment(
     else:
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
         text = TokenizerText(tokenizer)
-    pool = stack.enter_context(closing(EnvironmentPool(config.environment)))
+    digest = digest_of(config.environment.name, code_digests)
+    pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=digest)
+    stack.enter_context(closing(pool))
     return EnvironmentRollouts(backend, pool, text, config.environment)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.named_code import source_digest
+from async_rl.local_code import code_digests
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
@@ -43,6 +43,7 @@ def test_games_are_trained_on_and_their_failures_counted(tmp_path: Path):
             environment={"name": str(tmp_path / "game.py"), "rows": 21, "max_turns": 3, "max_turn_tokens": 3},
             sampling={"group_size": 3, "max_new_tokens": 9, "max_prompt_tokens": 24},
             queue={"lease_timeout_s": 60.0},
+            generator={"allow_code": [str(tmp_path / "game.py")]},
         ),
     )
     del_eval = tomllib.loads(config.read_text())
@@ -57,8 +58,8 @@ def test_games_are_trained_on_and_their_failures_counted(tmp_path: Path):
     assert any("eval/games/score" in row for row in metrics(run_dir))
     ledger = check_ledger(run_dir)
     assert ledger["groups"]["trained"] == 24
-    resolved = tomllib.loads((run_dir / "config.toml").read_text())
-    assert resolved["environment"]["digest"] == source_digest(str(tmp_path / "game.py"), "key")
+    name = str(tmp_path / "game.py")
+    assert json.loads((run_dir / "code_digests.json").read_text()) == code_digests([name])
     logged = [json.loads(line) for path in (run_dir / "rollouts").glob("*.jsonl") for line in path.open()]
     assert logged
     for rollout in logged:

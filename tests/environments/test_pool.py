@@ -18,14 +18,15 @@ import pytest
 from async_rl.environment_config import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
-from async_rl.named_code import source_digest
+from async_rl.local_code import code_digests
 from tests.end_to_end.harness import processes_of, state_of, wait_until
+from tests.environments.pools import pool_of
 
 SAMPLES = str(Path(__file__).with_name("samples.py"))
 
 
 def config(name: str = SAMPLES, **settings: Any) -> EnvironmentConfig:
-    return EnvironmentConfig(name=name, digest=source_digest(name, "environment.name"), **settings)
+    return EnvironmentConfig(name=name, **settings)
 
 
 class Driver:
@@ -61,7 +62,7 @@ class Driver:
 
 @contextlib.contextmanager
 def driving(*arguments: Any, **settings: Any) -> Iterator[Driver]:
-    with contextlib.closing(EnvironmentPool(config(*arguments, **settings))) as pool:
+    with contextlib.closing(pool_of(config(*arguments, **settings))) as pool:
         yield Driver(pool)
 
 
@@ -232,24 +233,36 @@ def test_code_that_can_not_be_imported_is_refused_at_the_start(tmp_path, source,
     path = tmp_path / "broken.py"
     path.write_text(source)
     with pytest.raises(ConfigError, match=told):
-        EnvironmentPool(config(str(path), start_timeout_s=1.0 if "while" in source else 60.0))
+        pool_of(config(str(path), start_timeout_s=1.0 if "while" in source else 60.0))
 
 
 def test_code_of_another_digest_is_refused(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("async def step(state, action, extra_info): ...\n")
-    before = config(str(path))
+    name = str(path)
+    before = code_digests([name])[name]
+    with contextlib.closing(pool_of(config(name), digest=before)):
+        pass
     path.write_text("async def step(state, action, extra_info): return 1\n")
-    with pytest.raises(ConfigError, match="is not the run's"):
-        EnvironmentPool(before)
+    for digest in (before, ""):
+        with pytest.raises(ConfigError, match=r"environment\.name: .*expected the learner's source"):
+            pool_of(config(name), digest=digest)
+
+
+def test_code_that_is_not_allowed_is_refused_before_it_runs(tmp_path):
+    path = tmp_path / "rude.py"
+    path.write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\nasync def step(state, action, extra_info): ...\n")
+    with pytest.raises(ConfigError, match=r"not allowed; .* generator\.allow_code = \["):
+        EnvironmentPool(config(str(path)), allowed=["other.py"], digest=None)
+    assert not (tmp_path / "was_here").exists()
 
 
 def test_nothing_outlives_a_generator_that_is_killed(tmp_path):
     program = textwrap.dedent(f"""
         import sys, time
         from tests.environments.test_pool import Driver, config
-        from async_rl.environments.pool import EnvironmentPool
-        driver = Driver(EnvironmentPool(config()))
+        from tests.environments.pools import pool_of
+        driver = Driver(pool_of(config()))
         driver.start("a", "b")
         driver.next("a"), driver.next("b")
         driver.say("a", "spin")

@@ -14,14 +14,13 @@ import pytest
 from async_rl.chat import load_tokenizer
 from async_rl.engine_config import FakeConfig, GeneratorConfig
 from async_rl.environment_config import EnvironmentConfig
-from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.fake_backend import FakeBackend, FakeText
 from async_rl.generator.trajectory import Text, TokenizerText
 from async_rl.generator.transformers_backend import TransformersBackend
-from async_rl.named_code import source_digest
 from async_rl.records import Lease, Rollout
 from tests.end_to_end.harness import wait_until
+from tests.environments.pools import pool_of
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import write_model
 
@@ -42,9 +41,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def play(backend: Any, text: Text, directory: Path, leases: Sequence[Lease]) -> dict[str, list[Rollout]]:
     """All rollouts of ``leases``, by lease and index; the backend is stepped as long as anything runs."""
     name = str(directory / "echo.py")
-    config = EnvironmentConfig(name=name, digest=source_digest(name, "key"), max_turns=3, max_turn_tokens=4)
+    config = EnvironmentConfig(name=name, max_turns=3, max_turn_tokens=4)
     done: dict[str, dict[int, Rollout]] = {lease.lease_id: {} for lease in leases}
-    with contextlib.closing(EnvironmentPool(config)) as pool:
+    with contextlib.closing(pool_of(config)) as pool:
         rollouts = EnvironmentRollouts(backend, pool, text, config)
         for lease in leases:
             rollouts.submit(lease, rollouts.encode(lease))

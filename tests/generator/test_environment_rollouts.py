@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_rl.codec import encode_group
 from async_rl.environment_config import EnvironmentConfig
-from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.grading import Graded
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
 from async_rl.loss_config import LossConfig
-from async_rl.named_code import source_digest
+from async_rl.queue.facts import read_facts, why_unfit
 from async_rl.queue.messages import TakenGroup
-from async_rl.records import NO_VERSION, Group, Lease, Rollout
+from async_rl.records import NO_VERSION, TEXT_ROLE, Group, Lease, Rollout
 from tests.end_to_end.harness import wait_until
+from tests.environments.pools import pool_of
 from tests.generator.leases import make_lease
 from tests.generator.scripted import END, CharacterText, ScriptedBackend
 
@@ -64,9 +65,9 @@ class Play:
 
 @contextlib.contextmanager
 def playing(name: str, script: Callable[[int, int], str], **settings: Any) -> Iterator[Play]:
-    config = EnvironmentConfig(name=name, digest=source_digest(name, "environment.name"), **settings)
+    config = EnvironmentConfig(name=name, **settings)
     backend = ScriptedBackend(script)
-    with contextlib.closing(EnvironmentPool(config)) as pool:
+    with contextlib.closing(pool_of(config)) as pool:
         yield Play(backend, EnvironmentRollouts(backend, pool, CharacterText(), config))
 
 
@@ -153,6 +154,31 @@ def test_the_prefix_rule_decides_between_one_sequence_and_several(tmp_path, keep
         assert texts == ["u:go|a:a$", "u:go|a:A$u:on|a:b$"]
     assert sum(int(s.loss_mask.sum()) for s in rollout.sequences) == 4
     assert (rollout.reward, rollout.score, rollout.accuracy) == (2.0, 0.5, 0.5)
+
+
+def test_what_the_queue_judges_finds_nothing_wrong_with_rollouts_of_several_sequences_and_failed_ones(tmp_path):
+    path = tmp_path / "conversation.py"
+    path.write_text(CONVERSATION.replace("state = [*state,", 'state = [*state, *([1 / 0] if action == "x" else ()),'))
+    said = [["a", "b"], ["a", "x"], ["x", ""]]
+    with playing(str(path), lambda index, turn: said[index][turn], max_turns=2) as play:
+        lease = row("go", 3, extra_info={"keep": False})
+        rollouts = play.play(lease)
+    assert [r.finish_reason for r in rollouts] == ["stop", "error", "error"]
+    assert [len(r.sequences) for r in rollouts] == [2, 2, 1]
+    group = Group(
+        lease.lease_id, "train", lease.prompt.position, "g", lease.lineage, lease.sampling.temperature, tuple(rollouts)
+    )
+    facts = read_facts(encode_group(group))
+    assert (facts.oldest_version, facts.newest_version, facts.num_tokens) == (3, 3, 10)  # a$b$ a$x$ x$
+    assert why_unfit(facts, lease, newest_version=3) == ""
+
+
+def test_a_prompt_that_is_no_chat_is_the_first_state_as_it_stands():
+    with playing(SAMPLES, lambda _, __: "stop") as play:
+        lease = row("", 1, extra_info={"reset": "from the row"})
+        lease = replace(lease, prompt=replace(lease.prompt, messages=({"role": TEXT_ROLE, "content": "1+1="},)))
+        (rollout,) = play.play(lease)
+    assert text_of(rollout.sequences[0].token_ids) == "1+1=stop$"
 
 
 def test_a_failed_rollout_is_kept_with_its_tokens_and_moves_nobody_elses_advantage():

@@ -11,8 +11,8 @@ from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.grading import InlineGrader
 from async_rl.generator.worker import Worker
-from async_rl.named_code import source_digest
 from async_rl.queue.messages import GeneratorEvent
+from tests.environments.pools import pool_of
 from tests.generator.leases import make_lease
 from tests.generator.scripted import CharacterText, ScriptedBackend
 from tests.generator.test_environment_rollouts import SAMPLES
@@ -51,8 +51,8 @@ class EnvironmentScene(Scene):
 
 @contextlib.contextmanager
 def scene(script: Callable[[int, int], str]) -> Iterator[EnvironmentScene]:
-    config = EnvironmentConfig(name=SAMPLES, digest=source_digest(SAMPLES, "key"), timeout_s=10.0)
-    with contextlib.closing(EnvironmentPool(config)) as pool:
+    config = EnvironmentConfig(name=SAMPLES, timeout_s=10.0)
+    with contextlib.closing(pool_of(config)) as pool:
         yield EnvironmentScene(script, pool, config)
 
 
