@@ -64,14 +64,14 @@ def test_arguments_of_a_function_are_values_or_text():
 @pytest.mark.parametrize(
     ("cases", "message"),
     [
-        ({"inputs": [], "outputs": []}, "at least 1 .* inputs: a list of 0"),
-        ({"inputs": ["1"], "outputs": []}, "two lists of one length"),
-        ({"inputs": "1", "outputs": "2"}, "two lists of one length"),
-        ({"inputs": ["1"]}, r'expected {"inputs": \[...\], "outputs": \[...\]}, got \[\'inputs\'\]'),
-        (["1"], "got a list of 1"),
+        ({"inputs": [], "outputs": []}, "lists of one length above 0, got 0 inputs and 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, "got 1 inputs and 0 outputs"),
+        ({"inputs": "1", "outputs": "2"}, "got no list of inputs and no list of outputs"),
+        ({"inputs": ["1"]}, "got 1 inputs and no list of outputs"),
+        (["1"], r'expected {"inputs": \[...\], "outputs": \[...\]}, got \[\'1\'\]'),
         ("{1", "cases: expected JSON"),
-        ({"inputs": [1], "outputs": ["2"]}, r"inputs\[0\]: expected text without fn_name, got the number 1"),
-        ({"inputs": ["1"], "outputs": [["2"]]}, r"outputs\[0\]: expected text without fn_name, got a list of 1"),
+        ({"inputs": [1], "outputs": ["2"]}, r"inputs\[0\]: expected text or a list of lines, got 1"),
+        ({"inputs": ["1"], "outputs": [[2]]}, r"outputs\[0\]: expected text or a list of lines, got \[2\]"),
         ({**CASES, "fn_name": "a b"}, "fn_name: expected the name of a function"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from async_rl.config_file import parse_config
-from async_rl.data import load_rows
+from async_rl.data import RowRules, load_rows
 from async_rl.generator.backend import Sampled
 from async_rl.generator.grading import Graded, ThreadGrader
 from async_rl.learner.advantages import with_advantages
@@ -63,7 +63,7 @@ def sampled_group(reward: Reward, prompt: Prompt, texts: list[str]) -> Group:
 def test_right_programs_are_paid_and_pushed_up_and_wrong_ones_down(
     reward: Reward, file: str, index: int, right: str, wrong: str
 ):
-    row = load_rows(str(DATA / file)).rows[index]
+    row = load_rows(str(DATA / file), rules=RowRules(needs=("test_cases",))).rows[index]
     prompt = Prompt(index, index, 0, row.messages, row.reward_data)
     texts = [
         f"I count.\n```python\n{right}\n```\nThat is it.",
