@@ -170,8 +170,8 @@ def vocabulary_size(path: str | Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = _PROBE_MESSAGES) -> None:
-    """A quick preflight that loads no weights. ``messages`` are rendered: the first row's, if there is one.
+def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = ()) -> None:
+    """A quick preflight that loads no weights. ``messages`` are rendered: the first row's, if it has any.
 
     Raises:
         ModelError: no such model, no readable ``config.json``, no tokenizer, or a chat template that fails.
@@ -186,5 +186,6 @@ def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = _PROBE
         raise ModelError(f"model.path: can't read {config_path}: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"model.path: {config_path} names no model_type; is it a Hugging Face causal LM?")
+    messages = messages or _PROBE_MESSAGES
     is_chat = all(message["role"] != TEXT_ROLE for message in messages)
     render_prompt(load_tokenizer(directory, needs_template=is_chat), messages)

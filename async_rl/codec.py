@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from async_rl.records import (
     Rollout,
     Sampling,
     TokenSequence,
+    Turn,
 )
 from async_rl.wire import DEFAULT_LIMITS, Limits, Pieces, TypedReader, encode
 
@@ -138,7 +140,23 @@ def _lease_from_fields(fields: Mapping[str, Any], samplings: Sequence[Sampling])
     )
 
 
-class GroupFields(msgspec.Struct, frozen=True, gc=False):
+class TurnFields(msgspec.Struct, frozen=True, gc=False):
+    """The turns of a group's R rollouts, U in all, rollout behind rollout.
+
+    Attributes:
+        counts: [R], adds up to U.
+        num_tokens: [U], under the mask.
+        rewards: [U].
+        scores: [U].
+    """
+
+    counts: list[_Count]
+    num_tokens: list[_Count]
+    rewards: list[float]
+    scores: list[float]
+
+
+class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a group's message says beside its arrays. R rollouts of S sequences with T tokens in all.
 
     Attributes:
@@ -148,6 +166,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False):
         accuracy: [R].
         finish_reason: [R].
         extracted: [R].
+        turns: None where no environment played.
     """
 
     lease_id: str
@@ -164,6 +183,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False):
     accuracy: list[float]
     finish_reason: list[FinishReason]
     extracted: list[str | None]
+    turns: TurnFields | None = None
 
 
 def encode_group(group: Group) -> bytes:
@@ -175,6 +195,7 @@ def encode_group(group: Group) -> bytes:
     rollouts = group.rollouts
     sequences = [s for r in rollouts for s in r.sequences]
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
+    turns = [turn for r in rollouts for turn in r.turns]
     fields = GroupFields(
         lease_id=group.lease_id,
         kind=group.kind,
@@ -190,6 +211,14 @@ def encode_group(group: Group) -> bytes:
         accuracy=[r.accuracy for r in rollouts],
         finish_reason=[r.finish_reason for r in rollouts],
         extracted=[r.extracted for r in rollouts],
+        turns=TurnFields(
+            counts=[len(r.turns) for r in rollouts],
+            num_tokens=[turn.num_tokens for turn in turns],
+            rewards=[turn.reward for turn in turns],
+            scores=[turn.score for turn in turns],
+        )
+        if turns
+        else None,
     )
     arrays = [
         _column("<i4", [s.token_ids for s in sequences]),
@@ -252,6 +281,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
         at = slice(start, start + length)
         sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], kept))
         start = at.stop
+    turns = _turns_by_rollout(flat)
     rollouts: list[Rollout] = []
     first = 0
     for index, count in enumerate(fields.num_sequences):
@@ -263,6 +293,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
                 accuracy=fields.accuracy[index],
                 finish_reason=fields.finish_reason[index],
                 extracted=fields.extracted[index],
+                turns=next(turns),
             )
         )
         first += count
@@ -284,6 +315,14 @@ def _kept_by_sequence(flat: FlatGroup) -> Sequence[KeptTokens | None]:
         return [None] * len(flat.fields.lengths)
     ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
     return split(flat.kept, np.diff(ends, prepend=0).tolist())
+
+
+def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
+    columns = flat.fields.turns
+    if columns is None:
+        return repeat((), flat.num_rollouts)
+    turns = map(Turn, columns.num_tokens, columns.rewards, columns.scores)
+    return (tuple(islice(turns, count)) for count in columns.counts)
 
 
 def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
@@ -311,8 +350,18 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     _check_length("accuracy", fields.accuracy, num_rollouts)
     _check_length("finish_reason", fields.finish_reason, num_rollouts)
     _check_length("extracted", fields.extracted, num_rollouts)
+    if fields.turns is not None:
+        _check_turns(fields.turns, num_rollouts)
     kept = None if len(arrays) == 4 else _kept(arrays)
     return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, kept)
+
+
+def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
+    num_turns = len(turns.num_tokens)
+    _check_length("turns.counts", turns.counts, num_rollouts)
+    _check_sum("turns.counts", turns.counts, num_turns)
+    _check_length("turns.rewards", turns.rewards, num_turns)
+    _check_length("turns.scores", turns.scores, num_turns)
 
 
 def _kept(arrays: Sequence[np.ndarray]) -> KeptTokens:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from async_rl.address import check_address
 from async_rl.config_section import Section
 from async_rl.engine_config import VLLM_MIN_TEMPERATURE, GeneratorConfig, SamplingConfig, WeightsConfig
+from async_rl.environment_config import EnvironmentConfig
 from async_rl.errors import AddressError
 from async_rl.local_code import is_code_name
 from async_rl.loss_config import LossConfig
@@ -151,6 +152,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     queue: QueueConfig = QueueConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -170,6 +172,7 @@ class Config(Section):
         self._check_vllm_keys()
         self._check_device_keys()
         self._check_code_keys()
+        self._check_environment()
         return self
 
     def _check_staleness_keys(self) -> None:
@@ -290,22 +293,48 @@ class Config(Section):
                 f"an answer that takes so long would lose its lease"
             )
 
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if not environment.is_set:
+            return
+        if environment.timeout_s >= self.queue.lease_timeout_s:
+            raise ValueError(
+                f"environment.timeout_s: expected less than queue.lease_timeout_s = {self.queue.lease_timeout_s:g}, "
+                f"got {environment.timeout_s:g}; a lease would expire while its environment is still allowed to work"
+            )
+        if environment.rows is not None and self.data.train:
+            raise ValueError(f"environment.rows: expected none with data.train, got {environment.rows}")
+        if self.data.on_long_prompt == "truncate":
+            raise ValueError(
+                'data.on_long_prompt: expected "drop" with an environment, got "truncate"; its states are '
+                "its own to cut"
+            )
+
     @property
     def system_prompt(self) -> str:
         """The system message; empty for none."""
         if self.data.system_prompt is not None:
             return self.data.system_prompt
+        if self.environment.is_set:
+            return ""
         return SYSTEM_PROMPTS.get(self.reward.type, "")
 
     @property
     def row_needs(self) -> tuple[str, ...]:
-        """What every row must have for its rewards; functions of the user's own say for themselves."""
-        return tuple(dict.fromkeys(key for name in self.reward.names for key in REWARD_NEEDS.get(name, ())))
+        """What every row must have for its rewards; environments and functions of the user's own say for themselves."""
+        names = () if self.environment.is_set else self.reward.names
+        return tuple(dict.fromkeys(key for name in names for key in REWARD_NEEDS.get(name, ())))
 
     @property
     def code_names(self) -> tuple[str, ...]:
         """The user's own code that the run asks generators to import."""
-        return tuple(dict.fromkeys(name for name in self.reward.names if is_code_name(name)))
+        environment = (self.environment.name,) if self.environment.is_set else ()
+        return (*environment, *dict.fromkeys(name for name in self.reward.names if is_code_name(name)))
+
+    @property
+    def makes_up_rows(self) -> bool:
+        """Whether there is no training file: an environment makes its own tasks."""
+        return self.environment.is_set and self.environment.rows is not None
 
     @property
     def cache_length(self) -> int:

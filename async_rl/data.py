@@ -6,6 +6,7 @@ come from is ``data_files``'s, what a row is ``data_rows``'s.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,17 @@ from async_rl.data_files import Source
 from async_rl.data_rows import MAX_NESTING, Row, RowRules, parse_row
 from async_rl.errors import DataError
 
-__all__ = ["MAX_NESTING", "LoadedRows", "OnBadRow", "Row", "RowRules", "load_rows", "load_rows_of"]
+__all__ = [
+    "MAX_NESTING",
+    "LoadedRows",
+    "OnBadRow",
+    "Row",
+    "RowRules",
+    "load_rows",
+    "load_rows_of",
+    "load_train_rows",
+    "made_up_rows",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +46,23 @@ class LoadedRows:
     first_skipped: str = ""
 
 
+def load_train_rows(config: Config) -> LoadedRows:
+    """The run's training rows: those of ``data.train``, or made up for an environment that makes its own tasks.
+
+    Raises:
+        DataError: as ``load_rows``.
+    """
+    if config.makes_up_rows:
+        return made_up_rows(config.environment.rows or 0)
+    return load_rows_of(config, config.data.train)
+
+
+def made_up_rows(num_rows: int) -> LoadedRows:
+    """Rows without anything, for an environment that makes its own tasks (from a seed, say)."""
+    digest = hashlib.sha256(f"made up: {num_rows}".encode()).hexdigest()
+    return LoadedRows((Row((), {}),) * num_rows, 0, digest)
+
+
 def load_rows_of(config: Config, source: str) -> LoadedRows:
     """The rows of ``source`` as the run's config reads them.
 
@@ -44,6 +72,7 @@ def load_rows_of(config: Config, source: str) -> LoadedRows:
     rules = RowRules(
         system_prompt=config.system_prompt,
         needs=config.row_needs,
+        needs_prompt=not config.environment.is_set,
         columns=config.data.columns,
         prompt_format=config.data.prompt_format,
     )

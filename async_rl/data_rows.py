@@ -1,8 +1,8 @@
 """One object of a dataset becomes a checked row: columns named as the config says, messages, reward data. Pure.
 
-Called by ``data.py``. A row asks something, as ``messages`` or as a ``prompt`` text, and carries what its reward needs:
-``gt_answer`` (mathematics), ``test_cases`` with an optional ``fn_name`` (programs), ``extra_info`` (environments and
-rewards of your own), in any combination.
+Called by ``data.py``. A row asks something, as ``messages`` or as a ``prompt`` text (an environment may ask by itself),
+and carries what its reward needs: ``gt_answer`` (mathematics), ``test_cases`` with an optional ``fn_name`` (programs),
+``extra_info`` (environments and rewards of your own), in any combination.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ class RowRules:
     Attributes:
         system_prompt: put in front of every row that has no system message of its own; empty adds nothing.
         needs: the keys that every row must have for its reward.
+        needs_prompt: whether every row must ask something. An environment may ask by itself; the messages of a row that
+            doesn't are ().
         columns: what the keys are called in the data.
         prompt_format: whether a ``prompt`` is a user's message or text to be continued as it stands.
     """
 
     system_prompt: str = ""
     needs: Collection[str] = ("gt_answer",)
+    needs_prompt: bool = True
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     prompt_format: PromptFormat = "chat"
 
@@ -100,7 +103,7 @@ def _column(key: str, rules: RowRules) -> str:
 
 
 def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, rules: RowRules) -> None:
-    asks = "messages" in fields or "prompt" in fields
+    asks = not rules.needs_prompt or "messages" in fields or "prompt" in fields
     missing = [_column(key, rules) for key in rules.needs if key not in fields]
     if asks and not missing:
         return
@@ -112,6 +115,8 @@ def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, r
 
 
 def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[Mapping[str, str], ...]:
+    if "messages" not in fields and "prompt" not in fields:
+        return ()  # ``rules`` allow it
     if "messages" not in fields:
         prompt, place = fields["prompt"], f"{where}: {_column('prompt', rules)}"
         if isinstance(prompt, list | dict):  # some datasets keep messages in a column called prompt

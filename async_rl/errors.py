@@ -78,5 +78,9 @@ class SandboxFailedError(RewardError):
     """The sandbox, or the remote verifier, failed while it was to run a program; the program is not judged."""
 
 
+class EnvironmentProcessError(AsyncRLError):
+    """An environment has no process to run in. It costs the rollout."""
+
+
 class TrainingError(AsyncRLError):
     """The run can't go on (too many filtered groups, a step that can't be trained); the message is a diagnosis."""

@@ -46,6 +46,11 @@ def eval_metrics(dataset: str, groups: Sequence[tuple[Prompt, Group]]) -> dict[s
         "truncated": float(np.mean([r.finish_reason == "length" for r in answers])),
         "rows": len(groups),
     }
+    if any(r.turns for r in answers):
+        figures |= {
+            "score": float(np.mean([r.score for r in answers])),
+            "turns": float(np.mean([len(r.turns) for r in answers])),
+        }
     if versions:
         figures |= {"version_min": min(versions), "version_max": max(versions)}
     return {f"eval/{dataset}/{key}": value for key, value in figures.items()}
@@ -66,6 +71,18 @@ def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str,
         "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
         "versions": [min(versions), max(versions)] if versions else [],
+        **_turn_fields(rollout, decode),
+    }
+
+
+def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
+    """Of a rollout that an environment played: its turns, and each token sequence whole, what was told included."""
+    if not rollout.turns:
+        return {}
+    return {
+        "score": rollout.score,
+        "turns": [{"num_tokens": t.num_tokens, "reward": t.reward, "score": t.score} for t in rollout.turns],
+        "sequences": [decode(s.token_ids) for s in rollout.sequences],
     }
 
 

@@ -1,8 +1,9 @@
 """Code of the user's own that a config names, and that is never shipped: it must be on each machine that runs it.
 
-A name is ``module:function``, importable there (the working directory is searched last), or ``path/file.py:function``.
-A machine runs only what its operator allowed by name (``generator.allow_code``), and only if the source file has the
-digest that the learner's has: the learner sends digests with the handshake, ``rewards.registry`` compares.
+A name is ``module:attribute``, importable there (the working directory is searched last), or ``file.py:attribute``; an
+environment's may do without the attribute, and then is the module itself. A machine runs only what its operator allowed
+by name (``generator.allow_code``), and only if the source file has the digest that the learner's has: the learner sends
+digests with the handshake, whoever loads code compares (``rewards.registry``, ``environments.fork_server``).
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ logger = logging.getLogger(__name__)
 DIGESTS_FILE = "code_digests.json"
 """Among the files of the handshake, and in the run directory: name -> SHA-256 in hex of its source file."""
 
-_NAME = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]+\.py):(?P<attribute>[A-Za-z_]\w*)")
+_NAME = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]+\.py)(?::(?P<attribute>[A-Za-z_]\w*))?")
 
 
-def is_code_name(text: str) -> bool:
+def is_code_name(text: str, *, needs_attribute: bool = True) -> bool:
     """Whether ``text`` has the form of a name of code."""
-    return _NAME.fullmatch(text) is not None
+    found = _NAME.fullmatch(text)
+    return found is not None and (not needs_attribute or found["attribute"] is not None)
 
 
 def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
@@ -59,12 +61,30 @@ def code_digests(names: Iterable[str]) -> dict[str, str]:
     return {name: hashlib.sha256(_source(_spec(name), name).read_bytes()).hexdigest() for name in names}
 
 
+def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
+    """What the source of ``name`` must hash to; None, for anything, where there are no ``digests``.
+
+    Args:
+        digests: what the learner sent; none: the code is the caller's own, and nobody else's word.
+
+    Raises:
+        ConfigError: the learner sent none of it.
+    """
+    if digests is None:
+        return None
+    if name not in digests:
+        raise ConfigError(
+            f"{name}: the learner sent no digest of it, so this machine can't tell whether it has the same"
+        )
+    return digests[name]
+
+
 def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any:
-    """Import what ``name`` names.
+    """Import what ``name`` names: an attribute, or a module.
 
     Args:
         allowed: modules and files that this machine may import.
-        digest: what the source must hash to; none: anything (the caller's own machine, nobody else's word).
+        digest: as ``digest_of`` says.
 
     Raises:
         ConfigError: it is not allowed, not there, not the source that was meant, or fails to be imported.
@@ -89,6 +109,8 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
     except Exception as error:  # the user's own code raises whatever it likes
         sys.modules.pop(spec.name, None)
         raise ConfigError(f"{name}: importing {source} failed: {type(error).__name__}: {error}") from error
+    if attribute is None:
+        return module
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -131,32 +153,33 @@ def read_digests(content: bytes | None) -> Mapping[str, str]:
     return found
 
 
-def _parts(name: str) -> tuple[str, str]:
+def _parts(name: str) -> tuple[str, str | None]:
+    """Module or file, and attribute."""
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ConfigError(f"expected module:function or file.py:function, got {name!r}")
+        raise ConfigError(f"expected module:name or file.py:name, got {name!r}")
     return found["place"], found["attribute"]
 
 
 def _spec(name: str) -> ModuleSpec:
     place, _ = _parts(name)
-    if place.endswith(".py") and ("/" in place or Path(place).exists()):
+    if place.endswith(".py"):
         path = Path(place).absolute()
         if not path.is_file():
-            raise ConfigError(f"{name}: no file {path} on this machine; put the learner's there")
+            raise ConfigError(f"{name}: no file {path} on this machine; your code is never sent, put it there")
         digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
         spec = importlib.util.spec_from_file_location(f"async_rl_local_{path.stem}_{digest}", path)
     else:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.append(os.getcwd())  # last, so that nothing there hides an installed module
         try:
             spec = importlib.util.find_spec(place)
-        except (ImportError, ValueError):
-            spec = None
+        except Exception as error:  # a parent package runs when it is looked into, and may raise anything
+            raise ConfigError(f"{name}: can't import {place}: {type(error).__name__}: {error}") from error
     if spec is None:
         raise ConfigError(
             f"{name}: no module {place} can be imported on this machine; install it, put it on PYTHONPATH or into the "
-            f"working directory, or name its file: path/file.py:function"
+            f"working directory, or name its file: path/file.py"
         )
     return spec
 

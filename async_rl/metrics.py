@@ -36,6 +36,8 @@ METRIC_KEYS: dict[str, str] = {
     "tokens/masked": "tokens taken and left out of the loss",
     "temperature": "sampling temperature, mean over the groups taken",
     "length/mean": "sampled tokens a rollout",
+    "score/mean": "sum of a rollout's scores; with an environment",
+    "turns/mean": "answers of the model in a rollout; with an environment",
     "staleness/mean": "versions between sampling and training, mean over trained tokens",
     "staleness/max": "the same, largest",
     "staleness/in_flight_mean": "the part that passed before the group arrived",
@@ -85,6 +87,7 @@ METRIC_KEYS: dict[str, str] = {
     "throughput/trained_tokens_per_s": "tokens/trained a second",
     "throughput/generated_tokens_per_s": "tokens sampled a second, over all generators",
     "eval/<dataset>/accuracy": "mean accuracy over answers",
+    "eval/<dataset>/score": "mean sum of an answer's scores; with an environment",
     "eval/<dataset>/pass_at_k": "share of rows with a right answer in k = eval.num_samples",
 }
 """The keys that others may rely on, with their meaning; rows may hold more."""

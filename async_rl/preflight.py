@@ -15,7 +15,7 @@ from pathlib import Path
 from async_rl.address import check_address, refuse_open_bind
 from async_rl.chat import check_model, vocabulary_size
 from async_rl.config import Config
-from async_rl.data import LoadedRows, load_rows_of
+from async_rl.data import LoadedRows, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
 from async_rl.generator.vllm_engine import missing_vllm
 from async_rl.keys import ServerKeys, client_keys_of
@@ -91,8 +91,8 @@ def check_keys(config: Config, *, is_server: bool) -> None:
 
 
 def check_train_is_set(config: Config) -> None:
-    """Raise ``ConfigError`` without ``data.train``."""
-    if not config.data.train:
+    """Raise ``ConfigError`` without ``data.train``, unless an environment's rows are made up."""
+    if not config.data.train and not config.makes_up_rows:
         raise ConfigError("data.train: needed, but not set")
 
 
@@ -115,14 +115,15 @@ def check_data(config: Config) -> LoadedRows:
         DataError: a file is missing, or a row is bad; the message names key, file and line.
     """
     check_train_is_set(config)
-    named = {"data.train": config.data.train, **{f"data.eval.{k}": path for k, path in config.data.eval.items()}}
-    loaded: dict[str, LoadedRows] = {}
-    for key, path in named.items():
-        try:
-            loaded[key] = load_rows_of(config, path)
-        except DataError as error:
-            raise DataError(f"{key}: {error}") from None
-    return loaded["data.train"]
+    key = "data.train"
+    try:
+        train = load_train_rows(config)
+        for name, source in config.data.eval.items():
+            key = f"data.eval.{name}"
+            load_rows_of(config, source)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
+    return train
 
 
 def check_code_reward(config: Config) -> None:

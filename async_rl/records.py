@@ -110,12 +110,25 @@ class TokenSequence:
             raise ValueError(f"expected kept tokens for {num_sampled} sampled tokens, got {len(self.kept)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer in a rollout of several turns: the next ``num_tokens`` tokens under the mask, and what they earned.
+
+    ``reward`` belongs to the last of these tokens; ``score`` is only logged.
+    """
+
+    num_tokens: int
+    reward: float
+    score: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One scored trajectory.
 
     ``reward_parts`` are summed to the reward. ``accuracy`` is 1.0 or 0.0 (or a partial credit between) and never
-    includes shaping. ``num_sampled`` counts the tokens under the mask.
+    includes shaping. ``num_sampled`` counts the tokens under the mask. ``turns`` is empty unless an environment played
+    the rollout.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -123,6 +136,12 @@ class Rollout:
     accuracy: float
     finish_reason: FinishReason
     extracted: str | None = None
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def score(self) -> float:
+        """Sum of the turns' scores."""
+        return float(sum(turn.score for turn in self.turns))
 
     @property
     def reward(self) -> float:

@@ -25,7 +25,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.data import load_rows
+from async_rl.data import RowRules, load_rows
 from async_rl.rewards.code import local_judge
 from async_rl.rewards.code_tests import CodeTests, parse_tests
 from async_rl.task_config import CodeRewardConfig
@@ -40,7 +40,7 @@ Task = tuple[str, CodeTests]
 def tasks(num_programs: int) -> list[Task]:
     """``num_programs`` pairs of a right program and one test of its row."""
     found: list[Task] = []
-    for problem, answers in zip(load_rows(str(ROWS)).rows, MBPP, strict=True):
+    for problem, answers in zip(load_rows(str(ROWS), rules=RowRules(needs=("test_cases",))).rows, MBPP, strict=True):
         if answers is not None:
             tests = parse_tests(problem.reward_data).tests
             found += [(answers[0], CodeTests((test,), None)) for test in tests]

@@ -17,6 +17,7 @@ CARRY_SHARE = 0.7
 FORGOTTEN_CARRIES = 2 / 3
 NUM_HELD_OUT = 512
 NUM_RL = 3000
+CHARACTERS = "0123456789+=:;\\{}boxed "
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}"
@@ -72,14 +73,13 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_model(directory: Path, *, seed: int) -> None:
-    """A small Qwen2 with random weights and a character-level tokenizer, as a Hugging Face directory."""
+def write_model(directory: Path, *, seed: int, characters: str = CHARACTERS) -> None:
+    """A small Qwen2 with random weights and a tokenizer of ``characters`` (and ``?``), as a Hugging Face directory."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    characters = ["<pad>", "<eos>", *"0123456789+=:;\\{}boxed ?"]
-    vocabulary = {character: index for index, character in enumerate(characters)}
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *characters, "?"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,7 +88,7 @@ def write_model(directory: Path, *, seed: int) -> None:
     )
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(characters),
+        vocab_size=len(vocabulary),
         hidden_size=96,
         intermediate_size=192,
         num_hidden_layers=2,

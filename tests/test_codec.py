@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from async_rl.codec import decode_group, encode_group, leases_fields, leases_from_fields
 from async_rl.errors import WireError
 from async_rl.kept_tokens import KeptTokens, pack_ids
-from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence
+from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence, Turn
 from async_rl.wire import decode, encode
 
 
@@ -214,3 +214,35 @@ def test_half_of_the_kept_tokens_columns_are_refused():
 def test_kept_tokens_for_another_number_of_tokens_make_no_sequence():
     with pytest.raises(ValueError, match="expected kept tokens for 4 sampled tokens, got 3"):
         replace(sequence(5), kept=with_kept(group([[4]])).rollouts[0].sequences[0].kept)
+
+
+def test_turns_survive_the_wire_with_their_rollouts():
+    plain = group([[3], [4, 2], []])
+    turns = ((Turn(1, 0.5, 0.0), Turn(1, -1.0, 1.0)), (), (Turn(4, 0.0, 0.25),))
+    sent = replace(plain, rollouts=tuple(replace(r, turns=t) for r, t in zip(plain.rollouts, turns, strict=True)))
+    assert tuple(r.turns for r in decode_group(encode_group(sent)).rollouts) == turns
+    assert "turns" not in decode(encode_group(plain)).fields
+
+
+ONE_TURN = {"counts": [1], "num_tokens": [1], "rewards": [1.0], "scores": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (3, r"Expected `object \| null`, got `int` - at `\$\[2\]\.turns`"),
+        ({**ONE_TURN, "counts": [1, 0]}, "'turns.counts' to be a list of 1"),
+        ({**ONE_TURN, "counts": [2]}, "'turns.counts' to be counts that add up to 1"),
+        ({**ONE_TURN, "counts": [-1]}, r"Expected `int` >= 0 - at `\$\[2\]\.turns\.counts\[0\]`"),
+        ({**ONE_TURN, "num_tokens": [1.5]}, "Expected `int`, got `float`"),
+        ({**ONE_TURN, "num_tokens": [-1]}, "Expected `int` >= 0"),
+        ({**ONE_TURN, "rewards": [1.0, 2.0]}, "'turns.rewards' to be a list of 1"),
+        ({**ONE_TURN, "scores": []}, "'turns.scores' to be a list of 1"),
+        ({**ONE_TURN, "scores": ["x"]}, "Expected `float`, got `str`"),
+        ({"counts": [1], "num_tokens": [1], "rewards": [1.0]}, "missing required field `scores`"),
+    ],
+)
+def test_turns_that_do_not_fit_their_rollouts_are_refused(turns: object, message: str):
+    sent = decode(encode_group(group([[3]])))
+    with pytest.raises(WireError, match=message):
+        decode_group(encode("group", {**sent.fields, "turns": turns}, sent.arrays))

@@ -84,6 +84,9 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: s
         parse_config(base | {section: base.get(section, {}) | {key: value}}, "test")
 
 
+GAME: dict[str, Any] = {"name": "mine.py"}
+
+
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
@@ -96,6 +99,9 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: s
         ({"sampling": {"temperature_steps": 5}}, "sampling.temperature_steps"),
         ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
         ({"generator": {"count": 2, "devices": [0]}}, "generator.devices"),
+        ({"environment": GAME | {"timeout_s": 20.0}, "queue": {"lease_timeout_s": 20.0}}, "environment.timeout_s"),
+        ({"environment": GAME | {"rows": 3}, "data": {"train": "rows.jsonl"}}, "environment.rows"),
+        ({"environment": GAME, "data": {"on_long_prompt": "truncate"}}, "data.on_long_prompt"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_by_name(sections: dict[str, dict[str, Any]], key: str):

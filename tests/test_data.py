@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.data import LoadedRows, Row, RowRules, load_rows
+from async_rl.data import LoadedRows, Row, RowRules, load_rows, made_up_rows
 from async_rl.errors import DataError
 from async_rl.wire import decode, encode
 
@@ -167,3 +167,20 @@ def test_the_committed_slices_load_and_travel(name: str, num_rows: int):
         assert row.messages[-1]["content"].endswith("\\boxed{}.")
         fields = {"messages": list(row.messages), "reward_data": dict(row.reward_data)}
         assert decode(encode("row", fields)).fields == fields
+
+
+def test_an_environments_rows_need_neither_messages_nor_an_answer(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"extra_info": {"number": 7}}\n{"messages": {"role": "user", "content": "1+1"}, "gt_answer": 2}\n')
+    rules = RowRules(system_prompt="Think.", needs=(), needs_prompt=False)
+    rows = load_rows(str(path), rules=rules).rows
+    assert (rows[0].messages, rows[0].reward_data) == ((), {"extra_info": {"number": 7}})
+    assert ([m["role"] for m in rows[1].messages], rows[1].reward_data) == (["system", "user"], {"gt_answer": "2"})
+    with pytest.raises(DataError, match=r"rows.jsonl:1: expected a row with"):
+        load_rows(str(path))
+
+
+def test_made_up_rows_are_empty_and_known_by_their_number():
+    assert len(made_up_rows(3).rows) == 3
+    assert made_up_rows(3).rows[0].messages == ()
+    assert made_up_rows(3).digest == made_up_rows(3).digest != made_up_rows(4).digest

@@ -122,6 +122,11 @@ def test_the_reward_says_what_a_row_needs(reward: dict[str, Any], needs: tuple[s
     assert config(reward=reward).row_needs == needs
 
 
+def test_an_environment_says_for_itself_what_a_row_needs_and_what_the_model_is_told():
+    played = config(environment={"name": "mine.py"}, reward={"type": "boxed"})
+    assert (played.row_needs, played.system_prompt) == ((), "")
+
+
 def test_the_reward_says_what_the_model_is_told():
     assert "\\boxed{}" in config().system_prompt
     assert "</answer>" in config(reward={"type": "think_answer_tags"}).system_prompt

@@ -1,4 +1,4 @@
-"""The pages on algorithms, data and rewards agree with the config: what there is is there, what is named exists."""
+"""The pages on algorithms and tasks agree with the config: what there is is there, what is named exists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from async_rl.config import Config
+from async_rl.environment_config import EnvironmentConfig
 from async_rl.local_code import load_code
 from async_rl.loss_config import CONTRADICTIONS, PRESETS, LossConfig
 from async_rl.metrics import METRIC_KEYS
@@ -19,7 +20,7 @@ from async_rl.task_config import ColumnsConfig, DataConfig, RewardConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
-TASK_PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("data.md", "rewards.md"))
+TASK_PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("data.md", "rewards.md", "environments.md"))
 
 
 def section(title: str) -> str:
@@ -61,12 +62,12 @@ def test_every_metric_to_watch_is_one():
     assert named <= set(METRIC_KEYS)
 
 
-@pytest.mark.parametrize("model", [DataConfig, ColumnsConfig, RewardConfig])
-def test_every_key_of_data_and_reward_is_explained(model: type[BaseModel]):
+@pytest.mark.parametrize("model", [DataConfig, ColumnsConfig, RewardConfig, EnvironmentConfig])
+def test_every_key_of_data_rewards_and_environments_is_explained(model: type[BaseModel]):
     assert [key for key in model.model_fields if not re.search(rf"\b{key}\b", TASK_PAGES)] == []
 
 
-def test_every_key_that_the_pages_on_data_and_rewards_name_exists():
+def test_every_key_that_the_pages_on_tasks_name_exists():
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
     for name, key in set(re.findall(r"`([a-z]+)\.([a-z_]+)\b", TASK_PAGES)):
         model = sections.get(name)

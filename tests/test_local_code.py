@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from async_rl.config import Config
 from async_rl.config_file import config_to_toml, parse_config
 from async_rl.errors import ConfigError, QueueError
-from async_rl.generator.worker import generator_config
+from async_rl.generator.worker import build_backend, build_environment, generator_config
 from async_rl.local_code import (
     check_allowed,
     code_digests,
@@ -19,8 +20,10 @@ from async_rl.local_code import (
     read_digests,
     write_digests,
 )
+from async_rl.preflight import check_code
 from async_rl.rewards.registry import build_reward
 
+MINIMAL = {"run": {"dir": "r"}, "model": {"path": "m"}}
 SOURCE = "def one(item):\n    return 1.0\n"
 
 
@@ -39,6 +42,19 @@ def test_names_of_code(name: str):
 @pytest.mark.parametrize("name", ["a", "a:", ":b", "a:b:c", "a.:b", "a:b.c", "a b:c", "1:a", "a:b()", "tcp://a:1", ""])
 def test_what_is_no_name_of_code(name: str):
     assert not is_code_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "a.b", "./a.py", "my games/a.py", "a.py:f", "a.b:C"])
+def test_an_environment_may_be_a_whole_module(name: str):
+    assert is_code_name(name, needs_attribute=False)
+
+
+@pytest.mark.parametrize("name", [":x", "a b", "mine.py:", "mine.py:not an identifier", "a..b", "dir/module", ""])
+def test_other_forms_of_a_name_are_none(name: str):
+    assert not is_code_name(name, needs_attribute=False)
+    if name:
+        with pytest.raises(ConfigError, match=r"environment\.name: expected file\.py, file\.py:name, module"):
+            parse_config({**MINIMAL, "environment": {"name": name}}, "test")
 
 
 def test_code_is_run_only_where_it_is_allowed(source: Path):
@@ -67,6 +83,21 @@ def test_the_digest_is_of_the_source_file(source: Path):
     assert code_digests([f"{source}:one"]) == {f"{source}:one": hashlib.sha256(SOURCE.encode()).hexdigest()}
 
 
+def test_without_an_attribute_the_module_is_meant_and_it_replaces_no_other(tmp_path: Path):
+    path = tmp_path / "json.py"
+    path.write_text("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 3\n")
+    assert load_code(str(path), allowed=(str(path),), digest=None).A().x == 3
+    assert load_code(f"{path}:A", allowed=(str(path),), digest=None)().x == 3
+    assert not hasattr(json, "A")
+
+
+def test_an_installed_module_comes_before_one_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "json.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load_code("json:dumps", allowed=("json",), digest=None)([]) == "[]"
+
+
 def test_a_module_is_found_in_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(source.parent)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -79,6 +110,8 @@ def test_a_module_is_found_in_the_working_directory(source: Path, monkeypatch: p
     [
         ("no_such_module_anywhere:one", "no module no_such_module_anywhere can be imported"),
         ("/nowhere/mine.py:one", "no file /nowhere/mine.py on this machine"),
+        ("absent.py", "no file .*absent.py on this machine"),
+        ("absent_8731.sub:one", "can't import absent_8731.sub: ModuleNotFoundError"),
         ("sys:exit", "expected a module with a Python source file, got built-in"),
     ],
 )
@@ -118,8 +151,8 @@ def test_malformed_digests_are_refused(content: bytes):
 
 
 def named(source: Path) -> Config:
-    raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": f"{source}:one"}}
-    return parse_config({**raw, "generator": {"allow_code": [str(source)]}}, "test")
+    raw = {**MINIMAL, "reward": {"type": f"{source}:one"}, "generator": {"allow_code": [str(source)]}}
+    return parse_config(raw, "test")
 
 
 def test_a_generator_allows_only_what_its_own_operator_allowed(source: Path):
@@ -137,3 +170,26 @@ def test_a_generator_runs_only_the_source_that_the_learner_has(source: Path):
     with pytest.raises(ConfigError, match="expected the learner's source, SHA-256 0000"):
         build_reward(config, code_digests={name: "0" * 64})
     build_reward(config, code_digests=code_digests([name]))
+
+
+def test_environments_and_rewards_are_code_by_one_rule(source: Path):
+    raw = {**MINIMAL, "environment": {"name": f"{source}:one", "rows": 1}}
+    config = parse_config(raw, "test")
+    assert config.code_names == (f"{source}:one",)
+    with pytest.raises(ConfigError, match="code that this machine has not allowed"):
+        check_code(config)
+    check_code(parse_config({**raw, "generator": {"allow_code": [str(source)]}}, "test"))
+    check_code(parse_config({**raw, "generator": {"count": 0}}, "test"))
+
+
+def test_a_generator_plays_only_the_environment_that_the_learner_has(source: Path, tmp_path: Path):
+    raw = {"environment": {"name": str(source)}, "generator": {"backend": "fake", "allow_code": [str(source)]}}
+    config = parse_config({**MINIMAL, **raw}, "test")
+    backend = build_backend(config, tmp_path)
+    with ExitStack() as stack:
+        with pytest.raises(ConfigError, match="sent no digest"):
+            build_environment(config, tmp_path, backend, {}, stack)
+        with pytest.raises(ConfigError, match="expected the learner's source, SHA-256 0000"):
+            build_environment(config, tmp_path, backend, {str(source): "0" * 64}, stack)
+        with pytest.raises(ConfigError, match="to have a function step"):
+            build_environment(config, tmp_path, backend, code_digests([str(source)]), stack)

@@ -39,6 +39,23 @@ class _Sequence:
     started_at: int = -1
 
 
+class FakeText:
+    """The fake's tokenizer: one token, hashed, for every four characters. See ``trajectory.Text``."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"<{m.get('role', '')}>{m.get('content', '')}" for m in messages) + "<assistant>"
+
+    def encode(self, text: str) -> np.ndarray:
+        chunks = [text[i : i + _CHARACTERS_PER_TOKEN] for i in range(0, len(text), _CHARACTERS_PER_TOKEN)]
+        return np.array([zlib.crc32(chunk.encode()) % self._vocab_size for chunk in chunks], dtype=np.int32)
+
+    def ending(self, token_id: int) -> str:
+        return ""  # what is sampled means nothing: no text ends it
+
+
 class FakeBackend:
     """See ``backend.Backend``. ``answer_form`` is the form in which answers are written."""
 
@@ -74,11 +91,11 @@ class FakeBackend:
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         """One token, hashed, for every four characters; int32 [P]. Raises ValueError: one of ``fake.fails_on``."""
-        text = "".join(f"<{m.get('role', '')}>{m.get('content', '')}" for m in messages) + "<assistant>"
+        coder = FakeText(self._fake.vocab_size)
+        text = coder.render(messages)
         if self._fake.fails_on and self._fake.fails_on in text:
             raise ValueError(f"generator.fake.fails_on = {self._fake.fails_on!r} is in the prompt")
-        chunks = [text[i : i + _CHARACTERS_PER_TOKEN] for i in range(0, len(text), _CHARACTERS_PER_TOKEN)]
-        return np.array([zlib.crc32(chunk.encode()) % self._fake.vocab_size for chunk in chunks], dtype=np.int32)
+        return coder.encode(text)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         if self._version == NO_VERSION:

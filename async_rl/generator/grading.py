@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from async_rl.generator.backend import Sampled
+from async_rl.queue.messages import FailureCause
 from async_rl.records import NO_VERSION, Lease, Rollout, TokenSequence
 from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, score_group
 
@@ -65,12 +66,17 @@ def needs_whole_group(reward: ScoreOne) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graded:
-    """A sample's rollout, or the ``error`` that its reward raised."""
+    """A sample's rollout, or why its lease can't be sampled: ``cause``, and the ``error`` that its reward raised.
+
+    ``detail`` says it in words; also of a rollout that failed.
+    """
 
     lease: Lease
     index: int
     rollout: Rollout | None
     error: Exception | None = None
+    cause: FailureCause = "reward_error"
+    detail: str = ""
 
 
 class Grader(Protocol):
@@ -97,7 +103,8 @@ def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[
         rollouts = graded_rollouts(reward, lease, samples)
         return [Graded(lease, sample.index, rollout) for sample, rollout in zip(samples, rollouts, strict=True)]
     except Exception as error:  # the boundary to reward code: the loop fails and counts the lease
-        return [Graded(lease, sample.index, None, error) for sample in samples]
+        detail = f"{type(error).__name__}: {error}"
+        return [Graded(lease, sample.index, None, error, detail=detail) for sample in samples]
 
 
 class _Gathering:

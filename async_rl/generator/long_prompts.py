@@ -1,4 +1,4 @@
-"""Prompts above ``sampling.max_prompt_tokens``, under ``data.on_long_prompt = "truncate"``. Called by the loop.
+"""Prompts above ``sampling.max_prompt_tokens``, under ``data.on_long_prompt = "truncate"``. Called by ``rollouts``.
 
 What is cut is the end of the last user message, never the template around it: the model must still be told that it is
 its turn.

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from async_rl.config import Config
 from async_rl.errors import QueueError
 from async_rl.faults import fault_point
 from async_rl.generator.backend import Backend
-from async_rl.generator.grading import Grader
-from async_rl.generator.long_prompts import fitted_prompt
+from async_rl.generator.grading import Graded, Grader
 from async_rl.generator.partners import Queue, WeightsReceiver
+from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -62,7 +62,8 @@ class _HeldLease:
 class Worker:
     """One generator's state: its active weights, the leases it holds, what it has done so far.
 
-    ``wait_s`` is how long the queue may be silent; ``clock`` gives seconds.
+    ``wait_s`` is how long the queue may be silent; ``clock`` gives seconds. Rollouts are single answers, scored by
+    ``grader``, unless an ``environment`` plays them.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class Worker:
         generator_id: str,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
+        environment: Rollouts | None = None,
     ) -> None:
         self._queue = queue
         self._receiver = receiver
         self._backend = backend
-        self._grader = grader
+        single = SingleTurnRollouts(backend, grader, truncates=config.data.on_long_prompt == "truncate")
+        self._rollouts: Rollouts = single if environment is None else environment
         self._max_groups = config.generator.max_concurrent_groups
-        self._truncates = config.data.on_long_prompt == "truncate"
         self._generator_id = generator_id
         self._wait_s = wait_s
         self._clock = clock
@@ -180,7 +182,7 @@ class Worker:
     def _num_wanted(self) -> int:
         """Leases that fill the free seats, and one in line so that no seat waits for a round trip."""
         unsubmitted = sum(held.lease.group_size for held in self._leases.values() if not held.submitted)
-        free = self._backend.num_seats - self._backend.num_running - unsubmitted
+        free = self._backend.num_seats - self._rollouts.num_open - unsubmitted
         wanted = math.ceil((free + self._expected_group_size) / self._expected_group_size)
         if self._max_groups is not None:
             wanted = min(wanted, self._max_groups - len(self._leases))
@@ -193,11 +195,7 @@ class Worker:
             return
         self._expected_group_size = lease.group_size
         try:
-            prompt_ids = self._backend.encode_prompt(lease.prompt.messages)
-            if self._truncates:
-                prompt_ids = fitted_prompt(
-                    self._backend.encode_prompt, lease.prompt.messages, prompt_ids, lease.sampling.max_prompt_tokens
-                )
+            prompt_ids = self._rollouts.encode(lease)
         except Exception as error:  # the boundary to templates and tokenizers: one bad prompt must not end the run
             logger.exception("prompt at position %d can't be rendered", lease.prompt.position)
             self._queue.fail(lease.lease_id, "engine_error", f"prompt can't be rendered: {error}")
@@ -212,12 +210,11 @@ class Worker:
     def _submit_if_fresh(self, held: _HeldLease) -> None:
         if not held.submitted and self._backend.version >= held.lease.min_version:
             held.submitted = True
-            self._backend.submit(held.lease, held.prompt_ids)
+            self._rollouts.submit(held.lease, held.prompt_ids)
 
     def _drop(self, lease_id: str) -> None:
         if self._leases.pop(lease_id, None) is not None:
-            self._backend.cancel(lease_id)
-            self._grader.forget(lease_id)
+            self._rollouts.cancel(lease_id)
 
     def _step(self) -> None:
         """One decode step; what it finished goes to the grader."""
@@ -229,29 +226,36 @@ class Worker:
         duration_s = self._clock() - started_s
         self._busy_s += duration_s
         self._busy_seat_s += duration_s * seats
-        for sample in sampled:
-            if (held := self._leases.get(sample.lease_id)) is not None:
-                self._grader.submit(held.lease, sample)
+        self._rollouts.take(sampled)
 
     def _return_graded(self) -> None:
         """Return the groups whose last rollout is scored."""
-        for graded in self._grader.collect():
+        for graded in self._rollouts.collect():
             self._num_graded += 1
             lease_id = graded.lease.lease_id
             held = self._leases.get(lease_id)
             if held is None:
                 continue
             if graded.rollout is None:
-                position = graded.lease.prompt.position
-                logger.error("reward failed on position %d, lease %s", position, lease_id, exc_info=graded.error)
-                self._drop(lease_id)
-                self._queue.fail(lease_id, "reward_error", f"{type(graded.error).__name__}: {graded.error}")
+                self._fail(graded)
                 continue
             held.rollouts[graded.index] = graded.rollout
-            if len(held.rollouts) == graded.lease.group_size:
-                del self._leases[lease_id]
-                fault_point("generator.sampled")
-                self._queue.return_group(self._group(held))
+            if len(held.rollouts) < graded.lease.group_size:
+                continue
+            if all(rollout.finish_reason == "error" for rollout in held.rollouts.values()):
+                self._fail(replace(graded, cause="environment_error"))
+                continue
+            del self._leases[lease_id]
+            fault_point("generator.sampled")
+            self._queue.return_group(self._group(held))
+
+    def _fail(self, graded: Graded) -> None:
+        lease, cause = graded.lease, graded.cause
+        if cause != "prompt_too_long":
+            failed, position = cause.removesuffix("_error"), lease.prompt.position
+            logger.error("%s failed on position %d, lease %s", failed, position, lease.lease_id, exc_info=graded.error)
+        self._drop(lease.lease_id)
+        self._queue.fail(lease.lease_id, cause, graded.detail)
 
     def _group(self, held: _HeldLease) -> Group:
         rollouts = tuple(held.rollouts[index] for index in range(held.lease.group_size))
@@ -273,7 +277,7 @@ class Worker:
         if now_s < self._heartbeat_at_s:
             return
         self._heartbeat_at_s = now_s + HEARTBEAT_S
-        tokens = self._backend.progress()
+        tokens = self._rollouts.progress()
         progress: dict[str, int] = {}
         moves = self._backend.num_tokens + self._num_graded
         for lease_id, held in self._leases.items():
@@ -304,8 +308,8 @@ class Worker:
             if now_s < self._poll_at_s:
                 return
             timeout_s = 0.0
-        elif self._is_transferring or self._grader.num_pending:
-            # Neither receiver nor grader has anything to block on together with the queue's socket.
+        elif self._is_transferring or self._rollouts.num_pending:
+            # Neither receiver nor grader (or environment) has anything to block on together with the queue's socket.
             timeout_s = _POLL_WHILE_BUSY_S
         else:
             timeout_s = max(0.0, self._heartbeat_at_s - now_s)

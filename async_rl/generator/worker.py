@@ -16,16 +16,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.address import check_address, refuse_open_connect
+from async_rl.chat import load_tokenizer
 from async_rl.config import Config
 from async_rl.config_file import apply_override, check_generator_overrides, parse_config
+from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
-from async_rl.generator.fake_backend import FakeBackend
+from async_rl.generator.environment_rollouts import EnvironmentRollouts
+from async_rl.generator.fake_backend import FakeBackend, FakeText
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
 from async_rl.generator.scratch import scratch_directory
+from async_rl.generator.trajectory import TokenizerText
 from async_rl.keys import ClientKeys
-from async_rl.local_code import DIGESTS_FILE, read_digests
+from async_rl.local_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.memory import reuse_freed_memory
 
 __all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
@@ -84,6 +88,7 @@ def run_generator(
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
         grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config))))
+        environment = build_environment(config, directory, backend, digests, stack)
         Worker(
             queue=queue,
             receiver=receiver,
@@ -92,6 +97,7 @@ def run_generator(
             config=config,
             generator_id=generator_id,
             wait_s=wait_s,
+            environment=environment,
         ).run()
 
 
@@ -187,6 +193,31 @@ def uses_vllm(config: Config) -> bool:
     if config.generator.backend != "auto" or config.sampling.deterministic:
         return config.generator.backend == "vllm"
     return find_spec("vllm") is not None and cuda_device(config) is not None
+
+
+def build_environment(
+    config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str], stack: ExitStack
+) -> EnvironmentRollouts | None:
+    """What plays rollouts of several turns, closed with ``stack``; None where the config names no environment.
+
+    ``code_digests`` are the learner's.
+
+    Raises:
+        ConfigError: the environment's code is not allowed here, not there, not the learner's, or fails when it is
+            imported.
+        ModelError: there is no tokenizer in ``directory``.
+    """
+    if not config.environment.is_set:
+        return None
+    if config.generator.backend == "fake":
+        text = FakeText(config.generator.fake.vocab_size)
+    else:
+        tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
+        text = TokenizerText(tokenizer)
+    digest = digest_of(config.environment.name, code_digests)
+    pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=digest)
+    stack.enter_context(closing(pool))
+    return EnvironmentRollouts(backend, pool, text, config.environment)
 
 
 def cuda_device(config: Config) -> str | None:

@@ -11,6 +11,7 @@ from async_rl.learner.batch import PreparedBatch, StalenessSummary
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import Summary, summarise
 from async_rl.queue.messages import QueueStats, TakenGroup, TrainedFacts
+from async_rl.records import Rollout
 
 
 def step_metrics(
@@ -58,6 +59,19 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
         "length/max": max(lengths),
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         **{f"reward/{name}": total / len(rollouts) for name, total in parts.items()},
+        **turn_metrics(rollouts),
+    }
+
+
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of the rollouts that an environment played to their end; nothing without one."""
+    played = [rollout for rollout in rollouts if rollout.turns]
+    if not played:
+        return {}
+    return {
+        "score/mean": float(np.mean([rollout.score for rollout in played])),
+        "turns/mean": float(np.mean([len(rollout.turns) for rollout in played])),
+        "turns/max": max(len(rollout.turns) for rollout in played),
     }
 
 

@@ -56,6 +56,7 @@ class BufferSettings:
     temperature_end: float | None = None
     temperature_steps: int = 1
     vocab_size: int | None = None
+    max_turns: int = 1
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -101,13 +102,17 @@ class BufferSettings:
             temperature_end=config.sampling.temperature_end,
             temperature_steps=config.temperature_steps,
             vocab_size=vocab_size,
+            max_turns=config.environment.max_turns if config.environment.is_set else 1,
         )
 
     @property
     def worst_case_bytes(self) -> int:
-        """The largest body that a training lease may bring back."""
+        """The largest body that a training lease may bring back.
+
+        In a rollout of several turns each may begin a token sequence of its own, with the whole text so far.
+        """
         sampling = self.sampling
-        tokens = sampling.max_prompt_tokens + sampling.max_new_tokens
+        tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
         kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_kept_words)
         return self.group_size * (tokens * BYTES_PER_TOKEN + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -326,7 +326,7 @@ class Handlers:
     def _on_fail(self, message: Message, now: float) -> Reply:
         fields = message.fields
         lease_id, cause = field(fields, "lease_id", str), field(fields, "cause", str)
-        known: tuple[FailureCause, ...] = ("prompt_too_long", "engine_error", "reward_error")
+        known: tuple[FailureCause, ...] = get_args(FailureCause)
         if cause not in known:
             raise WireError(f"expected a cause of {known}, got {cause!r}")
         verdict = self.buffer.fail(field(fields, "generator_id", str), lease_id, cause, now)

@@ -24,7 +24,7 @@ DROP_CAUSES: tuple[DropCause, ...] = (
 Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused"]
 """What became of a returned group."""
 
-FailureCause = Literal["prompt_too_long", "engine_error", "reward_error"]
+FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error"]
 """Why a generator gives a lease back unsampled. A prompt that is too long is refused at once, never tried again."""
 
 

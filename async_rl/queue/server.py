@@ -47,11 +47,11 @@ def run_queue(
     Raises:
         DataError: a data set is wrong. AddressError: the address can't be bound. ConfigError: the config does not fit.
     """
-    from async_rl.data import load_rows_of
+    from async_rl.data import load_rows_of, load_train_rows
 
     reuse_freed_memory()
 
-    train = load_rows_of(config, config.data.train)
+    train = load_train_rows(config)
     evals = {name: load_rows_of(config, source).rows for name, source in config.data.eval.items()}
     open_journal = partial(_open_journal, config, run_id or "", fresh=fresh) if config.queue.journal else None
     server = QueueServer(

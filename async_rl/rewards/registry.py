@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from async_rl.config import Config
-from async_rl.errors import ConfigError
-from async_rl.local_code import is_code_name, load_code
+from async_rl.local_code import digest_of, is_code_name, load_code
 from async_rl.rewards.code import build_code_reward
 from async_rl.rewards.combine import Extra, OverlongPenalty, RewardSum
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
@@ -44,12 +43,7 @@ def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = Non
 def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None, *, is_main: bool) -> Reward:
     if not is_code_name(name):
         return REWARDS[name](config, scale)
-    if code_digests is not None and name not in code_digests:
-        raise ConfigError(
-            f"{name}: the learner sent no digest of it, so this machine can't tell whether it has the same"
-        )
-    digest = None if code_digests is None else code_digests[name]
-    function = load_code(name, allowed=config.generator.allow_code, digest=digest)
+    function = load_code(name, allowed=config.generator.allow_code, digest=digest_of(name, code_digests))
     return FunctionReward(name, function, scale=scale, is_main=is_main, time_limit_s=config.reward.time_limit_s)
 
 

@@ -12,8 +12,9 @@ import torch
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
-from async_rl.learner.report import update_metrics
+from async_rl.learner.report import turn_metrics, update_metrics
 from async_rl.loss_config import LossConfig
+from async_rl.records import Rollout, Turn
 from tests.learner.losses.cases import of_ratios
 
 PLAIN = UpdateStats(
@@ -57,3 +58,14 @@ def test_kl_to_the_reference_is_weighted_by_tokens():
 def test_all_numbers_are_plain_floats_or_ints():
     metrics = update_metrics([an_update([2.0, 1.0], [0, 1])])
     assert all(isinstance(value, float | int) and not isinstance(value, np.ndarray) for value in metrics.values())
+
+
+def test_turns_and_scores_of_played_rollouts_are_reported():
+    # Scores 1 + 0 and 0.5; the failed rollout was not played to its end and counts in neither.
+    played = [
+        Rollout((), {"environment": 1.0}, 1.0, "stop", turns=(Turn(1, 1.0, 1.0), Turn(2, 0.0, 0.0))),
+        Rollout((), {"environment": 0.5}, 0.5, "stop", turns=(Turn(1, 0.5, 0.5),)),
+        Rollout((), {"environment": 0.0}, 0.0, "error"),
+    ]
+    assert turn_metrics(played) == {"score/mean": 0.75, "turns/mean": 1.5, "turns/max": 2}
+    assert turn_metrics(played[2:]) == {}

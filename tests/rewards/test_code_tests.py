@@ -9,7 +9,6 @@ from async_rl.data import RowRules, load_rows
 from async_rl.errors import DataError
 from async_rl.rewards.code_tests import CodeTest, CodeTests, parse_tests
 
-CODE_ROWS = RowRules(needs=("test_cases",))
 SCRIPT = {"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["4", "5"]]}
 
 
@@ -52,10 +51,10 @@ def test_other_shapes_are_refused_with_what_was_expected(cases: object, message:
 
 def test_a_row_with_bad_tests_is_refused_with_its_line(tmp_path: Path):
     good = {"messages": [{"role": "user", "content": "q"}], "test_cases": SCRIPT}
-    file = tmp_path / "rows.jsonl"
+    file, rules = tmp_path / "rows.jsonl", RowRules(needs=("test_cases",))
     file.write_text(json.dumps(good) + "\n" + json.dumps({**good, "test_cases": {"inputs": ["1"]}}) + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:2: test_cases: expected inputs and outputs"):
-        load_rows(str(file), rules=CODE_ROWS)
-    loaded = load_rows(str(file), on_bad_row="skip", rules=CODE_ROWS)
+        load_rows(str(file), rules=rules)
+    loaded = load_rows(str(file), on_bad_row="skip", rules=rules)
     assert (len(loaded.rows), loaded.num_skipped) == (1, 1)
     assert loaded.rows[0].reward_data == {"test_cases": SCRIPT}

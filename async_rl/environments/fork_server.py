@@ -1,0 +1,155 @@
+"""Imports an environment's code once, then forks a process for each rollout that runs beside others.
+
+A fork costs milliseconds and shares what the import loaded (a search index, say); a process of its own for every
+rollout is what makes a crash or an endless loop cost that rollout alone. Started by ``pool.py``, which speaks to it in
+records of 5 bytes over a socket: ``F`` with a descriptor asks for a fork and is answered by its process id (0: it could
+not), ``K`` ends a process with all that it started. When the socket ends, so does everything.
+Run as ``python -m async_rl.environments.fork_server DESCRIPTOR NAME DIGEST ALLOWED...``: ``DIGEST`` as ``digest_word``
+has it, ``ALLOWED`` as in ``generator.allow_code``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+
+RECORD = struct.Struct("<cI")
+READY, REFUSED = b"R", b"E"
+_ANY, _SHA256 = "any", "sha256:"
+_PR_SET_PDEATHSIG = 1
+_MOST_KILLABLE = b"1000"
+
+
+def digest_word(digest: str | None) -> str:
+    """A digest as an argument of this program; one that is empty is not taken for none."""
+    return _ANY if digest is None else _SHA256 + digest
+
+
+def main() -> None:
+    descriptor, name, word, *allowed = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the generator; this process ends when its socket does
+    _die_with_parent(None)
+    os.dup2(2, 1)  # what an environment prints goes to the generator's log, line by line
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    control = socket.socket(fileno=int(descriptor))
+    control.set_inheritable(False)
+    from async_rl.errors import ConfigError
+    from async_rl.local_code import load_code
+
+    try:
+        code = load_code(name, allowed=allowed, digest=None if word == _ANY else word.removeprefix(_SHA256))
+    except ConfigError as error:
+        cause = error.__cause__  # what the environment's module raised
+        trace = "" if cause is None else "\n" + "".join(traceback.format_exception(cause))
+        _refuse(control, f"environment.name: {error}{trace}")
+        return
+    if not hasattr(code, "step") and not hasattr(code, "generate"):
+        _refuse(control, f"environment.name: expected {name} to have a function step (or generate), it has neither")
+        return
+    control.sendall(RECORD.pack(READY, 0))
+    _Server(control, code).run()
+
+
+def _refuse(control: socket.socket, error: str) -> None:
+    body = error.encode(errors="replace")
+    control.sendall(RECORD.pack(REFUSED, len(body)) + body)
+
+
+def _die_with_parent(expected_parent: int | None) -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere the closed socket has to do)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if expected_parent is not None and os.getppid() != expected_parent:
+        os._exit(1)
+
+
+class _Server:
+    def __init__(self, control: socket.socket, code: object) -> None:
+        self._control = control
+        self._code = code
+        self._children: set[int] = set()
+        self._killed: set[int] = set()
+
+    def run(self) -> None:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._control, RECORD.size, 1)
+            while data and len(data) < RECORD.size:
+                data += self._control.recv(RECORD.size - len(data))
+            if not data:
+                break
+            kind, pid = RECORD.unpack(data)
+            if kind == b"F":
+                self._fork(descriptors[0])
+            else:
+                self._kill(pid)
+            self._reap()
+        for pid in list(self._children):
+            self._kill(pid)
+
+    def _fork(self, descriptor: int) -> None:
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            pid = -1
+        if pid == 0:
+            self._be_child(descriptor, server)
+        os.close(descriptor)
+        if pid > 0:
+            with contextlib.suppress(OSError):  # the child may have done so, or ended, already
+                os.setpgid(pid, pid)
+            self._children.add(pid)
+        self._control.sendall(RECORD.pack(b"F", max(pid, 0)))
+
+    def _be_child(self, descriptor: int, server: int) -> None:
+        code = 1
+        try:
+            os.set_inheritable(descriptor, False)
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            _die_with_parent(server)
+            _be_killed_first()
+            self._control.close()
+            from async_rl.environments.child import serve
+
+            serve(socket.socket(fileno=descriptor), self._code)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # Whatever happens, never back into the server's loop.
+            os._exit(code)
+
+    def _kill(self, pid: int) -> None:
+        """End a process and its group. Only reaped ones leave ``_children``, so a number is never another's."""
+        if pid not in self._children:
+            return
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
+        self._children.discard(pid)
+        self._killed.add(pid)
+
+    def _reap(self) -> None:
+        for pid in list(self._killed):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    continue
+            self._killed.discard(pid)
+
+
+def _be_killed_first() -> None:
+    """If memory runs out, this is the process to take, not the generator that waits for it."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(_MOST_KILLABLE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""GEM's environments (https://github.com/axon-rl/gem) as ours: ``environment.name = "async_rl.environments.gem:Gem"``.
+
+Needs the extra: ``pip install async-rl[gem]``. ``environment.extra`` takes ``env_id``
+(``game:GuessTheNumber-v0-easy``), its arguments ``env_kwargs`` (a table) and ``prompt``, one of ``PROMPTS``. Rows need
+nothing (``environment.rows``): each prompt has its own seed, the same for all rollouts of its group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from async_rl.environments.protocol import Messages, StepResult
+
+PROMPTS: dict[str, str] = {
+    "none": "{observation}",
+    "game": (
+        "You are playing language games. Make valid actions to win.\nObservation: {observation}\n"
+        "Please reason step by step, and put your final answer within \\boxed{{}}."
+    ),
+    "general": ("Question: {observation}\nPlease reason step by step, and put your final answer within \\boxed{{}}."),
+    "code": (
+        "You are an expert Python programmer. Write a correct Python program that matches the specification and passes "
+        "all tests.\nQuestion: {observation}\nPlease reason step by step, and write your code in a ```python block."
+    ),
+}
+"""How an observation is put to the model, as a user's message."""
+
+
+def _make(env_id: str, **kwargs: Any) -> Any:
+    # An extra, so not there for the type checker; and by its name, for this module has the same.
+    return importlib.import_module("gem").make(env_id, **kwargs)
+
+
+class Gem:
+    """One rollout's GEM environment. The model's whole conversation is its state; a step's reward is its score, too.
+
+    An episode that GEM truncates (its own limit on turns) is done.
+    """
+
+    make: Callable[..., Any] = staticmethod(_make)
+
+    def __init__(self) -> None:
+        self._env: Any = None
+        self._prompt = ""
+
+    async def reset(self, extra_info: dict[str, Any]) -> Messages:
+        """Raises ValueError: ``env_id`` or ``prompt`` is missing or unknown."""
+        if "env_id" not in extra_info:
+            raise ValueError("environment.extra.env_id: needed, but not set; for example game:GuessTheNumber-v0-easy")
+        prompt = extra_info.get("prompt", "game")
+        if prompt not in PROMPTS:
+            raise ValueError(f"environment.extra.prompt: expected one of {sorted(PROMPTS)}, got {prompt!r}")
+        self._prompt = PROMPTS[prompt]
+        self._env = self.make(extra_info["env_id"], **extra_info.get("env_kwargs", {}))
+        observation, info = self._env.reset(seed=extra_info["seed"] % 2**32)
+        return [*extra_info["messages"], self._asked(observation, info)]
+
+    async def step(self, state: Messages, action: str, extra_info: dict[str, Any]) -> StepResult:
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        answer = {"role": "assistant", "content": action}
+        if terminated or truncated:
+            return {"reward": float(reward), "done": True}
+        told = {"role": "user", "content": _with_suffix(observation, info)}
+        return {"next_state": [*state, answer, told], "reward": float(reward)}
+
+    def _asked(self, observation: str, info: dict[str, Any]) -> dict[str, str]:
+        return {"role": "user", "content": self._prompt.format(observation=_with_suffix(observation, info))}
+
+
+def _with_suffix(observation: str, info: dict[str, Any]) -> str:
+    """GEM's hint at what to do next, where it has one, belongs behind the observation."""
+    return re.sub(r"\s+\Z", "", f"{observation}\n{info.get('suffix', '')}")

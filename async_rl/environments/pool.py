@@ -1,0 +1,320 @@
+"""The generator's side of its environments: processes for the rollouts in play, their messages and their deadlines.
+
+Owned by one thread, polled, never waits but for a fork (milliseconds). A rollout has a process to itself for as long as
+it is played; one that ended well is used again. A process that crashes, or works longer than ``timeout_s`` on one reset
+or step, is killed with all that it started, and costs its rollout. Called by ``generator.environment_rollouts``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from async_rl.environment_config import EnvironmentConfig
+from async_rl.environments.fork_server import READY, RECORD, digest_word
+from async_rl.environments.frames import FrameError, pack, unpack
+from async_rl.errors import ConfigError, EnvironmentProcessError
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_CHUNK = 1 << 16
+_FORK_LIMIT_S = 30.0
+_REPLIES = ("sample", "ended", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a rollout's environment said: a message of ``frames``; ``type`` is ``sample``, ``ended`` or ``failed``."""
+
+    key: str
+    message: Mapping[str, Any]
+
+    @property
+    def type(self) -> str:
+        return self.message["type"]
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """``key`` is the rollout that it plays; None while it is idle, or ends a cancelled one.
+
+    ``deadline_s`` is when it must have answered; None while nothing is asked of it.
+    """
+
+    pid: int
+    sock: socket.socket
+    key: str | None = None
+    deadline_s: float | None = None
+    cancelling: bool = False
+    incoming: bytearray = field(default_factory=bytearray)
+    outgoing: bytearray = field(default_factory=bytearray)
+
+
+class EnvironmentPool:
+    """Starts the environment's fork server at once, so that code which can't be imported is told at the start.
+
+    ``counts`` has ``started`` (processes), ``timed_out`` and ``crashed`` (rollouts). ``clock`` gives seconds.
+    ``allowed`` and ``digest`` as for ``local_code.load_code``.
+
+    Raises:
+        ConfigError: the code is not allowed here, not there, not the learner's, or fails when it is imported.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        *,
+        allowed: Collection[str],
+        digest: str | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
+        self._config = config
+        self._start_server = partial(_start_server, config, allowed, digest)
+        self._clock = clock
+        self._processes: dict[str, _Process] = {}
+        self._cancelling: list[_Process] = []
+        self._idle: list[_Process] = []
+        self._failed_at_start: list[Event] = []
+        self._selector = selectors.DefaultSelector()
+        self._server, self._control = self._start_server()
+
+    @property
+    def num_working(self) -> int:
+        """Rollouts whose environment is at work: it was asked for something and has not answered yet."""
+        return sum(process.deadline_s is not None for process in self._processes.values())
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes that play a rollout."""
+        return [process.pid for process in self._processes.values()]
+
+    def start(self, key: str, start: Mapping[str, Any]) -> None:
+        """Begin the rollout ``key``; ``start`` as in ``frames``, without its type.
+
+        Raises:
+            ConfigError: the fork server had to be started anew, and can't be.
+        """
+        try:
+            frame = pack({"type": "start", **start})
+            process = self._idle.pop() if self._idle else self._fork()
+        except (EnvironmentProcessError, FrameError) as error:
+            self._failed_at_start.append(Event(key, {"type": "failed", "error": str(error)}))
+            return
+        process.key, process.cancelling = key, False
+        self._processes[key] = process
+        self._ask(process, frame)
+
+    def answer(self, key: str, message: Mapping[str, Any]) -> None:
+        """Answer the environment's ``sample``, by ``sampled`` or ``over``."""
+        self._ask(self._processes[key], pack(dict(message)))
+
+    def cancel(self, key: str) -> None:
+        """Forget the rollout. Its environment may clean up for as long as a step may take. Unknown ones are ignored."""
+        self._failed_at_start = [event for event in self._failed_at_start if event.key != key]
+        process = self._processes.pop(key, None)
+        if process is None:
+            return
+        process.key, process.cancelling = None, True
+        self._cancelling.append(process)
+        self._ask(process, pack({"type": "cancel"}))
+
+    def poll(self) -> list[Event]:
+        """What happened since the last call; never waits."""
+        events, self._failed_at_start = self._failed_at_start, []
+        for selected, mask in self._selector.select(0):
+            process: _Process = selected.data
+            if mask & selectors.EVENT_WRITE:
+                self._flush(process)
+            if mask & selectors.EVENT_READ:
+                events += self._receive(process)
+        now_s = self._clock()
+        for process in [*self._processes.values(), *self._cancelling]:
+            if process.deadline_s is not None and now_s > process.deadline_s:
+                events += self._fail(
+                    process, "timed_out", f"no answer within environment.timeout_s = {self._config.timeout_s:g} s"
+                )
+        return events
+
+    def close(self) -> None:
+        """Kill every process."""
+        for process in [*self._processes.values(), *self._cancelling, *self._idle]:
+            self._end(process)
+        self._processes.clear()
+        self._cancelling.clear()
+        self._idle.clear()
+        self._selector.close()
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(_FORK_LIMIT_S)
+        self._server.kill()
+        self._server.wait()
+
+    def _ask(self, process: _Process, frame: bytes) -> None:
+        process.deadline_s = self._clock() + self._config.timeout_s
+        process.outgoing += frame
+        self._flush(process)
+
+    def _flush(self, process: _Process) -> None:
+        try:
+            while process.outgoing:
+                del process.outgoing[: process.sock.send(process.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            process.outgoing.clear()  # it is gone: its end is read from the socket, too, and told there
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.outgoing else 0)
+        if self._selector.get_key(process.sock).events != wanted:
+            self._selector.modify(process.sock, wanted, process)
+
+    def _receive(self, process: _Process) -> list[Event]:
+        ended = False
+        try:
+            while chunk := process.sock.recv(_CHUNK):
+                process.incoming += chunk
+            ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            ended = True
+        events: list[Event] = []
+        try:
+            while (message := unpack(process.incoming)) is not None:
+                events += self._handle(process, message)
+        except FrameError as error:
+            return events + self._fail(process, "crashed", f"its process sent what is no message: {error}")
+        if ended:
+            events += self._fail(process, "crashed", "its process ended (it crashed, or was killed)")
+        return events
+
+    def _handle(self, process: _Process, message: dict[str, Any]) -> list[Event]:
+        kind = message.get("type")
+        if process.cancelling:
+            # What it said before it heard of the end no longer matters.
+            if kind == "cancelled":
+                self._cancelling.remove(process)
+                self._rest(process)
+            return []
+        if process.key is None or process.deadline_s is None or kind not in _REPLIES:
+            return self._fail(process, "crashed", f"its process said {kind!r} when nothing was asked of it")
+        process.deadline_s = None
+        event = Event(process.key, message)
+        if kind != "sample":
+            del self._processes[process.key]
+            self._rest(process)
+        return [event]
+
+    def _rest(self, process: _Process) -> None:
+        process.key, process.deadline_s, process.cancelling = None, None, False
+        self._idle.append(process)
+
+    def _fail(self, process: _Process, count: str, error: str) -> list[Event]:
+        """End a process that is of no more use; the failure of its rollout, if it had one."""
+        if process.sock.fileno() < 0:
+            return []
+        self._end(process)
+        if process in self._idle:
+            self._idle.remove(process)
+        if process in self._cancelling:
+            self._cancelling.remove(process)
+        if process.key is None:
+            return []
+        self._processes.pop(process.key, None)
+        self.counts[count] += 1
+        return [Event(process.key, {"type": "failed", "error": error})]
+
+    def _end(self, process: _Process) -> None:
+        self._selector.unregister(process.sock)
+        process.sock.close()
+        with contextlib.suppress(OSError):  # with the server gone, the kernel has killed its children
+            self._control.sendall(RECORD.pack(b"K", process.pid))
+
+    def _fork(self) -> _Process:
+        """A new process.
+
+        Raises:
+            EnvironmentProcessError: there can be no more processes.
+            ConfigError: the fork server died and can't be started again.
+        """
+        pid, ours = self._try_fork()
+        if pid is None:
+            self._control.close()
+            self._server.kill()
+            self._server.wait()
+            self._server, self._control = self._start_server()
+            pid, ours = self._try_fork()
+        if not pid:
+            ours.close()
+            raise EnvironmentProcessError("no process could be started for it (too many, or too little memory?)")
+        ours.setblocking(False)
+        process = _Process(pid, ours)
+        self._selector.register(ours, selectors.EVENT_READ, process)
+        self.counts["started"] += 1
+        return process
+
+    def _try_fork(self) -> tuple[int | None, socket.socket]:
+        """Process id, 0 if it could not fork, None if the server is gone; and our end of the socket."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [RECORD.pack(b"F", 0)], [theirs.fileno()])
+                return RECORD.unpack(_receive_exactly(self._control, RECORD.size))[1], ours
+            except (OSError, EOFError):
+                ours.close()
+                return None, ours
+
+
+def _start_server(
+    config: EnvironmentConfig, allowed: Collection[str], digest: str | None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    paths = [str(_PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "async_rl.environments.fork_server", str(theirs.fileno()), config.name,
+             digest_word(digest), *allowed],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+    try:
+        ours.settimeout(config.start_timeout_s)
+        kind, size = RECORD.unpack(_receive_exactly(ours, RECORD.size))
+        if kind != READY:
+            raise ConfigError(_receive_exactly(ours, size).decode(errors="replace"))
+    except BaseException as error:
+        server.kill()
+        server.wait()
+        ours.close()
+        if isinstance(error, TimeoutError):
+            raise ConfigError(
+                f"environment.name: {config.name} was not imported within environment.start_timeout_s = "
+                f"{config.start_timeout_s:g} s"
+            ) from None
+        if isinstance(error, EOFError | ConnectionError):
+            raise ConfigError(
+                f"environment.name: the process that imports {config.name} ended ({server.returncode})"
+            ) from None
+        raise
+    ours.settimeout(_FORK_LIMIT_S)
+    return server, ours
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """Raises EOFError when it ends before."""
+    data = b""
+    while len(data) < size:
+        chunk = sock.recv(size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return data

@@ -1,0 +1,93 @@
+"""What an environment is, and what it is given: the types for whoever writes one. Standard library only.
+
+An environment is a module, a class or an object with an async ``step`` (and, if it makes its own first state,
+``reset``), or with an async ``generate`` that plays a whole rollout by itself. A class is instantiated for every
+rollout. docs/environments.md has complete examples; ``play.py`` is the loop that calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict
+
+Messages = Sequence[Mapping[str, str]]
+State = str | Messages
+"""The whole text that the model continues; or a conversation, which is rendered with the model's chat template."""
+
+
+class StepResult(TypedDict, total=False):
+    """What ``step`` returns. Only ``next_state`` (unless ``done``) and ``reward`` are needed.
+
+    Keys:
+        next_state: as far as it begins with the old state and the action, the model's own tokens are kept and only the
+            rest is tokenised; if it does not, a new token sequence of the same rollout begins with it.
+        reward: for this action, finite; what is trained on.
+        score: for this action, finite, only logged; none: ``reward``. A rollout's accuracy is the sum of its scores,
+            cut to 0..1, so let them add up to 1 where the task is solved.
+        done: whether that was the last action; none: no.
+        extra_info: replaces the old one; none: the old one stays, with what was changed in it.
+    """
+
+    next_state: State | None
+    reward: float
+    score: float
+    done: bool
+    extra_info: dict[str, Any]
+
+
+class Environment(Protocol):
+    """A task of several turns. All methods are async; plain functions are accepted too, but nothing runs beside them.
+
+    ``reset`` is optional: without it, or when it returns None, the row's own messages are the first state. It may
+    return the state alone or ``(state, extra_info)``. ``close()`` (optional) is called at the rollout's end.
+    """
+
+    async def reset(self, extra_info: dict[str, Any]) -> State | tuple[State, dict[str, Any]] | None:
+        """The first state."""
+        ...
+
+    async def step(self, state: State, action: str, extra_info: dict[str, Any]) -> StepResult:
+        """What the model's ``action`` (its text, without special tokens) did in ``state``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One answer of the model. ``finish_reason`` is ``length`` if it was cut; a stop string is kept in ``text``."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int
+
+
+class RolloutOverError(Exception):
+    """No further turn: ``environment.max_turns`` or the tokens are used up. Let it pass; it is no failure."""
+
+
+class Rollout(Protocol):
+    """What ``generate(rollout)`` plays with.
+
+    Attributes:
+        extra_info: as for ``step``.
+        prompt: the row's messages rendered with the chat template; None if the row has none.
+    """
+
+    extra_info: dict[str, Any]
+    prompt: str | None
+
+    async def sample(self, state: State, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Action:
+        """The model's answer in ``state``; ``max_tokens`` and ``stop`` narrow the run's own settings.
+
+        Raises:
+            RolloutOverError: there is no further turn.
+        """
+        ...
+
+    def reward(self, reward: float, score: float | None = None) -> None:
+        """Add to what the newest action earned; ``score`` as in ``StepResult``.
+
+        Raises:
+            ValueError: nothing was sampled yet, or a number is not finite.
+        """
+        ...

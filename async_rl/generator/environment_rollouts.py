@@ -1,0 +1,260 @@
+"""Rollouts of several turns: between the backend, which samples answers, and the environments' processes.
+
+Every turn is a request of its own to the backend, whose prompt is all the tokens so far: so weights are swapped,
+answers cancelled and seats shared exactly as for single answers. ``sampling.max_new_tokens`` bounds what a rollout
+samples in all its turns; no sequence is longer than ``sampling.max_prompt_tokens`` and that together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from async_rl.environment_config import EnvironmentConfig
+from async_rl.environments.pool import EnvironmentPool, Event
+from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.counter_random import rollout_keys
+from async_rl.generator.grading import Graded
+from async_rl.generator.trajectory import Text, Trajectory
+from async_rl.records import TEXT_ROLE, FinishReason, Lease, Rollout, Sampling, Turn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A rollout in play. ``request_id`` is the lease that the backend samples for it now; None while it does not."""
+
+    key: str
+    lease: Lease
+    index: int
+    trajectory: Trajectory
+    request_id: str | None = None
+    finish_reason: FinishReason = "stop"
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _OpenLease:
+    """``progress`` counts sampled tokens, turns, and steps spent in line for a seat."""
+
+    progress: int = 0
+    rollouts: dict[str, _Open] = field(default_factory=dict)
+
+
+class EnvironmentRollouts:
+    """See ``rollouts.Rollouts``. A rollout that fails is collected as one with finish reason ``error``."""
+
+    def __init__(self, backend: Backend, pool: EnvironmentPool, text: Text, config: EnvironmentConfig) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._text = text
+        self._config = config
+        self._leases: dict[str, _OpenLease] = {}
+        self._requests: dict[str, _Open] = {}
+        self._done: list[Graded] = []
+        self._num_steps = self._steps_at_progress = 0
+
+    @property
+    def num_open(self) -> int:
+        return sum(len(held.rollouts) for held in self._leases.values())
+
+    @property
+    def num_pending(self) -> int:
+        return self.num_open - len(self._requests)
+
+    def encode(self, lease: Lease) -> np.ndarray:
+        messages = lease.prompt.messages
+        return self._text.encode(self._rendered(messages)) if messages else np.zeros(0, np.int32)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        """Begin the rollouts. ``prompt_ids`` is not looked at: the environments may begin in another way.
+
+        Raises:
+            ConfigError: the environment's code can't be run any more.
+        """
+        held = self._leases[lease.lease_id] = _OpenLease()
+        messages = lease.prompt.messages
+        prompt = self._rendered(messages) if messages else None
+        for index in range(lease.group_size):
+            key = f"{lease.lease_id}/{index}"
+            held.rollouts[key] = _Open(key, lease, index, Trajectory(self._text))
+            self._pool.start(
+                key,
+                {
+                    "prompt": prompt,
+                    "extra_info": extra_info(self._config.extra, lease, index),
+                    "seed": lease.seed,
+                    "max_turns": self._config.max_turns,
+                },
+            )
+
+    def cancel(self, lease_id: str) -> None:
+        held = self._leases.pop(lease_id, None)
+        for rollout in held.rollouts.values() if held is not None else ():
+            self._pool.cancel(rollout.key)
+            self._stop_sampling(rollout)
+
+    def take(self, sampled: Iterable[Sampled]) -> None:
+        self._num_steps += 1
+        for sample in sampled:
+            rollout = self._requests.pop(sample.lease_id, None)
+            if rollout is None:
+                continue
+            rollout.request_id = None
+            rollout.finish_reason = sample.finish_reason
+            rollout.trajectory.say(sample)
+            self._leases[rollout.lease.lease_id].progress += len(sample.token_ids)
+            self._pool.answer(
+                rollout.key,
+                {
+                    "type": "sampled",
+                    "text": sample.text,
+                    "finish_reason": sample.finish_reason,
+                    "num_tokens": len(sample.token_ids),
+                },
+            )
+
+    def collect(self) -> list[Graded]:
+        for event in self._pool.poll():
+            lease_id = event.key.rpartition("/")[0]
+            rollout = self._leases[lease_id].rollouts[event.key]
+            self._leases[lease_id].progress += 1
+            if event.type == "sample":
+                self._next_turn(rollout, event.message)
+            elif event.type == "ended":
+                self._end(rollout, event)
+            else:
+                self._fail(rollout, str(event.message.get("error")))
+        done, self._done = self._done, []
+        return done
+
+    def progress(self) -> dict[str, int]:
+        """Includes steps that a turn spends in line: it moves on as long as those before it do."""
+        sampled = self._backend.progress()
+        moved = self._num_steps > self._steps_at_progress
+        self._steps_at_progress = self._num_steps
+        progress: dict[str, int] = {}
+        for lease_id, held in self._leases.items():
+            tokens = [sampled.get(r.request_id, 0) for r in held.rollouts.values() if r.request_id is not None]
+            held.progress += int(moved and 0 in tokens)
+            progress[lease_id] = held.progress + sum(tokens)
+        return progress
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The row's messages as the first state; a ``prompt`` that is no chat as it stands."""
+        is_text = len(messages) == 1 and messages[0]["role"] == TEXT_ROLE
+        return messages[0]["content"] if is_text else self._text.render(messages)
+
+    def _next_turn(self, rollout: _Open, wanted: Mapping[str, Any]) -> None:
+        """Have the model answer in the state that the environment ``wanted`` it to."""
+        lease, trajectory = rollout.lease, rollout.trajectory
+        sampling, is_first = lease.sampling, not rollout.trajectory.turn_tokens
+        if len(trajectory.turn_tokens) >= self._config.max_turns or rollout.is_over:
+            self._abandon(rollout, "it asked for a turn after it was told that there are no more")
+            return
+        try:
+            state = wanted["state"]
+            ids = trajectory.see(state if isinstance(state, str) else self._text.render(state))
+            limits = [self._config.max_turn_tokens, wanted["max_tokens"]]
+            stop = (*sampling.stop, *map(str, wanted["stop"]))
+            room = min(
+                sampling.max_new_tokens - trajectory.num_sampled,
+                sampling.max_prompt_tokens + sampling.max_new_tokens - len(ids),
+                *(int(limit) for limit in limits if limit is not None),
+            )
+        except Exception as error:  # the boundary to templates and tokenizers, and to what the environment asked for
+            self._abandon(rollout, f"its state can't be continued: {type(error).__name__}: {error}")
+            return
+        if is_first and (len(ids) > sampling.max_prompt_tokens or not len(ids)):
+            detail = f"{len(ids)} tokens, sampling.max_prompt_tokens = {sampling.max_prompt_tokens}"
+            self._done.append(Graded(lease, rollout.index, None, cause="prompt_too_long", detail=detail))
+            return
+        if room < 1:
+            # As an answer that is cut: the environment hears that it is over, and says what was earned until here.
+            rollout.finish_reason, rollout.is_over = "length", True
+            self._pool.answer(rollout.key, {"type": "over"})
+            return
+        request = self._request(rollout, replace(sampling, max_new_tokens=room, stop=stop))
+        rollout.request_id = request.lease_id
+        self._requests[request.lease_id] = rollout
+        self._backend.submit(request, ids)
+
+    def _request(self, rollout: _Open, sampling: Sampling) -> Lease:
+        """One turn as a lease for one sample. Its random numbers depend on seed, index and turn alone."""
+        turn = len(rollout.trajectory.turn_tokens)
+        key = int(rollout_keys(rollout.lease.seed, np.array([rollout.index]))[0])
+        return replace(
+            rollout.lease,
+            lease_id=f"{rollout.key}/{turn}",
+            group_size=1,
+            sampling=sampling,
+            seed=int(rollout_keys(key, np.array([turn]))[0]) >> 1,
+        )
+
+    def _end(self, rollout: _Open, event: Event) -> None:
+        counts = rollout.trajectory.turn_tokens
+        try:
+            earned = [(float(reward), float(score)) for reward, score in event.message["turns"]]
+        except (KeyError, TypeError, ValueError) as error:
+            self._fail(rollout, f"its process said what is no list of turns: {error}")
+            return
+        if not counts or len(earned) != len(counts) or not np.isfinite(earned).all():
+            self._fail(rollout, f"expected finite rewards for {len(counts)} answers (at least one), got {earned}")
+            return
+        turns = tuple(Turn(count, reward, score) for count, (reward, score) in zip(counts, earned, strict=True))
+        self._finish(
+            rollout,
+            Rollout(
+                sequences=rollout.trajectory.sequences(),
+                reward_parts={"environment": sum(turn.reward for turn in turns)},
+                accuracy=min(1.0, max(0.0, sum(turn.score for turn in turns))),
+                finish_reason=rollout.finish_reason,
+                turns=turns,
+            ),
+        )
+
+    def _abandon(self, rollout: _Open, error: str) -> None:
+        """Fail a rollout whose environment still waits for an answer."""
+        self._pool.cancel(rollout.key)
+        self._fail(rollout, error)
+
+    def _fail(self, rollout: _Open, error: str) -> None:
+        logger.warning("environment failed on position %d, %s: %s", rollout.lease.prompt.position, rollout.key, error)
+        self._stop_sampling(rollout)
+        failed = Rollout(rollout.trajectory.sequences(), {"environment": 0.0}, 0.0, "error")
+        self._finish(rollout, failed, error)
+
+    def _stop_sampling(self, rollout: _Open) -> None:
+        if rollout.request_id is not None:
+            del self._requests[rollout.request_id]
+            self._backend.cancel(rollout.request_id)
+            rollout.request_id = None
+
+    def _finish(self, rollout: _Open, scored: Rollout, detail: str = "") -> None:
+        held = self._leases[rollout.lease.lease_id]
+        del held.rollouts[rollout.key]
+        if not held.rollouts:
+            del self._leases[rollout.lease.lease_id]
+        self._done.append(Graded(rollout.lease, rollout.index, scored, detail=detail))
+
+
+def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[str, Any]:
+    """What an environment is told: ``environment.extra``, the row's other keys, its ``extra_info``, and these below.
+
+    ``idx`` (the row's number), ``seed`` (the same for every rollout of the group, another for every prompt), ``index``
+    (which of the group's rollouts), ``messages``. Those of the same name in the row win.
+    """
+    row = dict(lease.prompt.reward_data)
+    own = row.pop("extra_info", None)
+    told = {
+        "idx": lease.prompt.row,
+        "seed": lease.seed,
+        "index": index,
+        "messages": [dict(message) for message in lease.prompt.messages],
+    }
+    return {**told, **settings, **row, **(own if isinstance(own, dict) else {})}

@@ -1,0 +1,96 @@
+"""An environment for the tests of its process: what the model says is an order to behave in some way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+AROUND_THE_WORLD = 3600.0
+
+
+async def reset(extra_info: dict[str, Any]) -> Any:
+    if extra_info.get("reset") == "from the row":
+        return None
+    if extra_info.get("reset") == "number":
+        return 7
+    extra_info["drawn"] = random.random()
+    return f"start {extra_info['idx']};", extra_info
+
+
+async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    if action in _MISDEEDS:
+        _MISDEEDS[action]()
+    if action == "sleep":
+        await asyncio.sleep(AROUND_THE_WORLD)
+    if action in _MALFORMED:
+        return _MALFORMED[action]
+    if action == "pid":
+        return {"next_state": f"{state}pid {os.getpid()};", "reward": 0.0}
+    if action == "draw":
+        return {"next_state": f"{state}{extra_info['drawn']};", "reward": 0.0}
+    if action == "linger":
+        extra_info["task"] = asyncio.create_task(asyncio.sleep(AROUND_THE_WORLD))
+    if action == "tasks":
+        return {"next_state": f"{state}{len(asyncio.all_tasks())} tasks;", "reward": 0.0}
+    done = action == "stop"
+    result: dict[str, Any] = {"next_state": state + action + ";", "reward": float(len(action)), "done": done}
+    return {**result, "score": 1.0} if done else result
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _leave_a_process_behind() -> None:
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({AROUND_THE_WORLD})"])
+    _spin()
+
+
+def _ignore_everything() -> None:
+    while True:
+        try:
+            time.sleep(AROUND_THE_WORLD)
+        except BaseException:
+            continue
+
+
+_MISDEEDS: dict[str, Any] = {
+    "spin": _spin,
+    "exit": lambda: os._exit(3),
+    "recurse": lambda: os.kill(os.getpid(), 11),
+    "raise": lambda: {}["no such key"],
+    "spawn": _leave_a_process_behind,
+    "ignore": _ignore_everything,
+    "leave": sys.exit,
+}
+_MALFORMED: dict[str, Any] = {
+    "none": None,
+    "nan": {"next_state": "x", "reward": float("nan")},
+    "no reward": {"next_state": "x"},
+    "typo": {"next_state": "x", "reward": 1.0, "dnoe": True},
+    "no state": {"reward": 1.0},
+    "object": {"next_state": object(), "reward": 1.0},
+}
+
+
+class Player:
+    """Plays by itself: asks twice, whatever comes, and counts its instances."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def generate(self, rollout: Any) -> None:
+        first = await rollout.sample("first:", max_tokens=3, stop=["!"])
+        rollout.reward(0.5)
+        second = await rollout.sample([{"role": "user", "content": first.text}])
+        rollout.reward(len(second.text), score=1.0)
+        rollout.reward(-1.0, score=0.0)
+
+    async def close(self) -> None:
+        self.closed = True

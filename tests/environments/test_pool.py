@@ -1,0 +1,282 @@
+"""Environments in real processes: what a rollout is asked and told; its faults cost it alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.environment_config import EnvironmentConfig
+from async_rl.environments.pool import EnvironmentPool, Event
+from async_rl.errors import ConfigError
+from async_rl.local_code import code_digests
+from tests.end_to_end.harness import processes_of, state_of, wait_until
+from tests.environments.pools import pool_of
+
+SAMPLES = str(Path(__file__).with_name("samples.py"))
+
+
+def config(name: str = SAMPLES, **settings: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(name=name, **settings)
+
+
+class Driver:
+    """A pool whose rollouts are told what to do, one order after another."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self.pool = pool
+        self.waiting: list[Event] = []
+
+    def start(self, *keys: str, **extra_info: Any) -> None:
+        for index, key in enumerate(keys):
+            info = {"idx": index, **extra_info}
+            self.pool.start(key, {"prompt": "the row", "extra_info": info, "seed": 5, "max_turns": 4})
+
+    def next(self, key: str) -> Any:
+        """The next message of ``key``."""
+
+        def probe() -> Event | None:
+            self.waiting += self.pool.poll()
+            return next((event for event in self.waiting if event.key == key), None)
+
+        event = wait_until(f"rollout {key}", probe, deadline_s=30.0)
+        self.waiting.remove(event)
+        return event.message
+
+    def say(self, key: str, text: str) -> None:
+        self.pool.answer(key, {"type": "sampled", "text": text, "finish_reason": "stop", "num_tokens": len(text)})
+
+    def order(self, key: str, text: str) -> Any:
+        self.say(key, text)
+        return self.next(key)
+
+
+@contextlib.contextmanager
+def driving(*arguments: Any, **settings: Any) -> Iterator[Driver]:
+    with contextlib.closing(pool_of(config(*arguments, **settings))) as pool:
+        yield Driver(pool)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    """Shared: a pool that outlives whatever its rollouts did is what is promised."""
+    with driving(timeout_s=1.0) as made:
+        yield made
+
+
+def test_a_rollout_is_reset_and_stepped_until_it_is_done(driver):
+    driver.start("a")
+    assert driver.next("a") == {"type": "sample", "state": "start 0;", "max_tokens": None, "stop": []}
+    assert driver.order("a", "go")["state"] == "start 0;go;"
+    # "go" earned 2 (its score is the reward then), "stop" 4 with a score of its own.
+    assert driver.order("a", "stop") == {"type": "ended", "turns": [[2.0, 2.0], [4.0, 1.0]]}
+
+
+def test_without_a_state_from_reset_the_rows_prompt_is_the_first(driver):
+    driver.start("a", reset="from the row")
+    assert driver.next("a")["state"] == "the row"
+    driver.pool.cancel("a")
+
+
+def test_the_last_turn_ends_a_rollout_that_is_not_done(driver):
+    driver.start("a")
+    driver.next("a")
+    assert [driver.order("a", "x")["type"] for _ in range(4)] == ["sample"] * 3 + ["ended"]
+
+
+def test_a_rollout_without_room_for_a_turn_ends_with_what_it_earned(driver):
+    driver.start("a")
+    driver.next("a")
+    driver.order("a", "go")
+    driver.pool.answer("a", {"type": "over"})
+    assert driver.next("a") == {"type": "ended", "turns": [[2.0, 2.0]]}
+
+
+def test_rollouts_of_one_seed_draw_the_same_random_numbers_in_their_own_processes(driver):
+    driver.start("a", "b")
+    states = [(driver.next(key), driver.order(key, "draw"))[1]["state"] for key in ("a", "b")]
+    assert states[0].split(";")[1] == states[1].split(";")[1]
+    pids = [driver.order(key, "pid")["state"] for key in ("a", "b")]
+    assert pids[0].split("pid")[1] != pids[1].split("pid")[1]
+    for key in ("a", "b"):
+        driver.pool.cancel(key)
+
+
+@pytest.mark.parametrize("misdeed", ["spin", "sleep", "exit", "recurse", "raise", "ignore", "leave"])
+def test_an_environment_that_hangs_or_crashes_costs_its_own_rollout_alone(driver, misdeed):
+    driver.start("good", "bad")
+    driver.next("good")
+    driver.next("bad")
+    driver.say("bad", misdeed)
+    assert driver.order("good", "go")["state"] == "start 0;go;"
+    message = driver.next("bad")
+    assert message["type"] == "failed"
+    reasons = {"raise": "no such key", "exit": "ended", "recurse": "ended", "leave": "ended"}
+    assert reasons.get(misdeed, "timeout_s = 1 s") in message["error"]
+    assert driver.order("good", "stop")["type"] == "ended"
+
+
+def test_a_process_that_is_killed_takes_those_along_that_it_started(monkeypatch):
+    monkeypatch.setenv("ASYNC_RL_TEST_MARKER", str(time.monotonic_ns()))
+    marker = f"ASYNC_RL_TEST_MARKER={os.environ['ASYNC_RL_TEST_MARKER']}"
+    with driving(timeout_s=1.0) as driver:
+        driver.start("a")
+        driver.next("a")
+        assert len(processes_of(marker)) == 2  # the fork server and one rollout
+        driver.say("a", "spawn")
+        wait_until("the grandchild", lambda: len(processes_of(marker)) == 3)
+        assert driver.next("a")["type"] == "failed"
+        wait_until("only the fork server to be left", lambda: len(processes_of(marker)) == 1)
+    assert processes_of(marker) == []
+
+
+@pytest.mark.parametrize(
+    ("malformed", "told"),
+    [
+        ("none", "step: expected a dict, got NoneType"),
+        ("nan", "reward: expected a finite number, got nan"),
+        ("no reward", "reward: expected a finite number, got None"),
+        ("typo", "unknown keys ['dnoe']"),
+        ("no state", "next_state: expected text or a list of messages, got NoneType"),
+        ("object", "next_state: expected text or a list of messages, got object"),
+    ],
+)
+def test_a_malformed_result_is_told_in_its_authors_words(driver, malformed, told):
+    driver.start("a")
+    driver.next("a")
+    message = driver.order("a", malformed)
+    assert message["type"] == "failed"
+    assert told in message["error"]
+
+
+def test_a_first_state_of_the_wrong_kind_is_refused(driver):
+    driver.start("a", reset="number")
+    assert "reset: expected text or a list of messages, got int" in driver.next("a")["error"]
+
+
+def test_a_process_serves_one_rollout_after_another(driver):
+    before = driver.pool.counts["started"]
+    for _ in range(5):
+        driver.start("a")
+        driver.next("a")
+        assert driver.order("a", "stop")["type"] == "ended"
+    assert driver.pool.counts["started"] - before <= 1
+
+
+def test_what_a_rollout_leaves_in_the_background_is_ended_with_it(driver):
+    driver.start("a")
+    driver.next("a")
+    (pid,) = driver.pool.pids
+    assert driver.order("a", "tasks")["state"] == "start 0;2 tasks;"  # the one that reads messages, and this one
+    driver.order("a", "linger")
+    assert driver.order("a", "tasks")["state"] == "start 0;2 tasks;linger;3 tasks;"
+    assert driver.order("a", "stop")["type"] == "ended"
+    driver.start("b")
+    driver.next("b")
+    assert driver.pool.pids == [pid]
+    assert driver.order("b", "tasks")["state"] == "start 0;2 tasks;"
+    driver.pool.cancel("b")
+
+
+def test_a_cancelled_rollout_says_nothing_more_whatever_it_does(driver):
+    driver.start("waits", "works", "stays")
+    for key in ("waits", "works", "stays"):
+        driver.next(key)
+    driver.say("works", "sleep")
+    for key in ("waits", "works", "unknown"):
+        driver.pool.cancel(key)
+    assert driver.order("stays", "stop")["type"] == "ended"
+    assert driver.waiting == []
+    assert driver.pool.num_working == 0
+
+
+def test_generate_plays_the_whole_rollout_itself():
+    with driving(f"{SAMPLES}:Player") as driver:
+        driver.start("a")
+        assert driver.next("a") == {"type": "sample", "state": "first:", "max_tokens": 3, "stop": ["!"]}
+        assert driver.order("a", "hm!")["state"] == [{"role": "user", "content": "hm!"}]
+        assert driver.order("a", "four") == {"type": "ended", "turns": [[0.5, 0.5], [3.0, 1.0]]}
+
+
+def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_another():
+    with driving(timeout_s=20.0) as driver:
+        driver.start("a")
+        driver.next("a")
+        (pid,) = driver.pool.pids
+        server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(server, signal.SIGKILL)
+        assert "ended" in driver.next("a")["error"]
+        driver.start("b")
+        driver.next("b")
+        assert driver.order("b", "stop")["type"] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("import os; os._exit(3)", "ended"),
+        ("while True: pass", "not imported within environment.start_timeout_s = 1 s"),
+        ("x = 1", "to have a function step"),
+    ],
+)
+def test_code_that_can_not_be_imported_is_refused_at_the_start(tmp_path, source, told):
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=told):
+        pool_of(config(str(path), start_timeout_s=1.0 if "while" in source else 60.0))
+
+
+def test_code_of_another_digest_is_refused(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("async def step(state, action, extra_info): ...\n")
+    name = str(path)
+    before = code_digests([name])[name]
+    with contextlib.closing(pool_of(config(name), digest=before)):
+        pass
+    path.write_text("async def step(state, action, extra_info): return 1\n")
+    for digest in (before, ""):
+        with pytest.raises(ConfigError, match=r"environment\.name: .*expected the learner's source"):
+            pool_of(config(name), digest=digest)
+
+
+def test_code_that_is_not_allowed_is_refused_before_it_runs(tmp_path):
+    path = tmp_path / "rude.py"
+    path.write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\nasync def step(state, action, extra_info): ...\n")
+    with pytest.raises(ConfigError, match=r"not allowed; .* generator\.allow_code = \["):
+        EnvironmentPool(config(str(path)), allowed=["other.py"], digest=None)
+    assert not (tmp_path / "was_here").exists()
+
+
+def test_nothing_outlives_a_generator_that_is_killed(tmp_path):
+    program = textwrap.dedent(f"""
+        import sys, time
+        from tests.environments.test_pool import Driver, config
+        from tests.environments.pools import pool_of
+        driver = Driver(pool_of(config()))
+        driver.start("a", "b")
+        driver.next("a"), driver.next("b")
+        driver.say("a", "spin")
+        print("ready", flush=True)
+        time.sleep({3600})
+    """)
+    marker = f"ASYNC_RL_TEST_MARKER={time.monotonic_ns()}"
+    name, value = marker.split("=")
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, name: value}, text=True
+    ) as generator:
+        assert generator.stdout is not None
+        assert generator.stdout.readline() == "ready\n"
+        assert len(processes_of(marker)) == 4
+        generator.kill()
+    wait_until("all its processes to end", lambda: not processes_of(marker))
+    assert state_of(generator.pid) in (None, "Z")

@@ -1,0 +1,106 @@
+"""Played rollouts over the real backend and the shipped fake: random numbers, kept tokens, versions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.chat import load_tokenizer
+from async_rl.engine_config import FakeConfig, GeneratorConfig
+from async_rl.environment_config import EnvironmentConfig
+from async_rl.generator.environment_rollouts import EnvironmentRollouts
+from async_rl.generator.fake_backend import FakeBackend, FakeText
+from async_rl.generator.trajectory import Text, TokenizerText
+from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.records import Lease, Rollout
+from tests.end_to_end.harness import wait_until
+from tests.environments.pools import pool_of
+from tests.generator.leases import make_lease
+from tests.generator.tiny_model import write_model
+
+ECHO = """
+async def step(state, action, extra_info):
+    return {"next_state": state + action + "=7+", "reward": 1.0, "score": 0.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    (path / "echo.py").write_text(ECHO)
+    return path
+
+
+def play(backend: Any, text: Text, directory: Path, leases: Sequence[Lease]) -> dict[str, list[Rollout]]:
+    """All rollouts of ``leases``, by lease and index; the backend is stepped as long as anything runs."""
+    name = str(directory / "echo.py")
+    config = EnvironmentConfig(name=name, max_turns=3, max_turn_tokens=4)
+    done: dict[str, dict[int, Rollout]] = {lease.lease_id: {} for lease in leases}
+    with contextlib.closing(pool_of(config)) as pool:
+        rollouts = EnvironmentRollouts(backend, pool, text, config)
+        for lease in leases:
+            rollouts.submit(lease, rollouts.encode(lease))
+
+        def probe() -> bool:
+            if backend.num_running:
+                rollouts.take(backend.step())
+            for graded in rollouts.collect():
+                assert graded.rollout is not None
+                done[graded.lease.lease_id][graded.index] = graded.rollout
+            return all(len(done[lease.lease_id]) == lease.group_size for lease in leases)
+
+        while rollouts.num_open:
+            probe()
+        wait_until("all rollouts", probe)
+    return {lease_id: [found[index] for index in sorted(found)] for lease_id, found in done.items()}
+
+
+def transformers_backend(directory: Path, *, batch_size: int, deterministic: bool) -> TransformersBackend:
+    config = GeneratorConfig(batch_size=batch_size)
+    return TransformersBackend.from_files(directory, config, deterministic=deterministic, load_pretrained=True)
+
+
+def same(first: Rollout, second: Rollout) -> bool:
+    return first.turns == second.turns and all(
+        np.array_equal(getattr(a, name), getattr(b, name))
+        for a, b in zip(first.sequences, second.sequences, strict=True)
+        for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions")
+    )
+
+
+def test_deterministic_rollouts_are_the_same_to_the_last_bit_whatever_else_is_played(directory):
+    text = TokenizerText(load_tokenizer(directory))
+    lease, other = make_lease("a", seed=11), make_lease("b", seed=12, group_size=3)
+    alone = play(transformers_backend(directory, batch_size=2, deterministic=True), text, directory, [lease])
+    beside = play(transformers_backend(directory, batch_size=3, deterministic=True), text, directory, [other, lease])
+    assert all(same(a, b) for a, b in zip(alone["a"], beside["a"], strict=True))
+    assert not same(alone["a"][0], alone["a"][1])
+    assert all(len(rollout.turns) > 1 for rollout in alone["a"])
+
+
+def test_kept_tokens_of_all_turns_stay_with_their_sequence(directory):
+    text = TokenizerText(load_tokenizer(directory))
+    lease = make_lease("a", top_k=3)
+    lease = replace(lease, sampling=replace(lease.sampling, max_new_tokens=12))
+    played = play(transformers_backend(directory, batch_size=4, deterministic=False), text, directory, [lease])
+    for rollout in played["a"]:
+        (sequence,) = rollout.sequences
+        assert sequence.kept is not None
+        assert len(sequence.kept) == sequence.loss_mask.sum() == sum(turn.num_tokens for turn in rollout.turns)
+
+
+def test_the_fake_plays_too(directory):
+    config = GeneratorConfig(backend="fake", batch_size=3, fake=FakeConfig(mean_tokens=2.0))
+    backend = FakeBackend(config)
+    backend.activate(5, {})
+    played = play(backend, FakeText(config.fake.vocab_size), directory, [make_lease("a"), make_lease("b", seed=9)])
+    for rollout in (*played["a"], *played["b"]):
+        assert [turn.num_tokens for turn in rollout.turns] == [2, 2, 2]
+        assert {int(v) for s in rollout.sequences for v in s.versions[s.loss_mask]} == {5}
