@@ -35,6 +35,7 @@ class ScriptedBackend:
         self.script = script
         self.num_seats = num_seats
         self.version = 3
+        self.num_tokens = 0
         self.requests: list[tuple[Lease, list[int]]] = []
         self._running: list[tuple[Lease, np.ndarray]] = []
 
@@ -61,6 +62,7 @@ class ScriptedBackend:
         text = self.script(index, turn)
         ids = [*map(ord, text), END][: lease.sampling.max_new_tokens]
         cut = len(ids) <= len(text)
+        self.num_tokens += len(ids)
         return Sampled(
             lease_id=lease.lease_id,
             index=0,
@@ -75,8 +77,9 @@ class ScriptedBackend:
     def progress(self) -> dict[str, int]:
         return {lease.lease_id: 0 for lease, _ in self._running}
 
-    def activate(self, version: int, weights: Mapping[str, Any]) -> None:
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         self.version = version
+        return 0.0
 
     def close(self) -> None:
         self._running.clear()
