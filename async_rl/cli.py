@@ -132,7 +132,7 @@ def generator(
 
     \b
     Example:
-      async-rl generator --connect tcp://10.0.0.1:5555 --keys client.key --set generator.batch_size=128
+      async-rl generator --connect tcp://10.0.0.1:5555 --keys node-b.key --set generator.batch_size=128
     """
     refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
     with _role():

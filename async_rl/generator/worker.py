@@ -78,12 +78,8 @@ def run_generator(
         directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)
         backend = stack.enter_context(closing(build_backend(config, directory)))
-        receiver = Receiver(
-            generator_id,
-            insecure=insecure or config.weights.trusted_network,
-            device=cuda_device(config),
-            keys=keys,
-        )
+        is_trusted = insecure or config.weights.trusted_network
+        receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
         stack.enter_context(closing(receiver))
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))

@@ -138,15 +138,8 @@ class Publisher:
         self._stream = StreamSender(listen_host, is_sealed=is_sealed, has_deltas=has_deltas and transport == "tcp")
         collective = None
         if transport != "tcp":
-            collective = CollectiveSender(
-                transport,
-                bind_host=listen_host,
-                local_host=host if bind_host in WILDCARDS else bind_host,
-                stall_s=min(_MAX_STALL_S, deadline_s / 3),
-                chunk_bytes=chunk_bytes,
-                device=device,
-                done=self._collective_done,
-            )
+            local_host = host if bind_host in WILDCARDS else bind_host
+            collective = self._collective_sender(transport, listen_host, local_host, deadline_s, chunk_bytes, device)
         self._deliveries = Deliveries(
             self._rounds,
             transport=transport,
@@ -157,6 +150,20 @@ class Publisher:
         )
         self._thread = threading.Thread(target=self._run, name="weights-publish", daemon=True)
         self._thread.start()
+
+    def _collective_sender(
+        self, transport: str, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int,
+        device: str | None,
+    ) -> CollectiveSender:  # fmt: skip
+        return CollectiveSender(
+            transport,
+            bind_host=listen_host,
+            local_host=local_host,
+            stall_s=min(_MAX_STALL_S, deadline_s / 3),
+            chunk_bytes=chunk_bytes,
+            device=device,
+            done=self._collective_done,
+        )
 
     @property
     def transport(self) -> TransportName:
