@@ -10,7 +10,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +22,22 @@ from async_rl.weights import control
 from async_rl.weights.buffers import Buffer, Buffers
 from async_rl.weights.delta import Runs, apply_delta, element_runs
 from async_rl.weights.manifest import Manifest, digest_bytes
-from async_rl.weights.stream_wire import NONCE_BYTES, RECORD_BYTES, TAG_BYTES, Seal, make_request, receive_exactly
+from async_rl.weights.stream_wire import (
+    NONCE_BYTES,
+    RECORD_BYTES,
+    TAG_BYTES,
+    Request,
+    Seal,
+    make_request,
+    receive_exactly,
+)
 from async_rl.weights.transport import Filled
 
 MAX_ROUNDS = 4
 """One for all buckets, and so many less one for those that came corrupt."""
 _STALL_S = 10.0
+_KEEP_S = 20.0
+"""A connection without use for longer is not trusted: the server ends it soon, and whatever lies between may have."""
 _PIECE_BYTES = 4 << 20
 """Received and digested at a time. Smaller reads cost more, each for itself; larger ones leave the cache."""
 
@@ -40,26 +51,92 @@ class StreamOrder:
 
 
 class StreamInlet:
-    """See ``transport.Inlet``. A connection for each pull."""
+    """See ``transport.Inlet``. One connection serves pull after pull."""
+
+    def __init__(self) -> None:
+        self._line = _Line()
 
     def fill(
         self, order: StreamOrder, manifest: Manifest, buffer: Buffer, buffers: Buffers, *, deadline: float
     ) -> Filled:
         # None, too, where its buffer is the one that is now needed for what comes: every bucket then comes whole.
         base = buffers.find(order.fetch.base) if order.fetch.base else None
-        return _Pull(order, manifest, buffer, base, deadline).run()
+        return _Pull(order, manifest, buffer, base, self._line, deadline).run()
 
     def close(self) -> None:
-        """Nothing is kept."""
+        self._line.close()
+
+
+class _Line:
+    """The connection to the stream server, kept for the next request: a fresh one takes milliseconds, megabytes of
+    weights, until the kernel gives it large windows.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[str, int], socket.socket, float] | None = None
+
+    @contextmanager
+    def lend(self, host: str, port: int, deadline: float) -> Iterator[socket.socket]:
+        """The kept connection, or a fresh one. It is kept again if nothing is raised: its answer was read to the end.
+
+        Raises:
+            WeightsError: the deadline has passed. OSError: the server can't be reached.
+        """
+        connection = self._take((host, port)) or _connect(host, port, deadline)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        self._kept = (host, port), connection, time.monotonic()
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
+
+    def _take(self, server: tuple[str, int]) -> socket.socket | None:
+        if self._kept is None:
+            return None
+        kept_server, connection, used_at = self._kept
+        if kept_server != server or time.monotonic() - used_at > _KEEP_S or _has_ended(connection):
+            self.close()
+            return None
+        self._kept = None
+        return connection
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Of one on which nothing is awaited: whatever can be read says that it is of no use any more."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    remaining_s = min(_STALL_S, deadline - time.monotonic())
+    if remaining_s <= 0:
+        raise WeightsError("the deadline of this version has passed (weights.deadline_s)")
+    connection = socket.create_connection((host, port), timeout=remaining_s)
+    # Blocking, with the kernel's clock: Python's own would poll before every read.
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_STALL_S), 0))
+    return connection
 
 
 class _Pull:
     """One version on its way into ``buckets``."""
 
     def __init__(
-        self, order: StreamOrder, manifest: Manifest, buffer: Buffer, base: Sequence | None, deadline: float
-    ) -> None:
+        self, order: StreamOrder, manifest: Manifest, buffer: Buffer, base: Sequence | None, line: _Line,
+        deadline: float,
+    ) -> None:  # fmt: skip
         self._fetch, self._host, self._manifest, self._deadline = order.fetch, order.host, manifest, deadline
+        self._line = line
         self._buckets = [np.asarray(bucket.numpy()) for bucket in buffer.buckets]
         self._base = None if base is None else [np.asarray(bucket.numpy()) for bucket in base]
         self._runs: list[Runs] = [*element_runs(manifest.tensors, manifest.bucket_sizes)]
@@ -87,14 +164,8 @@ class _Pull:
         request = make_request(self._fetch.token, items)
         bad: list[int] = []
         remaining, trouble = deque(todo), ""
-        with self._connect() as connection:
-            connection.sendall(request.encode())
-            source = _Source(connection, self._deadline)
-            if self._fetch.key:
-                nonce = receive_exactly(connection, NONCE_BYTES)
-                assert nonce is not None
-                source.seal = Seal(self._fetch.key, request, nonce)
-            try:
+        try:
+            with self._ask(request) as source:
                 while remaining:
                     bucket = remaining[0]
                     digest = self._by_delta(source, bucket) if bucket in by_delta else self._whole(source, bucket)
@@ -102,22 +173,25 @@ class _Pull:
                         bad.append(bucket)
                         trouble = f"bucket {bucket}: expected {self._manifest.bucket_digests[bucket]}, got {digest}"
                     remaining.popleft()
-            except CorruptWeightsError as error:
-                # A broken seal: what comes after it on this connection proves nothing.
-                return [*bad, *remaining], str(error)
-            finally:
-                self._wire_bytes += source.num_bytes
+        except CorruptWeightsError as error:
+            # A broken seal: what comes after it on this connection proves nothing.
+            return [*bad, *remaining], str(error)
         return bad, f"digest mismatch in {trouble}"
 
-    def _connect(self) -> socket.socket:
-        remaining_s = min(_STALL_S, self._deadline - time.monotonic())
-        if remaining_s <= 0:
-            raise WeightsError("the deadline of this version has passed (weights.deadline_s)")
-        connection = socket.create_connection((self._host, self._fetch.port), timeout=remaining_s)
-        # Blocking, with the kernel's clock: Python's own would poll before every read.
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_STALL_S), 0))
-        return connection
+    @contextmanager
+    def _ask(self, request: Request) -> Iterator[_Source]:
+        """The answer to ``request``, to be read to its end."""
+        with self._line.lend(self._host, self._fetch.port, self._deadline) as connection:
+            connection.sendall(request.encode())
+            source = _Source(connection, self._deadline)
+            if self._fetch.key:
+                nonce = receive_exactly(connection, NONCE_BYTES)
+                assert nonce is not None
+                source.seal = Seal(self._fetch.key, request, nonce)
+            try:
+                yield source
+            finally:
+                self._wire_bytes += source.num_bytes
 
     def _items(self, bucket: int, by_delta: bool) -> list[int]:
         count = len(self._buckets)

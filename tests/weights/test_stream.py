@@ -233,6 +233,30 @@ def test_a_server_that_dies_is_started_again_and_versions_go_on():
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
 
 
+def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(monkeypatch: pytest.MonkeyPatch):
+    connections: list[socket.socket] = []
+    connect = stream_inlet._connect
+
+    def recorded(host: str, port: int, deadline: float) -> socket.socket:
+        connections.append(connect(host, port, deadline))
+        return connections[-1]
+
+    monkeypatch.setattr(stream_inlet, "_connect", recorded)
+    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
+        receiver.follow(plane.announcement(plane.publish(0, model(0))))
+        arrived(receiver, 0)
+        for version in (1, 2):
+            plane.publish(version, model(version))
+            assert_same(arrived(receiver, version), model(version))
+        assert len(connections) == 1
+        connections[0].shutdown(socket.SHUT_RDWR)
+        plane.publish(3, model(3))
+        assert_same(arrived(receiver, 3), model(3))
+        assert len(connections) == 2
+        assert plane.publisher.wait(3, DEADLINE_S, num_members=1)
+        assert plane.publisher.stats().failures == 0
+
+
 def test_a_stranger_without_a_token_gets_nothing_and_harms_nobody():
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         first = plane.publish(0, model(0))
