@@ -87,6 +87,7 @@ class LearnerQueue:
         self._lineage: str | None = None
         self._begun_take: tuple[tuple[str, int, int], str] | None = None
         self._answers: dict[str, Message] = {}
+        self._arrived: dict[str, list[TakenGroup]] = {}
         self._unheeded: set[str] = set()
 
     def attach(
@@ -147,17 +148,18 @@ class LearnerQueue:
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
         """The groups of the step after ``step`` done ones, trained first at ``version``; waits up to ``wait_s``."""
         begun, self._begun_take = self._begun_take, None
+        fields = {"lineage": lineage, "step": step, "version": version}
         if begun is not None and begun[0] == (lineage, step, version):
-            reply = self._await(begun[1], "take", wait_s)
+            request_id = begun[1]
         else:
-            reply = self._call("take", {"lineage": lineage, "step": step, "version": version}, wait_s=wait_s)
-        if reply.type == "not_ready":
-            return not_ready_from_fields(reply.fields)
-        entries = field(reply.fields, "groups", list)
-        if len(entries) != len(reply.parts):
-            raise WireError(f"a batch of {len(entries)} groups came with {len(reply.parts)} bodies")
-        groups = [_taken(entry, body) for entry, body in zip(entries, reply.parts, strict=True)]
-        return Batch(tuple(groups))
+            request_id = self._connection.post("take", fields, wait_s=wait_s)
+        while (reply := self._await(request_id, "take", wait_s)).type != "not_ready":
+            groups = self._arrived.pop(request_id)
+            if len(groups) == field(reply.fields, "num_groups", int):
+                return Batch(tuple(groups))
+            # A part of it was lost with its connection. The queue hands the same batch over again.
+            request_id = self._connection.post("take", fields, wait_s=wait_s)
+        return not_ready_from_fields(reply.fields)
 
     def ack(
         self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
@@ -228,7 +230,7 @@ class LearnerQueue:
                     self._unheeded.remove(request.request_id)
                     raise_error(answer)
                 elif request is not None:
-                    self._answers[request.request_id] = answer
+                    self._note(request.request_id, answer)
             if request_id in self._answers:
                 continue
             self._while_waiting()
@@ -239,6 +241,21 @@ class LearnerQueue:
         self._lost_at, self._is_lost_told, self._num_revived = None, False, 0
         raise_error(message)
         return message
+
+    def _note(self, request_id: str, answer: Message) -> None:
+        """Keep an answer, or a part of a batch: decoded at once, while the next part is on its way."""
+        if answer.type == "batch":
+            entries, first = field(answer.fields, "groups", list), field(answer.fields, "first", int)
+            if len(entries) != len(answer.parts):
+                raise WireError(f"{len(entries)} groups of a batch came with {len(answer.parts)} bodies")
+            arrived = self._arrived.setdefault(request_id, [])
+            # One that was asked for twice may come twice; it is the same then, from its first group on.
+            del arrived[first:]
+            if first == len(arrived):
+                arrived += [_taken(entry, body) for entry, body in zip(entries, answer.parts, strict=True)]
+            if field(answer.fields, "more", bool):
+                return
+        self._answers[request_id] = answer
 
     def _watch_connection(self, type_: str, left_s: float) -> bool:
         """Say that the server is away, once, and let ``revive`` see to it; whether it started one."""

@@ -133,7 +133,10 @@ class Connection:
         self._update_silence(time.monotonic(), heard=False)
 
     def poll(self, timeout_s: float) -> list[tuple[Outstanding | None, Message]]:
-        """Messages that came within ``timeout_s`` (returns with the first), each with the request it answers."""
+        """Messages that came within ``timeout_s`` (returns with the first), each with the request it answers.
+
+        An answer that says ``more`` is not the last of its request.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             now = time.monotonic()
@@ -195,10 +198,19 @@ class Connection:
                 [self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)]
             )
             request_id = message.fields.get("request_id")
-            request = self._pop(request_id) if isinstance(request_id, str) else None
+            request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
             # An answer to a repeat of something answered already says nothing new.
             if request is not None or request_id is None:
                 received.append((request, message))
+
+    def _answered(self, request_id: str, message: Message, now: float) -> Outstanding | None:
+        """The request that this answers, for good unless there is more to come."""
+        if message.fields.get("more") is not True:
+            return self._pop(request_id)
+        request = self._outstanding.get(request_id)
+        if request is not None:
+            request.due_at = now + RESEND_S
+        return request
 
     def _update_silence(self, now: float, *, heard: bool) -> None:
         """An answer that may be held back by the server counts as missing only after that time."""

@@ -128,9 +128,7 @@ class Endpoint:
             logger.warning("refused %d handshakes (%d in all): %s", news, self._refused.count, why)
 
     def send(self, peer: bytes, frames: Sequence[Bytes]) -> None:
-        """Hand messages, each frame with its parts behind it, to the socket, which wakes its thread once; what a peer
-        does not read is dropped, for it asks again. The peer reads them one by one all the same.
-        """
+        """Hand a bundle of messages to the socket; what a peer does not read is dropped, for it asks again."""
         try:
             send_frames(self._socket, [peer, *frames])
         except zmq.Again:

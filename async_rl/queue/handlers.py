@@ -6,7 +6,7 @@ is over. Whatever is wrong with a message raises ``WireError`` or ``QueueError``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -35,6 +35,7 @@ from async_rl.queue.protocol import (
     stats_fields,
     strings,
 )
+from async_rl.queue.replies import Reply, Waiting, batch_reply
 from async_rl.queue.roster import Roster
 from async_rl.wire import Message
 
@@ -45,24 +46,6 @@ OF_LEARNERS = frozenset({
     "attach", "alive", "bye_learner", "announce", "evaluate", "eval_results", "await_eval", "take", "ack", "snapshot",
     "checkpoint_committed", "finish",
 })  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A reply's type, fields, arrays and parts; the server adds ``request_id`` and the notice."""
-
-    type: str
-    fields: Mapping[str, Any]
-    arrays: Sequence[np.ndarray] = ()
-    parts: Sequence[Bytes] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Not answerable yet. ``attempt(now, True)`` must answer, if only with a reason."""
-
-    wait_s: float
-    attempt: Callable[[float, bool], Reply | None]
 
 
 @dataclass(slots=True)
@@ -211,16 +194,7 @@ class Handlers:
             if isinstance(answer, NotReady):
                 is_final = last or answer.stop or answer.exhausted
                 return Reply("not_ready", not_ready_fields(answer)) if is_final else None
-            groups = [
-                {
-                    "prompt": prompt_fields(g.prompt),
-                    "queued_s": g.queued_s,
-                    "arrival_version": g.arrival_version,
-                    "masked": g.masked,
-                }
-                for g in answer
-            ]
-            return Reply("batch", {"groups": groups}, parts=[g.body for g in answer])
+            return batch_reply(answer)
 
         return Waiting(_wait_s(message), attempt)
 

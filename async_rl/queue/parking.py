@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.queue.handlers import Reply, Waiting
+from async_rl.queue.replies import Reply, Waiting
 from async_rl.queue.roster import MAX_GENERATORS
 
 _MAX_PARKED = 2 * MAX_GENERATORS + 64

@@ -16,6 +16,7 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
 from async_rl.faults import fault_point
 from async_rl.queue.admission import BufferSettings, eval_sampling
-from async_rl.queue.bodies import Bytes, RecentBodies
+from async_rl.queue.bodies import RecentBodies
 from async_rl.queue.buffer import Buffer
 from async_rl.queue.changes import Changes
 from async_rl.queue.endpoint import Endpoint
 from async_rl.queue.evals import Row
 from async_rl.queue.files import BackgroundFile, QueueRecord, read_record, write_json
-from async_rl.queue.handlers import OF_LEARNERS, Handlers, Reply, Waiting, WelcomePack
+from async_rl.queue.handlers import OF_LEARNERS, Handlers, WelcomePack
 from async_rl.queue.journal import Journal, pack, unpack
+from async_rl.queue.outbox import Outbox
 from async_rl.queue.parking import Parking, Request
 from async_rl.queue.protocol import name
+from async_rl.queue.replies import Reply, Waiting
 from async_rl.queue.stream import PromptStream
 from async_rl.wire import Message, decode, encode
 
@@ -99,7 +102,7 @@ class QueueServer:
         self._buffer, self._config, self._on_ready = buffer, config, on_ready
         self._lifeline_fd, self._orphan_s = lifeline_fd, orphan_s
         self._parking = Parking(lambda: buffer.revision, self._send, self._failed)
-        self._outbox: dict[bytes, list[Bytes]] = {}
+        self._outbox = Outbox()
         self._has_batch = False
         self._committed = -1
         self._told: tuple[Any, ...] = ()
@@ -221,26 +224,29 @@ class QueueServer:
             self._learner_seen = now
 
     def _send(self, request: Request, reply: Reply) -> None:
-        fields = {**reply.fields, "request_id": request.request_id, **self._notice(request.generator_id, reply)}
-        if reply.type == "status":
-            waits = self._parking.waits(time.monotonic())
-            extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
-            fields["status"] = {**fields["status"], **extra}
         self._has_batch |= reply.type == "batch"
-        frame = encode(reply.type, fields, reply.arrays, num_parts=len(reply.parts))
-        self._send_frames(request.identity, [frame, *reply.parts])
+        if reply.type == "status":
+            reply = self._whole_status(reply)
+        notice = self._notice(request.generator_id, reply)
+        for message in (reply, *reply.further):
+            fields = {**message.fields, "request_id": request.request_id, **notice}
+            frame = encode(message.type, fields, message.arrays, num_parts=len(message.parts))
+            self._outbox.add(request.identity, [frame, *message.parts])
+
+    def _whole_status(self, reply: Reply) -> Reply:
+        """With what the server knows beside the buffer."""
+        waits = self._parking.waits(time.monotonic())
+        extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
+        return replace(reply, fields={**reply.fields, "status": {**reply.fields["status"], **extra}})
 
     def _notice(self, generator_id: str | None, reply: Reply) -> dict[str, Any]:
         notice = self._handlers.notice(generator_id)
         own = reply.fields.get("cancelled", [])
         return {**notice, "cancelled": [*own, *notice.get("cancelled", [])]}
 
-    def _send_frames(self, identity: bytes, frames: Sequence[Bytes]) -> None:
-        self._outbox.setdefault(identity, []).extend(frames)
-
     def _send_outbox(self) -> None:
-        outbox, self._outbox, self._has_batch = self._outbox, {}, False
-        for identity, frames in outbox.items():
+        self._has_batch = False
+        for identity, frames in self._outbox.drain():
             self._endpoint.send(identity, frames)
 
     # Durability.
@@ -284,7 +290,7 @@ class QueueServer:
         for generator_id in told:
             identity = self._handlers.roster.identity(generator_id)
             if identity is not None:
-                self._send_frames(identity, [encode("notice", self._handlers.notice(generator_id))])
+                self._outbox.add(identity, [encode("notice", self._handlers.notice(generator_id))])
 
     # Life and files.
 

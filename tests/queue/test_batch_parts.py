@@ -1,0 +1,126 @@
+"""A batch on the wire: several messages, put together by the learner, whatever is lost or comes twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import zmq
+
+from async_rl.codec import encode_group
+from async_rl.queue.batches import TakenBody
+from async_rl.queue.client import LearnerQueue
+from async_rl.queue.messages import Batch
+from async_rl.queue.replies import Reply, batch_reply
+from async_rl.records import Lease, Prompt
+from async_rl.wire import decode, encode
+from tests.queue.builders import LINEAGE, SAMPLING, group
+
+DEADLINE_S = 20.0
+KIB = 1 << 10
+
+
+def taken(position: int, body: bytes) -> TakenBody:
+    return TakenBody(Prompt(position, position, 0, ({"role": "user", "content": "?"},), {}), 0.5, 3, False, body)
+
+
+def parts_of(sizes: Sequence[int]) -> list[Reply]:
+    reply = batch_reply([taken(position, bytes(size)) for position, size in enumerate(sizes)])
+    return [reply, *reply.further]
+
+
+def test_a_message_of_a_batch_ends_with_the_group_that_fills_a_mebibyte():
+    parts = parts_of([600 * KIB, 600 * KIB, 10, 1024 * KIB, 1, 2])
+    assert [[len(body) // KIB for body in part.parts] for part in parts] == [[600, 600], [0, 1024], [0, 0]]
+    assert [part.fields["first"] for part in parts] == [0, 2, 4]
+    assert [part.fields["more"] for part in parts] == [True, True, False]
+    assert {part.fields["num_groups"] for part in parts} == {6}
+    positions = [entry["prompt"]["position"] for part in parts for entry in part.fields["groups"]]
+    assert positions == list(range(6))
+
+
+def test_a_small_batch_is_one_message():
+    (only,) = parts_of([10, 20, 30])
+    assert (only.fields["first"], only.fields["more"], len(only.parts)) == (0, False, 3)
+
+
+def test_a_large_batch_is_at_most_64_messages():
+    whole = bytes(1024 * KIB)
+    reply = batch_reply([taken(position, whole) for position in range(200)])
+    # 200 MiB in messages of at least 200 / 64 MiB: four groups each.
+    assert [len(part.parts) for part in (reply, *reply.further)] == [4] * 50
+
+
+# The learner's side, before a server that answers its takes by a script.
+
+Script = Sequence[Sequence[int]]
+"""For each take: which of the batch's three messages are sent, in which order."""
+
+
+def batch() -> list[Reply]:
+    """Three messages of one group each."""
+    bodies: list[bytes] = []
+    for position in range(3):
+        prompt = Prompt(position, position, 0, ({"role": "user", "content": "?"},), {})
+        lease = Lease(f"lease-{position}", "train", prompt, 2, SAMPLING, LINEAGE, 0, 1, 1, 0)
+        bodies.append(encode_group(group(lease, 0)))
+    entries = batch_reply([taken(position, body) for position, body in enumerate(bodies)]).fields["groups"]
+    return [
+        Reply("batch", {"groups": [entry], "first": first, "num_groups": 3, "more": first < 2}, parts=[bodies[first]])
+        for first, entry in enumerate(entries)
+    ]
+
+
+@contextmanager
+def answering(script: Script) -> Iterator[tuple[str, Callable[[], int]]]:
+    """The address of a server that answers one take after the other, and how many came."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    num_takes = 0
+
+    def serve() -> None:
+        nonlocal num_takes
+        for sent in script:
+            if not router.poll(int(DEADLINE_S * 1000)):
+                return
+            peer, frame = router.recv_multipart()
+            num_takes += 1
+            request_id = decode(frame).fields["request_id"]
+            for message in (batch()[index] for index in sent):
+                plain = {**message.fields, "request_id": request_id}
+                frames = [encode(message.type, plain, num_parts=len(message.parts)), *message.parts]
+                router.send_multipart([peer, *map(bytes, frames)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}", lambda: num_takes
+    finally:
+        thread.join(DEADLINE_S)
+        router.close()
+        context.term()
+
+
+def positions_taken(script: Script) -> tuple[list[int], int]:
+    with answering(script) as (address, num_takes), closing(LearnerQueue(address, DEADLINE_S)) as queue:
+        answer = queue.take(LINEAGE, 0, 0, 0.0)
+        assert isinstance(answer, Batch)
+        for number, group_taken in enumerate(answer.groups):
+            assert group_taken.group.lease_id == f"lease-{number}"
+        return [group_taken.prompt.position for group_taken in answer.groups], num_takes()
+
+
+def test_the_messages_of_a_batch_make_it_up():
+    assert positions_taken([[0, 1, 2]]) == ([0, 1, 2], 1)
+
+
+def test_a_batch_that_begins_again_counts_from_its_first_group():
+    assert positions_taken([[0, 1, 0, 1, 2]]) == ([0, 1, 2], 1)
+
+
+def test_a_batch_with_a_part_lost_is_asked_for_again():
+    assert positions_taken([[0, 2], [0, 1, 2]]) == ([0, 1, 2], 2)
+    assert positions_taken([[1, 2], [0, 1, 2]]) == ([0, 1, 2], 2)
