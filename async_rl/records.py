@@ -1,15 +1,17 @@
 """The nouns as frozen records: what leases carry out and what groups carry back. No torch, no sockets.
 
 Facts only: tokens, masks, behavior logprobs, versions, reward parts. Advantages and losses are the learner's.
-``T`` is the number of tokens of one sequence, prompt and environment tokens included.
+``T`` is the number of tokens of one sequence, prompt and environment tokens included. What there are many of a group
+is a msgspec ``Struct``, made in a tenth of a dataclass's time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -83,8 +85,7 @@ class Lease:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenSequence:
+class TokenSequence(msgspec.Struct, frozen=True, eq=False):
     """One contiguous token sequence that the policy saw and continued.
 
     Attributes:
@@ -110,8 +111,7 @@ class TokenSequence:
             raise ValueError(f"expected kept tokens for {num_sampled} sampled tokens, got {len(self.kept)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """One answer in a rollout of several turns: the next ``num_tokens`` tokens under the mask, and what they earned.
 
     ``reward`` belongs to the last of these tokens; ``score`` is only logged.
@@ -122,8 +122,7 @@ class Turn:
     score: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rollout:
+class Rollout(msgspec.Struct, frozen=True, eq=False):
     """One scored trajectory.
 
     ``reward_parts`` are summed to the reward. ``accuracy`` is 1.0 or 0.0 (or a partial credit between) and never
@@ -158,8 +157,7 @@ class Rollout:
         return min(oldest, default=NO_VERSION)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(msgspec.Struct, frozen=True, eq=False):
     """The rollouts of one prompt under one lease: the unit of delivery, of advantage and of the ledger.
 
     ``weights_digest`` maps every version that sampled here to the digest of its weights, as the generator
@@ -173,7 +171,7 @@ class Group:
     lineage: str
     temperature: float
     rollouts: tuple[Rollout, ...]
-    weights_digest: Mapping[int, str] = field(default_factory=dict)
+    weights_digest: Mapping[int, str] = msgspec.field(default_factory=dict)
     sampling_time_s: float = 0.0
 
     @property

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from async_rl.codec import decode_group, encode_group, leases_fields, leases_from_fields
 from async_rl.errors import WireError
@@ -61,7 +62,7 @@ def test_a_group_survives_the_wire(lengths: list[list[int]]):
     for before, after in zip(sent.rollouts, received.rollouts, strict=True):
         assert (after.reward, after.accuracy, after.extracted) == (0.5, 1.0, "42")
         for a, b in zip(before.sequences, after.sequences, strict=True):
-            for name in TokenSequence.__slots__:
+            for name in TokenSequence.__struct_fields__:
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
@@ -82,8 +83,8 @@ def test_numbers_of_sequences_that_do_not_add_up_are_refused(counts: list):
 def test_a_reward_part_that_only_some_rollouts_have_stays_with_them():
     sent = group([[2], [3]])
     parts: list[dict[str, float]] = [{"correct": 1.0}, {"correct": 0.0, "overlong": -0.5}]
-    rollouts = tuple(replace(r, reward_parts=p) for r, p in zip(sent.rollouts, parts, strict=True))
-    received = decode_group(encode_group(replace(sent, rollouts=rollouts)))
+    rollouts = tuple(structs.replace(r, reward_parts=p) for r, p in zip(sent.rollouts, parts, strict=True))
+    received = decode_group(encode_group(structs.replace(sent, rollouts=rollouts)))
     assert [r.reward_parts for r in received.rollouts] == parts
 
 
@@ -153,8 +154,11 @@ def with_kept(sent: Group) -> Group:
         counts = 1 + np.arange(np.count_nonzero(sequence.loss_mask))
         return pack_ids(counts, np.concatenate([[], *map(np.arange, counts)]).astype(np.int32), vocab_size=100)
 
-    rollouts = tuple(replace(r, sequences=tuple(replace(s, kept=kept(s)) for s in r.sequences)) for r in sent.rollouts)
-    return replace(sent, rollouts=rollouts)
+    rollouts = tuple(
+        structs.replace(r, sequences=tuple(structs.replace(s, kept=kept(s)) for s in r.sequences))
+        for r in sent.rollouts
+    )
+    return structs.replace(sent, rollouts=rollouts)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
@@ -184,7 +188,7 @@ def test_kept_tokens_of_some_sequences_only_are_refused():
     sent = group([[5, 5]])
     some = (with_kept(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
     with pytest.raises(ValueError, match="of all 2 sequences or of none, got 1"):
-        encode_group(replace(sent, rollouts=(replace(sent.rollouts[0], sequences=some),)))
+        encode_group(structs.replace(sent, rollouts=(structs.replace(sent.rollouts[0], sequences=some),)))
 
 
 @pytest.mark.parametrize(
@@ -213,13 +217,15 @@ def test_half_of_the_kept_tokens_columns_are_refused():
 
 def test_kept_tokens_for_another_number_of_tokens_make_no_sequence():
     with pytest.raises(ValueError, match="expected kept tokens for 4 sampled tokens, got 3"):
-        replace(sequence(5), kept=with_kept(group([[4]])).rollouts[0].sequences[0].kept)
+        structs.replace(sequence(5), kept=with_kept(group([[4]])).rollouts[0].sequences[0].kept)
 
 
 def test_turns_survive_the_wire_with_their_rollouts():
     plain = group([[3], [4, 2], []])
     turns = ((Turn(1, 0.5, 0.0), Turn(1, -1.0, 1.0)), (), (Turn(4, 0.0, 0.25),))
-    sent = replace(plain, rollouts=tuple(replace(r, turns=t) for r, t in zip(plain.rollouts, turns, strict=True)))
+    sent = structs.replace(
+        plain, rollouts=tuple(structs.replace(r, turns=t) for r, t in zip(plain.rollouts, turns, strict=True))
+    )
     assert tuple(r.turns for r in decode_group(encode_group(sent)).rollouts) == turns
     assert "turns" not in decode(encode_group(plain)).fields
 

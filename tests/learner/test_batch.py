@@ -1,9 +1,8 @@
 """Taken groups to sequences: masks and their causes, staleness, and the facts for the ledger."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec import structs
 
 from async_rl.errors import StaleRolloutError
 from async_rl.kept_tokens import pack_ids
@@ -157,7 +156,7 @@ def test_kept_tokens_go_to_the_learner_and_leave_with_stale_tokens():
     # Sampled by versions 0, 2, 2 from {2}, {2, 3} and {2, 3, 4}. From version 1 on, the first is stale.
     young = rollout(1.0, [0, 2, 2])
     kept = pack_ids(np.array([1, 2, 3]), np.array([2, 2, 3, 2, 3, 4], np.int32), vocab_size=200)
-    chosen = replace(young, sequences=(replace(young.sequences[0], kept=kept),))
+    chosen = structs.replace(young, sequences=(structs.replace(young.sequences[0], kept=kept),))
     (whole,), (cut,), (plain,) = (
         prepare(taken(r), oldest_version=oldest).updates[0] for r, oldest in ((chosen, 0), (chosen, 1), (young, 1))
     )

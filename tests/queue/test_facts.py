@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from async_rl.codec import decode_group, encode_group
 from async_rl.errors import WireError
@@ -211,7 +212,7 @@ def test_versions_that_do_not_go_with_the_mask_are_unfit(at: int, version: int):
 
 
 def test_samples_at_another_temperature_than_the_leases_are_unfit():
-    facts = read_facts(encode_group(replace(fit_group(), temperature=0.9)))
+    facts = read_facts(encode_group(structs.replace(fit_group(), temperature=0.9)))
     assert why_unfit(facts, LEASE, newest_version=2) == "expected samples at temperature 1.0, got 0.9"
 
 
@@ -219,8 +220,10 @@ def chosen_from(sets: list[list[int]]) -> Group:
     """The three tokens 1, 2, 3 of each rollout were chosen from these sets, of a vocabulary of 100."""
     counts, ids = np.array([len(s) for s in sets]), np.concatenate(sets).astype(np.int32)
     group, kept = fit_group(), pack_ids(counts, ids, vocab_size=100)
-    rollouts = tuple(replace(r, sequences=(replace(r.sequences[0], kept=kept),)) for r in group.rollouts)
-    return replace(group, rollouts=rollouts)
+    rollouts = tuple(
+        structs.replace(r, sequences=(structs.replace(r.sequences[0], kept=kept),)) for r in group.rollouts
+    )
+    return structs.replace(group, rollouts=rollouts)
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 5), (0.9, 5)])

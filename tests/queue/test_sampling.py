@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from async_rl.errors import ConfigError
 from async_rl.queue import saved
@@ -45,7 +46,7 @@ def test_a_lease_has_the_temperature_of_the_version_that_samples_it():
 def test_samples_at_the_temperature_of_another_version_are_refused():
     buffer = make_buffer(**COOLING)
     (lease,) = leases(buffer, 1)
-    assert put(buffer, replace(group(lease), temperature=0.9)) == "refused"
+    assert put(buffer, structs.replace(group(lease), temperature=0.9)) == "refused"
 
 
 def test_a_restarted_queue_gives_its_leases_the_temperature_they_had():
