@@ -22,7 +22,7 @@ from async_rl.weights.buffers import Buffer, Buffers
 from async_rl.weights.delta import Runs, apply_delta, element_runs
 from async_rl.weights.manifest import Manifest, digest_bytes
 from async_rl.weights.stream_wire import NONCE_BYTES, RECORD_BYTES, TAG_BYTES, Seal, make_request, receive_exactly
-from async_rl.weights.transport import Filled
+from async_rl.weights.transport import Filled, bucket_received
 
 MAX_ROUNDS = 4
 """One for all buckets, and so many less one for those that came corrupt."""
@@ -102,6 +102,7 @@ class _Pull:
                         bad.append(bucket)
                         trouble = f"bucket {bucket}: expected {self._manifest.bucket_digests[bucket]}, got {digest}"
                     remaining.popleft()
+                    bucket_received()
             except CorruptWeightsError as error:
                 # A broken seal: what comes after it on this connection proves nothing.
                 return [*bad, *remaining], str(error)
