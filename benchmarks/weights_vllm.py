@@ -7,6 +7,7 @@ answer that it goes on, with sequences running. The bytes are in shared memory b
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
@@ -36,6 +37,7 @@ def vllm_table(sizes_mb: Sequence[int], num_rounds: int) -> None:
             "  .venv-vllm/bin/python -m benchmarks.weights --tables vllm (docs/vllm.md)"
         )
         return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     print(f"{'MB':>8s}{'pause s':>10s}{'best':>9s}{'memory copy s':>15s}{'best':>9s}{'ratio':>8s}", flush=True)
     for size_mb in sizes_mb:
         _print_row(*_pauses(size_mb, num_rounds))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from async_rl.chat import model_directory, quiet_progress_bars
+from async_rl.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, resolve_checkpoint
-from async_rl.learner.lora import ADAPTER_CONFIG, base_model, has_adapters, merge_into, peft_names
+from async_rl.learner.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.training_state import load_tensors
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
     Weights get the dtype that the model's own config names (float32 if it names none).
 
     Raises:
-        RunError: there is no such checkpoint, or ``out_dir`` is not empty.
+        RunError: there is no such checkpoint, or ``out_dir`` is not empty; or the checkpoint's adapters belong to other
+            weights than those that are there.
         ModelError: the checkpoint's weights don't fit its config; or the model that its adapters belong to is gone.
     """
     _export(checkpoint_dir, out_dir, _write)
@@ -111,26 +112,7 @@ def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) 
     """The model that the adapters belong to, with them in its weights."""
     from transformers import AutoModelForCausalLM
 
-    base = base_model(checkpoint_dir)
-    where = (
-        f"expected it at {base}, as when the run began (base_model_name_or_path of {ADAPTER_CONFIG} in the checkpoint)"
-    )
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_directory(base, weights=True), config=config, dtype=dtype, output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    except (OSError, ValueError, ModelError) as error:
-        raise ModelError(
-            f"{checkpoint_dir} holds adapters only, and the model that they belong to can't be read: {error}; {where}"
-        ) from error
-    model, info = loaded
-    wrong = sorted(
-        str(key if isinstance(key, str) else key[0]) for key in info["missing_keys"] | info["mismatched_keys"]
-    )
-    if wrong:
-        # transformers goes on with random numbers in their place.
-        raise ModelError(f"{checkpoint_dir} holds adapters of a model that {base} does not fit: {wrong[:3]}; {where}")
+    model: Any = AutoModelForCausalLM.from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
     merge_into(model, checkpoint_dir, load_tensors(checkpoint_dir))
     return model
 

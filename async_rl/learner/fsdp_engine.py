@@ -153,7 +153,7 @@ class FsdpEngine:
         """As ``Engine.load``.
 
         Raises:
-            RunError: the checkpoint is not one, or is another model's.
+            RunError: the checkpoint is not one, or is another model's (or its adapters are).
         """
         with self._command("load"):
             self._ranks.broadcast(encode("load", {"directory": str(directory)}))
@@ -349,6 +349,8 @@ class FsdpEngine:
         )
 
     def _load(self, directory: Path) -> None:
+        if self._adapters is not None:
+            self._adapters.check(directory)
         self._num_updates = load_training_state(
             directory, self._tensors(), self._optimizer_tensors(), ranks=self._ranks
         )

@@ -2,8 +2,9 @@
 
 peft puts the adapters into the model's linear layers; everything else here is what the rest of async-rl needs of them.
 Generators and exports get *merged* weights, W + alpha / rank * B A, under the model's own names: for them a version of
-a LoRA run is one like any other. Checkpoints hold the adapters only, with peft's ``adapter_config.json`` beside, which
-says what they belong to. There is no dropout: a ratio pi/mu means nothing under it.
+a LoRA run is one like any other. Checkpoints hold the adapters only, peft's ``adapter_config.json``, and where the
+frozen weights are, with their digest: adapters beside other weights would be noise. There is no dropout: a ratio pi/mu
+means nothing under it.
 
 Called by ``fsdp_engine.py`` and ``export.py``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
 """
@@ -13,14 +14,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from async_rl.chat import model_directory
 from async_rl.config import Config
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.model import PolicyModel
@@ -32,8 +35,10 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 """peft's description of the adapters, in a checkpoint that holds some, and in an exported adapter."""
 
+_BASE = "adapter_base.json"
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
+_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Adapters:
         self._model = model
         self._scale = lora.alpha / lora.rank
         self._peft_config = _peft_config(lora, config.model.path)
+        self._base = BaseWeights.of(config.model.path)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
             inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
@@ -107,8 +113,43 @@ class Adapters:
             yield name, merge(*parts, scale=self._scale).to(dtype)
 
     def save_config(self, directory: Path) -> None:
-        """Write ``adapter_config.json`` into a checkpoint that is being written."""
+        """Write into a checkpoint what the adapters are and what they belong to."""
         self._peft_config.save_pretrained(directory)
+        (directory / _BASE).write_text(json.dumps(asdict(self._base)), encoding="utf-8")
+
+    def check(self, directory: Path) -> None:
+        """Raise ``RunError`` unless the adapters in ``directory`` belong to these weights."""
+        _check_same(directory, self._base)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """The frozen weights: a directory or hub id, and the digest of all its safetensors files."""
+
+    path: str
+    digest: str
+
+    @classmethod
+    def of(cls, path: str) -> BaseWeights:
+        """Reads every byte, once more after they were loaded: seconds for 15 GB."""
+        directory = model_directory(path, weights=True)
+        hasher = xxhash.xxh3_128()
+        for file in sorted(directory.glob("*.safetensors")):
+            hasher.update(file.name.encode())
+            with file.open("rb") as content:
+                while piece := content.read(_PIECE_BYTES):
+                    hasher.update(piece)
+        # From wherever a checkpoint is used; a hub id stays one.
+        return cls(str(Path(path).resolve()) if Path(path).is_dir() else path, hasher.hexdigest())
+
+
+def _check_same(directory: Path, found: BaseWeights) -> None:
+    began = base_weights(directory)
+    if began.digest != found.digest:
+        raise RunError(
+            f"the adapters in {directory} belong to other weights than those in {found.path}: expected digest "
+            f"{began.digest}, got {found.digest}; put the model back that the run began with ({began.path})"
+        )
 
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
@@ -122,7 +163,7 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
     Raises:
         RunError: they don't fit the model.
     """
-    settings = read_adapter_config(directory)
+    settings = _read(directory, ADAPTER_CONFIG)
     scale = settings["lora_alpha"] / settings["r"]
     parameters = dict(model.named_parameters())
     for name_of_a in [name for name in adapters if f".lora_A.{_ADAPTER}." in name]:
@@ -131,9 +172,8 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
         a, b = adapters[name_of_a], adapters[name_of_a.replace(".lora_A.", ".lora_B.")]
         if weight is None or weight.shape != (b.shape[0], a.shape[1]):
             raise RunError(
-                f"{directory}: expected an adapter of {module} for a weight of [{b.shape[0]}, {a.shape[1]}], got "
-                f"{'none' if weight is None else list(weight.shape)} in {base_model(directory)}; is that still the "
-                f"model that the run began with?"
+                f"{directory}: the adapter of {module} is for a weight of [{b.shape[0]}, {a.shape[1]}], got "
+                f"{'none' if weight is None else list(weight.shape)}"
             )
         weight.data = merge(weight.data, a, b, scale=scale).to(weight.dtype)
 
@@ -148,22 +188,41 @@ def has_adapters(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """peft's description of a checkpoint's adapters.
+def base_weights(directory: Path) -> BaseWeights:
+    """What a checkpoint's adapters belong to.
 
     Raises:
-        RunError: it can't be read.
+        RunError: it does not say.
     """
-    path = directory / ADAPTER_CONFIG
+    found = _read(directory, _BASE)
+    return BaseWeights(str(found["path"]), str(found["digest"]))
+
+
+def check_base(directory: Path) -> Path:
+    """Where the weights are that a checkpoint's adapters belong to.
+
+    Raises:
+        ModelError: there is nothing any more.
+        RunError: there are others.
+    """
+    began = base_weights(directory)
+    try:
+        where = model_directory(began.path, weights=True)
+    except ModelError as error:
+        raise ModelError(
+            f"{directory} holds adapters only, and the model that they belong to is gone: {error}; put it back at "
+            f"{began.path}"
+        ) from error
+    _check_same(directory, BaseWeights.of(began.path))
+    return where
+
+
+def _read(directory: Path, name: str) -> dict[str, Any]:
+    path = directory / name
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"can't read {path}: {error}; is {directory} a checkpoint of a run with lora.rank?") from error
-
-
-def base_model(directory: Path) -> str:
-    """The directory or hub id of the model that a checkpoint's adapters belong to."""
-    return str(read_adapter_config(directory)["base_model_name_or_path"])
 
 
 def _peft_config(lora: LoraConfig, model_path: str) -> Any:

@@ -18,6 +18,7 @@ from async_rl.learner.fsdp_engine import FsdpEngine
 from async_rl.learner.lora import merge
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parallel import init_ranks
+from async_rl.learner.sft import run_sft
 from async_rl.learner.training_state import OPTIMIZER, load_tensors
 from async_rl.lora_config import LoraConfig
 from tests.learner.rank_scenarios import ADAPTED, LORA, adapted_config, batch_for, save, train_adapters, with_reference
@@ -120,6 +121,21 @@ def test_only_adapters_are_trained_and_saved(directory: Path):
     assert sum(p.numel() for p in engine._parameters) == sum(t.numel() for t in adapters.values())
 
 
+def test_frozen_weights_are_kept_in_the_dtype_they_compute_in_and_adapters_in_float32(directory: Path):
+    model = make_engine(directory, model={"dtype": "bfloat16"})._model
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_sft_trains_adapters_and_writes_a_merged_model(directory: Path, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 4)
+    settings = {"data": str(tmp_path / "rows.jsonl"), "out": str(tmp_path / "out"), "steps": 2, "batch_size": 2}
+    run_sft(tiny_config(tmp_path, directory / "model", lora=LORA, sft=settings | {"lr": 1e-2}))
+    before, after = (load_file(d / "model.safetensors") for d in (directory / "model", tmp_path / "out"))
+    moved = {n.rpartition(".")[0].rpartition(".")[2] for n in before if not torch.equal(before[n], after[n])}
+    assert moved == set(LoraConfig().targets)
+
+
 def test_a_restored_engine_goes_on_bit_for_bit(directory: Path):
     resumed = make_engine(directory)
     resumed.load(directory / "ranks_1" / "plain" / "first")
@@ -216,12 +232,13 @@ def test_adapters_without_their_model_and_a_full_checkpoint_without_adapters_are
     save(FsdpEngine(config, init_ranks(config)), tmp_path / "full", 1)
     with pytest.raises(RunError, match=r"expected a checkpoint of adapters \(lora.rank\)"):
         export_adapter(tmp_path / "full", tmp_path / "out")
-    tiny_model(tmp_path / "wider", intermediate_size=48)
-    shutil.copy2(tmp_path / "wider" / "model.safetensors", tmp_path / "model")
-    with pytest.raises(ModelError, match=r"does not fit: \['model.layers.0.mlp"):
+    tiny_model(tmp_path / "model", seed=1)
+    with pytest.raises(RunError, match=r"belong to other weights .* put the model back that the run began with"):
         export_checkpoint(tmp_path / "adapters", tmp_path / "out")
+    with pytest.raises(RunError, match=r"belong to other weights"):
+        make_engine(tmp_path).load(tmp_path / "adapters")
     shutil.rmtree(tmp_path / "model")
-    with pytest.raises(ModelError, match="holds adapters only, and the model that they belong to can't be read"):
+    with pytest.raises(ModelError, match="holds adapters only, and the model that they belong to is gone"):
         export_checkpoint(tmp_path / "adapters", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
