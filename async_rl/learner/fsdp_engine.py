@@ -73,7 +73,9 @@ class FsdpEngine:
             torch.manual_seed(config.run.seed + ranks.rank)
             self._model = PolicyModel(load_model(config.model))
             self._names = self._model.tensor_names()
-            self._adapters = Adapters(self._model, config, dtype=self._dtype) if config.lora.is_set else None
+            self._adapters: Adapters | None = None
+            if config.lora.is_set:
+                self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
             self._is_sharded = ranks.has_group
             # An objective of one's own knows nothing of [loss].
             self._has_reference = objective is None and config.loss.needs_reference

@@ -12,6 +12,7 @@ Called by ``fsdp_engine.py`` and ``export.py``. Shape letters: O, I = a layer's 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ from async_rl.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 """peft's description of the adapters, in a checkpoint that holds some, and in an exported adapter."""
@@ -53,10 +56,11 @@ class _Adapted:
 class Adapters:
     """The adapters of one model, added when it is made."""
 
-    def __init__(self, policy: PolicyModel, config: Config, *, dtype: torch.dtype) -> None:
+    def __init__(self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, is_leader: bool) -> None:
         """Freeze ``policy``, keep its parameters in the ``dtype`` they compute in, and add float32 adapters.
 
-        They begin as no change at all (B is 0), with the same A on every rank.
+        They begin as no change at all (B is 0), with the same A on every rank. The leader alone reads the weights'
+        files once more, for their digest.
 
         Raises:
             ModelError: ``lora.targets`` names a layer that there is not, or that can't have an adapter.
@@ -69,7 +73,7 @@ class Adapters:
         self._model = model
         self._scale = lora.alpha / lora.rank
         self._peft_config = _peft_config(lora, config.model.path)
-        self._base = BaseWeights.of(config.model.path)
+        self._base = BaseWeights.of(config.model.path) if is_leader else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
             inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
@@ -77,7 +81,13 @@ class Adapters:
             if not parameter.requires_grad:
                 # No update needs more of it. Not model.to(dtype): buffers keep theirs.
                 parameter.data = parameter.data.to(dtype)
-        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        self.names = list(trained)
+        if is_leader:
+            logger.info(
+                "adapters of rank %d in %d layers: %d of %d parameters are trained", lora.rank, len(trained) // 2,
+                sum(trained.values()), sum(p.numel() for p in model.parameters()),
+            )  # fmt: skip
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -105,21 +115,23 @@ class Adapters:
         for name in names:
             place = _place(name, state)
             if place is None:
-                tensor = _whole(state[_weight_name(name, state)])
-                is_parameter = name in parameters or _weight_name(name, state) in parameters
-                yield name, tensor.to(dtype) if is_parameter else tensor
+                own_name = _weight_name(name, state)
+                tensor = _whole(state[own_name])
+                yield name, tensor.to(dtype) if own_name in parameters else tensor
                 continue
             parts = [_whole(state[part]) for part in (place.weight, place.a, place.b)]
             yield name, merge(*parts, scale=self._scale).to(dtype)
 
     def save_config(self, directory: Path) -> None:
-        """Write into a checkpoint what the adapters are and what they belong to."""
+        """Leader: write into a checkpoint what the adapters are and what they belong to."""
+        assert self._base is not None
         self._peft_config.save_pretrained(directory)
         (directory / _BASE).write_text(json.dumps(asdict(self._base)), encoding="utf-8")
 
     def check(self, directory: Path) -> None:
-        """Raise ``RunError`` unless the adapters in ``directory`` belong to these weights."""
-        _check_same(directory, self._base)
+        """Raise ``RunError``, on the leader, unless the adapters in ``directory`` belong to these weights."""
+        if self._base is not None:
+            _check_same(directory, self._base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +143,11 @@ class BaseWeights:
 
     @classmethod
     def of(cls, path: str) -> BaseWeights:
-        """Reads every byte, once more after they were loaded: seconds for 15 GB."""
+        """Reads every byte: seconds for 15 GB that were just loaded.
+
+        Raises:
+            ModelError: there is no such model.
+        """
         directory = model_directory(path, weights=True)
         hasher = xxhash.xxh3_128()
         for file in sorted(directory.glob("*.safetensors")):

@@ -122,9 +122,10 @@ def test_only_adapters_are_trained_and_saved(directory: Path):
 
 
 def test_frozen_weights_are_kept_in_the_dtype_they_compute_in_and_adapters_in_float32(directory: Path):
-    model = make_engine(directory, model={"dtype": "bfloat16"})._model
-    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    engine = make_engine(directory, model={"dtype": "bfloat16"})
+    dtypes = {p.requires_grad: p.dtype for p in engine._model.parameters()}
+    engine.close()
+    assert dtypes == {False: torch.bfloat16, True: torch.float32}
 
 
 def test_sft_trains_adapters_and_writes_a_merged_model(directory: Path, tmp_path: Path):
@@ -153,7 +154,9 @@ def test_a_restored_engine_goes_on_bit_for_bit(directory: Path):
 def test_two_ranks_train_the_adapters_of_one(directory: Path, two_ranks: Path, variant: str):
     name = variant if variant == "bfloat16" else "plain"
     if name == "bfloat16":
-        train_adapters(make_engine(directory, **ADAPTED[variant]), directory / "ranks_1" / name)
+        engine = make_engine(directory, **ADAPTED[variant])
+        train_adapters(engine, directory / "ranks_1" / name)
+        engine.close()
     for file in ("weights", "reference", "policy"):
         one = np.load(directory / "ranks_1" / name / f"{file}.npz")
         two = np.load(two_ranks / variant / f"{file}.npz")
