@@ -170,22 +170,49 @@ def vocabulary_size(path: str | Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = ()) -> None:
-    """A quick preflight that loads no weights. ``messages`` are rendered: the first row's, if it has any.
+def check_precision(directory: Path, dtype: str = "auto") -> None:
+    """Whether learner and engines can share the weights of ``directory`` at ``model.dtype``, by its ``config.json``.
 
     Raises:
-        ModelError: no such model, no readable ``config.json``, no tokenizer, or a chat template that fails.
+        ModelError: it can't be read, names no model, or names weights or a head of a precision of their own.
     """
-    directory = model_directory(path)
-    config_path = directory / "config.json"
+    path = directory / "config.json"
     try:
-        config: Any = json.loads(config_path.read_text(encoding="utf-8"))
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"model.path: expected a config.json in {directory}") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: can't read {config_path}: {error}") from error
+        raise ModelError(f"model.path: can't read {path}: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ModelError(f"model.path: {config_path} names no model_type; is it a Hugging Face causal LM?")
+        raise ModelError(f"model.path: {path} names no model_type; is it a Hugging Face causal LM?")
+    for part in (config, config.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        if part.get("quantization_config") is not None:
+            quantization = part["quantization_config"]
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ModelError(
+                f"model.path: {path} has a quantization_config ({method}): quantised weights can't be trained, nor can "
+                f"a version be put into an engine's; take the unquantised model out of which it was made (with "
+                f"lora.rank it takes little more memory than its weights)"
+            )
+        head = part.get("head_dtype")
+        if head not in (None, "model") and (head, dtype) != ("float32", "float32"):
+            raise ModelError(
+                f"model.path: {path} has head_dtype = {head!r}: an output head of a precision of its own is not "
+                f'supported; set model.dtype = "float32", or take head_dtype out of the file'
+            )
+
+
+def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = (), *, dtype: str = "auto") -> None:
+    """A quick preflight that loads no weights. ``messages`` are rendered: the first row's, if it has any.
+
+    Raises:
+        ModelError: no such model, no readable ``config.json``, weights that can't be trained at ``model.dtype``, no
+            tokenizer, or a chat template that fails.
+    """
+    directory = model_directory(path)
+    check_precision(directory, dtype)
     messages = messages or _PROBE_MESSAGES
     is_chat = all(message["role"] != TEXT_ROLE for message in messages)
     render_prompt(load_tokenizer(directory, needs_template=is_chat), messages)

@@ -97,16 +97,22 @@ def export(
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory (its latest).")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; new, or empty.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with lora.rank: the adapter alone, in peft's format.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory (config, tokenizer, safetensors).
+
+    A LoRA adapter is merged into the model that the run began with, which must still be there.
 
     \b
     Example:
       async-rl export runs/quickstart exported
+      async-rl export runs/lora adapter --adapter
     """
-    from async_rl.learner.export import export_checkpoint
+    from async_rl.learner.export import export_adapter, export_checkpoint
 
-    export_checkpoint(checkpoint, out)
+    (export_adapter if adapter else export_checkpoint)(checkpoint, out)
     typer.echo(f"wrote {out}")
 
 

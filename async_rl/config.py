@@ -16,6 +16,7 @@ from async_rl.engine_config import VLLM_MIN_TEMPERATURE, GeneratorConfig, Sampli
 from async_rl.environment_config import EnvironmentConfig
 from async_rl.errors import AddressError
 from async_rl.local_code import is_code_name
+from async_rl.lora_config import LoraConfig
 from async_rl.loss_config import LossConfig
 from async_rl.task_config import REWARD_NEEDS, SYSTEM_PROMPTS, DataConfig, EvalConfig, RewardConfig
 
@@ -149,6 +150,7 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()

@@ -18,6 +18,7 @@ FAULT_POINTS = (
     "learner.checkpoint_written",  # the checkpoint's files are written, `latest` names the one before
     "learner.publishing",  # the version is staged, not announced
     "generator.sampled",  # a group is graded, not returned
+    "generator.receiving",  # a bucket of a version is here, the version is not verified
     "generator.activating",  # new weights are verified, not active
 )
 

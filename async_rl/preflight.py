@@ -39,7 +39,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_devices(config, "learner", "generator")
     check_engine(config)
     check_code(config)
-    check_model(config.model.path, check_data(config).rows[0].messages)
+    check_model(config.model.path, check_data(config).rows[0].messages, dtype=config.model.dtype)
     check_code_reward(config)
     check_fake_vocabulary(config)
 
@@ -64,9 +64,9 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
         if address is not None:
             refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
         messages = check_data(config).rows[0].messages
-        check_model(config.model.path, messages)
+        check_model(config.model.path, messages, dtype=config.model.dtype)
     else:
-        check_model(config.model.path)
+        check_model(config.model.path, dtype=config.model.dtype)
 
 
 def check_queue(config: Config) -> None:

@@ -2,24 +2,21 @@
 
 Both ends of every side are processes of their own on this machine; rounds of all sides alternate, and ratios are
 medians over rounds. A transfer of the product counts from ``publish`` to the receiver's acknowledgement, digests
-included; staging is listed apart, and so is the pause, which is all that decoding sees of it.
+included; staging is listed apart, and so is the pause, which is all that decoding sees of it. The table ``vllm`` is the
+pause of a real vLLM beside a memory copy of the same bytes; it needs vLLM (docs/vllm.md).
 
-    python -m benchmarks.weights [--sizes 10,100,1000] [--rounds 5] [--tables transfer,delta,publish]
+    python -m benchmarks.weights [--sizes 10,100,1000] [--rounds 5] [--tables transfer,delta,publish,vllm]
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
 import os
 import platform
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,33 +25,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_rl.generator.causal_model import WeightTable
-from async_rl.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.keys import make_keys
 from async_rl.learner.publishing import StagedWeights
 from async_rl.queue.messages import Announcement
-from async_rl.weights.collective import CollectiveGroup, listening_socket
 from async_rl.weights.delta import apply_delta, encode_delta
 from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import Staging
+from benchmarks.weights_product import Product, Runs, receive
+from benchmarks.weights_raw import BUCKET_BYTES, DEADLINE_S, BareGloo, Child, MemoryCopy, RawSocket, goal
+from benchmarks.weights_vllm import vllm_table
 
-BUCKET_BYTES = 64 << 20
-DEADLINE_S = 300.0
 LR = 1e-6
 SCALE = 0.02
 """Standard deviation of trained weights: that of most linear layers of language models."""
 RAW, BARE_GLOO, MEMORY = "raw loopback socket", "bare gloo broadcast", "memory copy"
 GLOO, TCP, SEALED, DELTA = "gloo", "tcp", "tcp, sealed", "tcp, deltas"
-
-
-@dataclass(slots=True)
-class Runs:
-    """Seconds of one side, round by round; ``pause`` and ``stage`` where it has them."""
-
-    seconds: list[float] = field(default_factory=list)
-    pause: list[float] = field(default_factory=list)
-    stage: list[float] = field(default_factory=list)
-    wire_bytes: list[int] = field(default_factory=list)
 
 
 def weights_of(size_bytes: int) -> dict[str, Tensor]:
@@ -66,200 +51,6 @@ def weights_of(size_bytes: int) -> dict[str, Tensor]:
         f"layer.{index}": (torch.randn(size, generator=generator) * SCALE).to(torch.bfloat16)
         for index, size in enumerate(sizes)
     }
-
-
-class Child:
-    """A process of ``target(connection, *arguments)`` and the pipe to it."""
-
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        context = mp.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def close(self) -> None:
-        self.pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-
-
-# The limits. Each side is an object with ``once()``: seconds of one transfer.
-
-
-class RawSocket:
-    """``sendall`` to ``recv_into`` over loopback; the receiver confirms with a byte."""
-
-    def __init__(self, size: int) -> None:
-        self._data = np.ones(size, np.uint8).data
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._child = Child(_raw_receiver, listener.getsockname()[1], size)
-        self._connection, _ = listener.accept()
-        listener.close()
-
-    def once(self) -> float:
-        start = time.perf_counter()
-        self._connection.sendall(self._data)
-        self._connection.recv(1)
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        self._connection.close()
-        self._child.close()
-
-
-def _raw_receiver(pipe: Connection, port: int, size: int) -> None:
-    view = memoryview(bytearray(size))
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        while True:
-            filled = 0
-            while filled < size:
-                count = connection.recv_into(view[filled : filled + (1 << 20)])
-                if count == 0:
-                    return
-                filled += count
-            connection.sendall(b"\0")
-
-
-class BareGloo:
-    """Broadcasts of the product's chunks between two ranks, and nothing else."""
-
-    def __init__(self, size: int) -> None:
-        self._bucket = torch.ones(size, dtype=torch.uint8)
-        listener = listening_socket("127.0.0.1")
-        port = listener.getsockname()[1]
-        self._child = Child(_gloo_peer, port, size)
-        self._group = _gloo_group(0, port, listener)
-
-    def once(self) -> float:
-        self._child.pipe.send(True)
-        self._child.pipe.recv()
-        start = time.perf_counter()
-        self._group.broadcast(self._bucket, chunk_bytes=BUCKET_BYTES, deadline=time.monotonic() + DEADLINE_S)
-        self._child.pipe.recv()
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        self._group.close()
-        self._child.close()
-
-
-def _gloo_group(rank: int, port: int, listener: socket.socket | None) -> CollectiveGroup:
-    return CollectiveGroup.create(
-        "gloo", store_host="127.0.0.1", store_port=port, rank=rank, size=2, stall_s=DEADLINE_S,
-        local_host="127.0.0.1", listener=listener,
-    )  # fmt: skip
-
-
-def _gloo_peer(pipe: Connection, port: int, size: int) -> None:
-    torch.set_num_threads(1)
-    group, bucket = _gloo_group(1, port, None), torch.zeros(size, dtype=torch.uint8)
-    try:
-        while pipe.recv():
-            pipe.send("ready")
-            group.broadcast(bucket, chunk_bytes=BUCKET_BYTES, deadline=time.monotonic() + DEADLINE_S)
-            pipe.send("done")
-    except EOFError:
-        group.close()
-
-
-class MemoryCopy:
-    def __init__(self, size: int) -> None:
-        self._from, self._to = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-
-    def once(self) -> float:
-        start = time.perf_counter()
-        self._to.copy_(self._from)
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        pass
-
-
-# The product.
-
-
-class Product:
-    """Publisher and staging here, a receiver with a model in its own process."""
-
-    def __init__(self, transport: Any, weights: Mapping[str, Tensor], *, keys: Path | None, has_deltas: bool) -> None:
-        self._weights = dict(weights)
-        self._version = 0
-        # About one element in fifty moves from version to version, anywhere.
-        most = max(len(tensor) for tensor in weights.values())
-        self._moved = torch.randint(0, most, (most // 50 + 1,))
-        self._staging = Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S, is_pulled=transport == "tcp")
-        self._publisher = Publisher(
-            "127.0.0.1", deadline_s=DEADLINE_S, insecure=False, transport=transport, has_deltas=has_deltas,
-            keys=None if keys is None else ServerKeys.made_up(keys), is_sealed=keys is not None,
-        )  # fmt: skip
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        self._child = Child(_receiver, shapes, keys)
-        self._publish()
-        self._finish(Runs())
-        for _ in range(2):  # the epoch is built, every buffer is touched
-            self.once(Runs())
-
-    def _publish(self) -> float:
-        staged = self._staging.stage("benchmark", self._version, iter(self._weights.items()))
-        manifest = staged.manifest
-        self._start = time.perf_counter()
-        self._publisher.publish(staged)
-        if self._version == 0:
-            announcement = Announcement("benchmark", 0, manifest.digest, self._publisher.address)
-            self._child.pipe.send(announcement)
-        self._version += 1
-        return staged.stage_s
-
-    def _finish(self, runs: Runs) -> None:
-        assert self._publisher.wait(self._version - 1, DEADLINE_S, num_members=1), self._publisher.stats()
-        runs.seconds.append(time.perf_counter() - self._start)
-        version, pause_s = self._child.pipe.recv()
-        assert version == self._version - 1
-        runs.pause.append(pause_s)
-
-    def once(self, runs: Runs) -> None:
-        """One version: changed as an optimizer step would, staged, published, activated."""
-        for tensor in self._weights.values():
-            tensor[self._moved[: len(tensor) // 50] % len(tensor)] *= 1.01
-        before = self._publisher.stats().pulled_bytes
-        runs.stage.append(self._publish())
-        self._finish(runs)
-        runs.wire_bytes.append(self._publisher.stats().pulled_bytes - before)
-
-    def close(self) -> None:
-        self._child.close()
-        self._publisher.close()
-
-
-def _receiver(pipe: Connection, shapes: Mapping[str, tuple[int, ...]], keys: Path | None) -> None:
-    torch.set_num_threads(1)
-    names = {name.replace(".", "_"): name for name in shapes}
-    model: Any = nn.ParameterDict(
-        {key: nn.Parameter(torch.zeros(shapes[name], dtype=torch.bfloat16)) for key, name in names.items()}
-    )
-    table = WeightTable(model)
-    mine = None if keys is None else ClientKeys.load(keys / "client.key")
-    with closing(Receiver("benchmark", insecure=False, keys=mine)) as receiver:
-        try:
-            receiver.follow(pipe.recv())
-            while not pipe.poll():
-                receiver.wait(0.2)
-                staged = receiver.poll()
-                if staged is None:
-                    continue
-                tensors = {key: staged.tensors[name] for key, name in names.items()}
-                start = time.perf_counter()
-                table.check(tensors)
-                table.replace(tensors)
-                receiver.activated(staged)
-                pipe.send((staged.version, time.perf_counter() - start))
-        except (EOFError, OSError):
-            pass  # the other side is done
-
-
-# Tables.
 
 
 def transfer_table(size_mb: int, num_rounds: int) -> None:
@@ -306,10 +97,10 @@ def _print_transfers(size_mb: int, size: int, num_rounds: int, runs: Mapping[str
         beside = runs[limit].seconds[first : first + num_rounds]
         return median(a / b for a, b in zip(beside, runs[name].seconds, strict=True))
 
-    _goal(f"{TCP} in the clear over {RAW}", ratio(TCP, RAW), 0.7)
-    _goal(f"{GLOO} over {BARE_GLOO}", ratio(GLOO, BARE_GLOO), 0.7)
+    goal(f"{TCP} in the clear over {RAW}", ratio(TCP, RAW), 0.7)
+    goal(f"{GLOO} over {BARE_GLOO}", ratio(GLOO, BARE_GLOO), 0.7)
     share = median(runs[TCP].pause) / median(runs[TCP].seconds)
-    _goal("pause over a full transfer (pointer swap)", share, 0.05, at_most=True)
+    goal("pause over a full transfer (pointer swap)", share, 0.05, at_most=True)
     print(f"  {SEALED} over {RAW}: {ratio(SEALED, RAW):.2f}; a memory copy takes {median(runs[MEMORY].seconds):.4f} s")
 
 
@@ -343,7 +134,7 @@ def delta_table() -> None:
             rates = f"{len(new) / encode_s / 1e9:13.2f}{len(new) / apply_s / 1e9:12.2f}"
             print(f"{name:12s}{number:6d}{changed:10.2%}{share:9.2%}{rates}", flush=True)
             if dtype == torch.bfloat16:
-                _goal("bytes of a bfloat16 delta over the full bytes", share, 0.1, at_most=True)
+                goal("bytes of a bfloat16 delta over the full bytes", share, 0.1, at_most=True)
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
@@ -360,7 +151,7 @@ def publish_table(num_rounds: int, step_s: float = 1.0) -> None:
         staging = Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S, is_pulled=transport == "tcp")
         with closing(Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False, transport=transport)) as publisher:
             plane = StagedWeights(staging, publisher)
-            child = Child(_receiver, {name: tuple(t.shape) for name, t in masters.items()}, None)
+            child = Child(receive, {name: tuple(t.shape) for name, t in masters.items()}, None)
             with closing(child):
                 plain, publishing, shares = _timed_steps(plane, masters, child, work, num_rounds)
         cost = median(shares)
@@ -368,7 +159,7 @@ def publish_table(num_rounds: int, step_s: float = 1.0) -> None:
             f"{transport:12s}{median(plain):9.3f}{median(publishing):17.3f}{cost * median(plain):11.4f}{cost:13.2%}",
             flush=True,
         )
-        _goal(f"publish time over the step, {transport}", cost, 0.05, at_most=True)
+        goal(f"publish time over the step, {transport}", cost, 0.05, at_most=True)
 
 
 def _timed_steps(
@@ -418,17 +209,11 @@ def _work_of(step_s: float) -> Callable[[], None]:
     return work
 
 
-def _goal(text: str, value: float, goal: float, *, at_most: bool = False) -> None:
-    reached = value <= goal if at_most else value >= goal
-    bound = "at most" if at_most else "at least"
-    print(f"  goal: {text} {bound} {goal:g}, measured {value:.4g}: {'reached' if reached else 'MISSED'}", flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10,100,1000", help="MB of parameters")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tables", default="transfer,delta,publish")
+    parser.add_argument("--tables", default="transfer,delta,publish,vllm")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
@@ -444,6 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         delta_table()
     if "publish" in tables:
         publish_table(options.rounds)
+    if "vllm" in tables:
+        vllm_table(list(map(int, options.sizes.split(","))), options.rounds)
 
 
 if __name__ == "__main__":

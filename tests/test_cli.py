@@ -356,7 +356,7 @@ def test_a_finished_run_is_left_alone_with_exit_code_0(tmp_path: Path, capsys: p
 def test_a_dry_run_prints_every_command_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("async_rl.preflight.check_model", lambda path, messages: None)
+    monkeypatch.setattr("async_rl.preflight.check_model", lambda path, messages, dtype: None)
     config = write_config(tmp_path, data=write_data(tmp_path))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as leaving:

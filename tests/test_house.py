@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine_config",
         "environment_config",
         "loss_config",
+        "lora_config",
         "config",
         "config_file",
     ),
@@ -49,7 +50,8 @@ STRANGERS = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
-    "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "task_config",
+    "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "lora_config",
+    "task_config",
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
     "local_code", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli", "generator.worker",
     "generator.backend", "generator.fake_backend", "generator.rollouts", "generator.trajectory",

@@ -93,8 +93,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(
-            f"the transformers backend runs full weights, got a model quantised by {method}; train from the weights "
-            f'that it was made of, or use generator.backend = "vllm"'
+            f"the transformers backend runs full weights, got a model quantised by {method}; take the unquantised "
+            f"model out of which it was made"
         )
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer.__name__} or config.is_encoder_decoder:

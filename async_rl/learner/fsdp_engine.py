@@ -11,7 +11,7 @@ small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). Ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from async_rl.errors import ModelError, TrainingError
 from async_rl.kept_tokens import largest_id
 from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import ScoredBy, UpdateStats
+from async_rl.learner.lora import Adapters
 from async_rl.learner.model import PolicyModel, load_model, load_reference, to_device
 from async_rl.learner.objective import Objective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.optimizer import Schedule, build_optimizer
@@ -72,10 +73,15 @@ class FsdpEngine:
             torch.manual_seed(config.run.seed + ranks.rank)
             self._model = PolicyModel(load_model(config.model))
             self._names = self._model.tensor_names()
+            self._adapters: Adapters | None = None
+            if config.lora.is_set:
+                self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
             self._is_sharded = ranks.has_group
             # An objective of one's own knows nothing of [loss].
-            needs_reference = objective is None and config.loss.needs_reference
-            self._reference = load_reference(config, self._dtype) if needs_reference else None
+            self._has_reference = objective is None and config.loss.needs_reference
+            # Without its adapters the policy is the model that the run began from.
+            is_of_its_own = self._adapters is None or bool(config.loss.kl_reference)
+            self._reference = load_reference(config, self._dtype) if self._has_reference and is_of_its_own else None
             if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
                 raise ModelError(
                     f"loss.kl_reference: expected a model of the policy's vocabulary, {self._model.vocab_size} tokens, "
@@ -109,7 +115,7 @@ class FsdpEngine:
             ValueError: a sequence can't be packed (``packing.pack``), or there is no reference: ``loss.kl_coef`` is 0.
             TrainingError: another rank failed.
         """
-        if of == "reference" and self._reference is None:
+        if of == "reference" and not self._has_reference:
             raise ValueError("expected a reference model to score with, but none is loaded: loss.kl_coef is 0")
         parts = self._pack(sequences)
         with self._command("score"):
@@ -133,18 +139,23 @@ class FsdpEngine:
                 self._gathering = False
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """As ``Engine.save``, with the model's config and tokenizer files beside, so that it can be exported alone."""
+        """As ``Engine.save``, with the model's config and tokenizer files beside, so that it can be exported alone.
+
+        Of a model with adapters only these are saved, and where the rest is: exporting them needs ``model.path``.
+        """
         with self._command("save"):
             self._ranks.broadcast(encode("save", {"directory": str(directory)}))
             self._save(directory)
             write_extra(directory, extra)
             write_model_files(directory, self._files)
+            if self._adapters is not None:
+                self._adapters.save_config(directory)
 
     def load(self, directory: Path) -> None:
         """As ``Engine.load``.
 
         Raises:
-            RunError: the checkpoint is not one, or is another model's.
+            RunError: the checkpoint is not one, or is another model's (or its adapters are).
         """
         with self._command("load"):
             self._ranks.broadcast(encode("load", {"directory": str(directory)}))
@@ -242,8 +253,14 @@ class FsdpEngine:
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[np.ndarray]:
         """On rank 0, float32 of every rank: log-probabilities of its trained tokens, micro-batch after micro-batch."""
-        model = self._model if of == "policy" else cast(PolicyModel, self._reference)
-        logprobs = [model(to_device(micro_batch, self._ranks.device)).logprobs.cpu() for micro_batch in micro_batches]
+        model, context = self._model, nullcontext()
+        if of == "reference" and self._reference is not None:
+            model = self._reference
+        elif of == "reference":
+            context = cast(Adapters, self._adapters).off()
+        with context:
+            batches = (to_device(micro_batch, self._ranks.device) for micro_batch in micro_batches)
+            logprobs = [model(batch).logprobs.cpu() for batch in batches]
         if self._is_sharded:
             _end_forward(model)
         frames = self._ranks.gather(encode("scores", {}, [torch.cat(logprobs).numpy()]))
@@ -304,11 +321,15 @@ class FsdpEngine:
         return StepOutcome("", grad_norm, lr)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Name -> this rank's (sharded) parameter or buffer, without grad, in the fixed order."""
+        """What a checkpoint holds: name -> this rank's (sharded) parameter or buffer, no grad, in a fixed order."""
         state = self._model.causal_lm.state_dict()
-        return {name: state[name].detach() for name in self._names}
+        names = self._names if self._adapters is None else self._adapters.names
+        return {name: state[name].detach() for name in names}
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
+        if self._adapters is not None:
+            yield from self._adapters.merged(self._names, self._dtype)
+            return
         parameters = {name for name, _ in self._model.causal_lm.named_parameters()}
         for name, tensor in self._tensors().items():
             # Buffers keep their dtype: the model computes with it.
@@ -330,6 +351,8 @@ class FsdpEngine:
         )
 
     def _load(self, directory: Path) -> None:
+        if self._adapters is not None:
+            self._adapters.check(directory)
         self._num_updates = load_training_state(
             directory, self._tensors(), self._optimizer_tensors(), ranks=self._ranks
         )

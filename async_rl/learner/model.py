@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_rl.chat import model_directory
+from async_rl.chat import check_precision, model_directory
 from async_rl.config import Config, ModelConfig
 from async_rl.errors import ModelError
 from async_rl.learner.attention import PackedLayout, packed_layout, use_packed_attention
@@ -78,7 +78,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     """The causal LM of ``model.path`` on the host, every parameter float32 and trainable, attending packed rows.
 
     Raises:
-        ModelError: it isn't there, isn't a causal LM, lacks weights, or can't be trained on packed rows.
+        ModelError: it isn't there, isn't a causal LM, lacks weights, has quantised ones, or can't be trained on packed
+            rows.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -86,6 +87,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if not sys.stderr.isatty():
         disable_progress_bar()  # it fills log files with control characters
     directory = model_directory(config.path, weights=True)
+    check_precision(directory, config.dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, trust_remote_code=config.trust_remote_code, output_loading_info=True

@@ -33,7 +33,7 @@ from async_rl.learner.sft_data import load_sft_rows
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 5.0
-_LEARNED_BY = ("model", "optimizer", "sft")
+_LEARNED_BY = ("model", "lora", "optimizer", "sft")
 
 
 def run_sft(config: Config) -> None:

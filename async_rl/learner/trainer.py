@@ -279,8 +279,12 @@ class Trainer:
         if not every or (self.state.step - 1) % every:
             return
         path = self._run_dir / "rollouts" / f"step-{self.state.step:06d}.jsonl"
-        sampled = taken[: self.config.log.rollouts_groups]
-        write_json_lines(path, (answer_record(t.prompt, r, self._decode) for t in sampled for r in t.group.rollouts))
+        records = [
+            {**answer_record(item.prompt, rollout, self._decode), "generator": item.group.generator_id}
+            for item in taken[: self.config.log.rollouts_groups]
+            for rollout in item.group.rollouts
+        ]
+        write_json_lines(path, records)
 
     def _finish(self) -> None:
         """The last evaluation is wholly the final version; a run that ended early is checkpointed where it ended.

@@ -9,7 +9,7 @@ from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.weights import control
 from async_rl.weights.buffers import Buffer, Buffers
 from async_rl.weights.manifest import Manifest, digest_bytes
-from async_rl.weights.transport import Filled
+from async_rl.weights.transport import Filled, bucket_received
 
 if TYPE_CHECKING:
     from async_rl.weights.collective import CollectiveGroup
@@ -57,6 +57,7 @@ class CollectiveInlet:
             raise WeightsError(f"expected the communicator of epoch {go.epoch} to be here still, got {self._epoch}")
         for bucket in buffer.buckets:
             self._group.broadcast(bucket, chunk_bytes=go.chunk_bytes, deadline=deadline)
+            bucket_received()
         # All of them first: a rank that digests in between would keep the others waiting.
         _check_digests(buffer, manifest)
         return Filled(manifest.size_bytes)

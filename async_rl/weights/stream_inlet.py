@@ -31,7 +31,7 @@ from async_rl.weights.stream_wire import (
     make_request,
     receive_exactly,
 )
-from async_rl.weights.transport import Filled
+from async_rl.weights.transport import Filled, bucket_received
 
 MAX_ROUNDS = 4
 """One for all buckets, and so many less one for those that came corrupt."""
@@ -173,6 +173,7 @@ class _Pull:
                         bad.append(bucket)
                         trouble = f"bucket {bucket}: expected {self._manifest.bucket_digests[bucket]}, got {digest}"
                     remaining.popleft()
+                    bucket_received()
         except CorruptWeightsError as error:
             # A broken seal: what comes after it on this connection proves nothing.
             return [*bad, *remaining], str(error)

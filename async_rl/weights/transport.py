@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
+from async_rl.faults import fault_point
 from async_rl.weights import control
 from async_rl.weights.manifest import Manifest
 
@@ -68,6 +69,11 @@ class Outlet(Protocol):
     def close(self, timeout_s: float) -> bool:
         """Let go of everything; whether what was under way ended within ``timeout_s``."""
         ...
+
+
+def bucket_received() -> None:
+    """Every inlet says so after each bucket: the middle of a transfer, where tests let a generator die."""
+    fault_point("generator.receiving")
 
 
 OrderT = TypeVar("OrderT", contravariant=True)

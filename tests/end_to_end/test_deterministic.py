@@ -10,7 +10,10 @@ order they were given out, lost, given out again and returned.
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,7 @@ from async_rl.eval_records import answer_record
 from async_rl.generator.backend import Sampled
 from async_rl.generator.grading import graded_rollouts
 from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.keys import make_keys
 from async_rl.learner.checkpoint import latest_checkpoint
 from async_rl.learner.estimators import group_normalised
 from async_rl.learner.fsdp_engine import FsdpEngine
@@ -41,7 +45,8 @@ from async_rl.queue.admission import BufferSettings, train_sampling
 from async_rl.queue.stream import PromptStream
 from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
-from tests.end_to_end.harness import check_ledger, roles, steps, wait_until, write_config
+from tests.end_to_end.conftest import Network
+from tests.end_to_end.harness import ROOT, check_ledger, metrics, queue_address, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config
 
 NUM_STEPS = 4
@@ -186,7 +191,10 @@ def result_of(run_dir: Path) -> Trained:
     checkpoint = latest_checkpoint(run_dir)
     assert checkpoint is not None
     files = [run_dir / "rollouts" / f"step-{step:06d}.jsonl" for step in range(1, NUM_STEPS + 1)]
-    return Trained(load_tensors(checkpoint), [[json.loads(line) for line in f.read_text().splitlines()] for f in files])
+    logged = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    for record in (record for step in logged for record in step):
+        del record["generator"]  # any of them gives the same
+    return Trained(load_tensors(checkpoint), logged)
 
 
 def assert_same_bits(got: Trained, expected: Trained) -> None:
@@ -229,3 +237,55 @@ def test_a_run_killed_and_resumed_gives_the_same_bits(tmp_path: Path, task: dict
         start("again", "launch", str(config)).succeed()
     assert steps(tmp_path / "run") == list(range(1, NUM_STEPS + 1))
     assert_same_bits(result_of(tmp_path / "run"), expected)
+
+
+def check_pulled_by_deltas(run_dir: Path) -> None:
+    """Every version came by the stream, and after the first one as what had changed."""
+    last = [row for row in metrics(run_dir) if "version" in row][-1]
+    assert last["version"] == NUM_STEPS
+    assert last["weights/delta_bytes"] > 0
+    assert 0 < last["weights/pulled_bytes"] < 0.95 * last["weights/pulled_full_bytes"]
+    assert (last["weights/failures"], last["weights/corrupt"], last["weights/dropped_members"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_weights_by_tcp_as_differences_give_the_same_bits(tmp_path: Path, task: dict[str, str], expected: Trained):
+    raw = deterministic_config(tmp_path, task, weights={"transport": "tcp", "deltas": "on"}, generator={"count": 2})
+    config = write_config(tmp_path / "config.toml", raw)
+    with roles(tmp_path / "logs") as start:
+        start("launch", "launch", str(config)).succeed()
+    assert_same_bits(result_of(tmp_path / "run"), expected)
+    check_pulled_by_deltas(tmp_path / "run")
+    check_ledger(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_weights_by_tcp_sealed_over_a_network_give_the_same_bits(
+    tmp_path: Path, task: dict[str, str], expected: Trained, network: Network
+):
+    make_keys(tmp_path / "keys", ["far"])
+    address = f"tcp://{network.host_address}:0"
+    raw = deterministic_config(
+        tmp_path, task, weights={"transport": "tcp"}, queue={"address": address, "keys": str(tmp_path / "keys")}
+    )
+    config, run_dir = write_config(tmp_path / "config.toml", raw), tmp_path / "run"
+    with roles(tmp_path / "logs") as start:
+        start("queue", "queue", str(config))
+        connect = wait_until("the queue's address", lambda: queue_address(run_dir))
+        learner = start("learner", "learner", str(config))
+        command = [sys.executable, "-m", "async_rl", "generator", "--connect", connect, "--id", "far"]
+        with (tmp_path / "far.log").open("wb") as log:
+            far = subprocess.Popen(
+                ["ip", "netns", "exec", network.namespace, *command, "--keys", str(tmp_path / "keys" / "far.key")],
+                cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        try:
+            learner.succeed()
+            assert far.wait(60) == 0, (tmp_path / "far.log").read_text()
+        finally:
+            far.kill()
+            far.wait(10)
+        assert f"weights travel by tcp from {network.host_address}" in learner.log
+    assert_same_bits(result_of(run_dir), expected)
+    check_pulled_by_deltas(run_dir)
+    check_ledger(run_dir)

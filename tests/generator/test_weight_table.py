@@ -1,5 +1,6 @@
 """What fits a model and what is refused by name, without a real model."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from async_rl.errors import ModelError, WeightsError
-from async_rl.generator.causal_model import WeightTable, refuse_unsupported
+from async_rl.generator.causal_model import WeightTable, describe_model, refuse_unsupported
 
 
 class Tied(nn.Module):
@@ -65,3 +66,11 @@ def test_a_quantised_model_is_refused_by_the_name_of_its_method():
     config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ModelError, match="quantised by gptq"):
         refuse_unsupported(config)
+
+
+def test_vllm_is_not_started_for_a_quantised_model(tmp_path: Path):
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has a quantization_config"):
+        describe_model(tmp_path)

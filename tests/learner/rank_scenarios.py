@@ -163,6 +163,46 @@ def losses(directory: Path) -> None:
     ranks.close()
 
 
+ADAPTED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gathered": {"learner": {"max_tokens": 64, "reshard": "none"}},
+    "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": True}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+}
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def adapted_config(directory: Path, variant: dict[str, Any]) -> Config:
+    """Adapters, a KL to the model that the run began from, and steps that are large beside rounding."""
+    loss = {"preset": "grpo", "kl_coef": 0.1}
+    return tiny_config(directory, "model", lora=LORA, loss=loss, optimizer={"lr": 1e-2}, **variant)
+
+
+def adapted(directory: Path) -> None:
+    """For every variant two steps of adapters, the second on one sequence alone; weights, scores and a checkpoint."""
+    from async_rl.learner.fsdp_engine import FsdpEngine
+
+    ranks = init_ranks(adapted_config(directory, {}))
+    for name, variant in ADAPTED.items():
+        engine = FsdpEngine(adapted_config(directory, variant), ranks)
+        if not ranks.is_leader:
+            follow_once(engine)
+            continue
+        train_adapters(engine, directory / f"ranks_{ranks.world_size}" / name)
+        stop_following(engine)
+    ranks.close()
+
+
+def train_adapters(engine: Any, target: Path) -> None:
+    """Two steps, saved between; merged weights and the reference's scores after them into ``target``."""
+    engine.update(with_reference(engine, batch_for(0)), version=0)
+    save(engine, target / "first", 1)
+    engine.update(with_reference(engine, batch_for(1)[:1]), version=1)
+    np.savez(target / "weights.npz", **{n: t.float().numpy() for n, t in engine.gather()})
+    np.savez(target / "reference.npz", **by_name(engine.score(batch_for(0), of="reference")))
+    np.savez(target / "policy.npz", **by_name(engine.score(batch_for(0), of="policy")))
+
+
 def with_reference(engine: Any, sequences: list[TrainSequence]) -> list[TrainSequence]:
     """``sequences`` with the reference's logprobs, as the engine scores them."""
     scored = []
@@ -254,7 +294,7 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
-SCENARIOS = (updates, losses, talking, follower_fails, follower_is_killed, supervised)
+SCENARIOS = (updates, losses, adapted, talking, follower_fails, follower_is_killed, supervised)
 
 if __name__ == "__main__":
     {scenario.__name__: scenario for scenario in SCENARIOS}[sys.argv[1]](Path(sys.argv[2]))

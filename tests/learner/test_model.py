@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from async_rl.chat import check_model
 from async_rl.config import ModelConfig
 from async_rl.errors import ModelError
 from async_rl.learner.model import PolicyModel, load_model, to_device
@@ -47,6 +49,43 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="final_logit_softcapping"):
         load_model(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_quantised_weights_are_refused_by_the_name_of_their_method_before_they_are_read(
+    tmp_path: Path, is_nested: bool
+):
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config |= {"text_config": quantised} if is_nested else quantised
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    for check in (lambda: load_model(ModelConfig(path=str(tmp_path))), lambda: check_model(tmp_path)):
+        with pytest.raises(ModelError, match=r"model.path: .* quantization_config \(gptq\).* the unquantised model"):
+            check()
+
+
+@pytest.mark.parametrize(
+    ("head", "dtype", "is_fit"),
+    [
+        ("float32", "auto", False), ("float32", "bfloat16", False), ("bfloat16", "float32", False),
+        ("float32", "float32", True), ("model", "auto", True), (None, "bfloat16", True),
+    ],
+)  # fmt: skip
+def test_a_head_of_a_precision_of_its_own_is_refused(tmp_path: Path, head: str | None, dtype: Any, is_fit: bool):
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"head_dtype": head}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_fit:
+        check_model(tmp_path, dtype=dtype)
+        return
+    for check in (
+        lambda: load_model(ModelConfig(path=str(tmp_path), dtype=dtype)),
+        lambda: check_model(tmp_path, dtype=dtype),
+    ):
+        with pytest.raises(ModelError, match=rf'has head_dtype = \'{head}\'.* set model.dtype = "float32"'):
+            check()
 
 
 def test_master_weights_are_float32_whatever_the_file_holds(tmp_path: Path):
