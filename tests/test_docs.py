@@ -101,4 +101,4 @@ def test_the_example_rewards_work(tmp_path: Path):
         RewardOutput({"right": 1.0, "tried": 0.1}, 1.0, "4"),
         RewardOutput({"right": 0.0, "tried": 0.1}, 0.0, "5"),
     ]
-    assert load("judged").needs_whole_group
+    assert load("judged").is_async

@@ -197,6 +197,22 @@ def test_a_run_evaluates_first_between_and_last_and_every_answer_is_delivered(tm
     assert eval_groups["delivered"] == eval_groups["issued"] == 4 * NUM_EVAL_ROWS
 
 
+def test_every_set_is_evaluated_at_its_own_steps_and_at_the_start_and_the_end(tmp_path: Path):
+    run = make_run(
+        tmp_path,
+        data={"eval": {"test": "a.jsonl", "rare": "b.jsonl", "often": "c.jsonl"}},
+        eval={"sets": {"rare": {"every": 0}, "often": {"every": 1}}},
+    )
+    run.start()
+    assert run.queue is not None
+    asked = {name: [step for of, step, _ in run.queue.asked if of == name] for name in ("test", "rare", "often")}
+    assert asked == {"test": [0, 2, 4, 5], "rare": [0, 5], "often": [0, 1, 2, 3, 4, 5]}
+    assert all(exclusive == (step in (0, 5)) for _, step, exclusive in run.queue.asked)
+    assert sorted(path.name for path in (run.path / "eval").glob("rare-*")) == [
+        "rare-step-000000.jsonl", "rare-step-000005.jsonl",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("request_name", "at_step"), [("await_eval", 0), ("take", 0), ("take", 1), ("ack", 1)])
 def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path, request_name: str, at_step: int):
     run = make_run(tmp_path)
