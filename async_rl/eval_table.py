@@ -41,16 +41,20 @@ class Entry:
 
 
 def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
-    """A heading and a line an entry, in columns; a column that no entry has a figure for is left out."""
+    """A heading and a line an entry, in columns; a column that no entry has a figure for is left out.
+
+    So are labels that are the same everywhere, but for the last.
+    """
     columns = [("accuracy", [_accuracy(entry.figures) for entry in entries])]
     columns += [(heading, [_cell(e.figures, key, form) for e in entries]) for key, heading, form in _chosen(entries)]
     columns += [("unanswered", [_unanswered(entry.figures) for entry in entries])]
     columns += [("versions", [_versions(entry.figures) for entry in entries])]
     labels = [(heading, [entry.labels[i] for entry in entries]) for i, heading in enumerate(headings)]
+    labels = [column for column in labels[:-1] if len(set(column[1])) > 1] + labels[-1:]
     shown = labels + [(heading, cells) for heading, cells in columns if any(cells)]
     widths = [max(len(cell) for cell in (heading, *cells)) for heading, cells in shown]
     rows = [[heading for heading, _ in shown], *([cells[i] for _, cells in shown] for i in range(len(entries)))]
-    return ["  ".join(_padded(row, widths, len(headings))).rstrip() for row in rows]
+    return ["  ".join(_padded(row, widths, len(labels))).rstrip() for row in rows]
 
 
 def compare(paths: Sequence[Path]) -> list[str]:
@@ -77,7 +81,7 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
     metrics, figures = RunDir(path).metrics, path / FIGURES_FILE
     if figures.is_file():
         written: list[dict[str, Any]] = json.loads(figures.read_text(encoding="utf-8"))
-        return [(one["dataset"], Entry((one["model"], ""), one["figures"])) for one in written]
+        return [(one["dataset"], Entry((one["model"], "-"), one["figures"])) for one in written]
     if not metrics.is_file():
         raise RunError(
             f"expected a run directory, with a metrics.jsonl, or an --out of `async-rl eval`, with a {FIGURES_FILE}, "
@@ -124,6 +128,9 @@ def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
     passes = [(f"pass_at_{k}", f"pass@{k}", ".3f") for k in tries]
     if number.isdecimal() and int(number) > 1 and int(number) not in tries:
         passes.append(("pass_at_k", f"pass@{number}", ".3f"))
+    # And so is the best answer's accuracy pass@n.
+    same_best = all(entry.figures.get("best_of_n") == entry.figures.get("pass_at_k") for entry in entries)
+    keys -= {"best_of_n"} if same_best else set()
     chosen = [column for column in (*passes, *_COLUMNS) if column[0] in keys]
     return [(key, heading.format(n=number), form) for key, heading, form in chosen]
 

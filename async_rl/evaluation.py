@@ -106,9 +106,8 @@ def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
 
 def _figure_lines(figures: Mapping[str, float]) -> list[str]:
     """One line a figure: key, value, meaning."""
-    meanings = {
-        f"pass_at_{2**i}": f"chance that one of {2**i} answers is right, unbiased" for i in range(11)
-    } | EVAL_FIGURES
+    tries = {f"pass_at_{2**i}": f"chance that one of {2**i} answers is right, unbiased" for i in range(1, 11)}
+    meanings = {**EVAL_FIGURES, **tries, "pass_at_1": "share of answers that are wholly right"}
     return [
         f"{key:<17} {value:<10.4g} {meanings.get(key, '')}".rstrip()
         for key, value in figures.items()
