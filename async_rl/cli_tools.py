@@ -31,7 +31,7 @@ def evaluate(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help="Model directories, hub ids, checkpoints, or run directories (their latest). With --compare: run "
             "directories, or what --out named.",
         ),
@@ -90,31 +90,30 @@ def evaluate(
       async-rl eval Qwen/Qwen2.5-0.5B-Instruct runs/gsm8k --dataset test.jsonl --samples 8 --temperature 0.6
       async-rl eval --compare runs/quickstart
     """
-    from async_rl.eval_table import compare as tables
-
+    given = {
+        "datasets": None if datasets is None else tuple(datasets),
+        "config": config,
+        "overrides": None if overrides is None else tuple(overrides),
+        "num_samples": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "reward": reward,
+        "system_prompt": system_prompt,
+        "batch_size": batch_size,
+        "seed": seed,
+        "limit": limit,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
     if compare:
-        for line in tables([Path(model) for model in models]):
-            typer.echo(line)
+        _compare([Path(model) for model in models], has_options=bool(chosen) or out is not None)
         return
     from async_rl.eval_settings import EvalOptions, eval_settings
     from async_rl.evaluation import describe, run_eval
 
-    options = EvalOptions(
-        datasets=tuple(datasets or ()),
-        config=config,
-        overrides=tuple(overrides or ()),
-        num_samples=samples,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        reward=reward,
-        system_prompt=system_prompt,
-        batch_size=batch_size,
-        seed=seed,
-        limit=limit,
-    )
+    options = EvalOptions(**chosen)
     settings = eval_settings(models, options)
     for note in settings.notes:
         typer.echo(note)
@@ -172,6 +171,16 @@ def keys_new(
     from async_rl.keys import make_keys
 
     for line in make_keys(directory, clients or []):
+        typer.echo(line)
+
+
+def _compare(paths: list[Path], *, has_options: bool) -> None:
+    from async_rl.errors import ConfigError
+    from async_rl.eval_table import compare
+
+    if has_options:
+        raise ConfigError("--compare answers nothing: expected directories and no other option")
+    for line in compare(paths):
         typer.echo(line)
 
 

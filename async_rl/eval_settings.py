@@ -19,6 +19,7 @@ from async_rl.local_code import is_code_name
 MAX_PROMPT_TOKENS = 4096
 """Of an evaluation that has no config's ``sampling.max_prompt_tokens``."""
 
+_NEVER_S = 1e9
 _SAMPLED_BY_SET = ("num_samples", "temperature", "top_p", "top_k", "max_new_tokens", "max_rows")
 
 
@@ -77,7 +78,9 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", "unused")
     raw.setdefault("model", {})["path"] = models[0]
-    config = parse_config(raw, "the settings of this evaluation")
+    # There are no leases here that an answer could take too long for.
+    raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
+    config = parse_config(raw, "the config with this command line")
     if not config.data.eval:
         raise ConfigError("expected --dataset FILE, or a config with data.eval that says what to answer, got neither")
     return EvalSettings(config, tuple(notes))

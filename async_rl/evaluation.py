@@ -108,11 +108,7 @@ def _figure_lines(figures: Mapping[str, float]) -> list[str]:
     """One line a figure: key, value, meaning."""
     tries = {f"pass_at_{2**i}": f"chance that one of {2**i} answers is right, unbiased" for i in range(1, 11)}
     meanings = {**EVAL_FIGURES, **tries, "pass_at_1": "share of answers that are wholly right"}
-    return [
-        f"{key:<17} {value:<10.4g} {meanings.get(key, '')}".rstrip()
-        for key, value in figures.items()
-        if not key.startswith("version_")  # of a run's weights; a model on disk has none
-    ]
+    return [f"{key:<17} {value:<10.4g} {meanings.get(key, '')}".rstrip() for key, value in figures.items()]
 
 
 def _failure_lines(one: Evaluated) -> list[str]:
@@ -132,7 +128,9 @@ def _evaluated(config: Config, model: str, dataset: str, answered: Answered) -> 
         raise DataError(
             f"{model} could not answer any of the {len(rows)} rows of {dataset}: {counts}; {answered.first_failure}"
         )
-    figures = eval_figures(rows, vote_key=vote_key_of(config))
+    found = eval_figures(rows, vote_key=vote_key_of(config))
+    # Versions are of a run's weights; a model on disk has none.
+    figures = {key: value for key, value in found.items() if not key.startswith("version_")}
     return Evaluated(model, dataset, figures, dict(Counter[str](answered.causes)), answered.first_failure)
 
 

@@ -38,6 +38,9 @@ backend = "vllm"
 allow_code = ["mine.py"]
 devices = [3]
 
+[queue]
+lease_timeout_s = 10.0
+
 [eval]
 num_samples = 2
 
@@ -98,6 +101,8 @@ def test_the_command_line_wins_over_the_config_and_over_its_sets(run: Path):
     ).config  # fmt: skip
     assert config.eval.of("math") == config.eval.of("chat") == EvalSet(50, 4, 0.0, 0.9, 7, 50, 5)
     assert (config.system_prompt, config.reward.type) == ("", "exact")
+    # In the run such a reward would outlast its leases; here there are none.
+    assert settings(run, reward="code").config.reward.code.total_time_limit_s == 60
     assert (config.sampling.max_prompt_tokens, config.generator.batch_size, config.run.seed) == (60, 3, 9)
 
 
