@@ -89,6 +89,8 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
 def run_config_of(model: str) -> Path | None:
     """The ``config.toml`` of the run that ``model`` is a checkpoint or an export of (or is); None if it is of none."""
     path = Path(model)
+    if not path.exists():
+        return None  # a hub id
     for folder in (path, path.parent, path.parent.parent):
         if (folder / "config.toml").is_file() and (folder / "run_id").is_file():
             return folder / "config.toml"

@@ -1,5 +1,4 @@
-"""Which source files a module of the user's own is made of: itself, and what it imports from beside it. Pure but for
-reading.
+"""Which source files a module of the user's own is made of: itself, and what it imports from beside it.
 
 Called by ``local_code`` for digests. *Beside it* is the outermost package that it is part of, or else the folder of its
 file, with all below. Found by reading ``import`` statements anywhere in the sources (in functions, under conditions),
@@ -16,6 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 _INSTALLED = ("site-packages", "dist-packages")
+_PACKAGE_FILE = "__init__.py"
 _OWN = "async_rl"
 
 
@@ -28,7 +28,7 @@ class LocalFolder(str):
 def search_folder(source: Path) -> Path:
     """Where the top-level names that ``source`` may import from beside it lie."""
     folder = source.resolve().parent
-    while (folder / "__init__.py").is_file():
+    while (folder / _PACKAGE_FILE).is_file():
         folder = folder.parent
     return folder
 
@@ -48,31 +48,30 @@ def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
         name = todo.pop()
         if name in found or name.partition(".")[0] in (_OWN, *sys.stdlib_module_names):
             continue
-        module = _find(name, folder)
-        if module is None or module.origin is None or not module.origin.endswith(".py"):
-            continue
-        path = Path(module.origin).resolve()
-        if not path.is_relative_to(root) or set(path.relative_to(root).parts) & set(_INSTALLED):
+        path = _find(name, folder)
+        if path is None or not path.is_relative_to(root) or set(path.relative_to(root).parts) & set(_INSTALLED):
             continue
         found[name] = path
-        todo += _imported(path, module.parent or "")
+        todo += _imported(path, name if path.name == _PACKAGE_FILE else name.rpartition(".")[0])
     return found
 
 
-def _find(name: str, folder: Path) -> ModuleSpec | None:
-    """Where Python would find ``name`` if ``folder`` were the only ``LocalFolder``, behind all other places."""
+def _find(name: str, folder: Path) -> Path | None:
+    """The file in ``folder`` that Python would import as ``name``, if that were the only ``LocalFolder``.
+
+    None if there is none, or if another place of ``sys.path`` comes first.
+    """
+    first, *rest = name.split(".")
     places = [*(place for place in sys.path if not isinstance(place, LocalFolder)), str(folder)]
-    spec: ModuleSpec | None = None
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        try:
-            spec = PathFinder.find_spec(".".join(parts[:depth]), places)
-        except (ImportError, ValueError):
-            return None
-        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
-            return None
-        places = list(spec.submodule_search_locations or ())
-    return spec
+    top = PathFinder.find_spec(first, places)
+    if top is None or (top.origin is not None and not Path(top.origin).resolve().is_relative_to(folder)):
+        return None
+    # Below the top all is in its folder, with or without an __init__.py.
+    place = folder.joinpath(first, *rest)
+    for path in (place / _PACKAGE_FILE, place.with_name(f"{place.name}.py")):
+        if path.is_file():
+            return path.resolve()
+    return None
 
 
 def _imported(source: Path, package: str) -> set[str]:

@@ -39,7 +39,10 @@ def covers(folder: Path, name: str, changed: str) -> bool:
 
 
 SOURCES = {
-    "mine": "import json, helper\nfrom shared import prompts\ndef f(item):\n    import late\n    return helper.one()\n",
+    "mine": (
+        "import json, helper\nfrom shared import prompts\nfrom far.away.place import x\n"
+        "def f(item):\n    import late\n    return helper.one()\n"
+    ),
     "helper": "from shared.deep import two\ndef one():\n    return two() - 1.0\n",
     "late": "",
     "json": "1 / 0\n",  # the standard library's is meant
@@ -47,6 +50,7 @@ SOURCES = {
     "shared__prompts": "",
     "shared__deep": "def two():\n    return 2.0\n",
     "shared__unused": "",
+    "far__away__place": "x = 1\n",  # folders without an __init__.py
 }
 
 
@@ -58,6 +62,7 @@ SOURCES = {
         ("late.py", True),
         ("shared/prompts.py", True),
         ("shared/deep.py", True),
+        ("far/away/place.py", True),
         ("shared/unused.py", False),
         ("unused.py", False),
         ("json.py", False),
