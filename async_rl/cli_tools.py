@@ -26,69 +26,102 @@ def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
     typer.echo(config_to_toml(load_config(config, overrides or [])), nl=False)
 
 
-@tools.command("eval", short_help="Answer a dataset with a model and print its accuracy.")
+@tools.command("eval", short_help="Answer data sets with models; compare evaluations.")
 def evaluate(
-    model: Annotated[
-        str,
+    models: Annotated[
+        list[str],
         typer.Argument(
-            metavar="MODEL", help="A model directory, a hub id, a checkpoint, or a run directory (its latest)."
+            metavar="MODEL",
+            help="Model directories, hub ids, checkpoints, or run directories (their latest). With --compare: run "
+            "directories, or what --out named.",
         ),
     ],
-    dataset: Annotated[Path, typer.Option("--dataset", metavar="FILE", help="Rows to answer (JSONL).")],
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Answers a row.")] = 1,
+    datasets: Annotated[
+        list[str] | None,
+        typer.Option("--dataset", metavar="[NAME=]FILE", help="Rows to answer, as data.eval; may be repeated."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="CONFIG", help="Settings, and data sets; default: those of the first MODEL's run."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    samples: Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers a row.")] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy decoding.")
-    ] = 0.0,
+        float | None, typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy decoding.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", metavar="P", help="As eval.top_p; 1: off.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", min=0, help="As eval.top_k; 0: off.")] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, tokens.")
-    ] = 3584,
+        int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, tokens.")
+    ] = None,
     max_prompt_tokens: Annotated[
-        int, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts are counted, not asked.")
-    ] = 4096,
-    reward: Annotated[str, typer.Option("--reward", metavar="TYPE", help="As reward.type.")] = "boxed",
+        int | None, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts get no answer.")
+    ] = None,
+    reward: Annotated[str | None, typer.Option("--reward", metavar="TYPE", help="As reward.type.")] = None,
     system_prompt: Annotated[
-        str | None, typer.Option("--system-prompt", metavar="TEXT", help="Default: by reward type; empty: none.")
+        str | None, typer.Option("--system-prompt", metavar="TEXT", help="As data.system_prompt; empty: none.")
     ] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at a time.")
-    ] = 64,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="For sampling above temperature 0.")] = 0,
+        int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at a time.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, help="For sampling above temperature 0.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write every answer to DIR/answers.jsonl.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Write answers (DATASET.jsonl) and figures.json there.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows; default: all.")
+        int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Answer nothing: tables of what runs and --out directories hold.")
+    ] = False,
 ) -> None:
-    """Answer the rows of a dataset with a model and print its accuracy.
+    """Answer data sets with models and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
 
-    Give the --system-prompt and the limits that the run was trained with: the defaults are those of a new config.
+    Settings (system prompt, reward, limits, environment, data.eval) are those of --config, else those of the run that
+    the first MODEL comes from, else the defaults of a new config; options here win. Several models are asked the same.
 
     \b
-    Example:
-      async-rl eval runs/quickstart --dataset runs/quickstart-task/seed-0/held_out.jsonl --system-prompt ""
+    Examples:
+      async-rl eval runs/quickstart
+      async-rl eval Qwen/Qwen2.5-0.5B-Instruct runs/gsm8k --dataset test.jsonl --samples 8 --temperature 0.6
+      async-rl eval --compare runs/quickstart
     """
-    from async_rl.evaluation import describe_figures, run_eval
+    given = {
+        "datasets": None if datasets is None else tuple(datasets),
+        "config": config,
+        "overrides": None if overrides is None else tuple(overrides),
+        "num_samples": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "reward": reward,
+        "system_prompt": system_prompt,
+        "batch_size": batch_size,
+        "seed": seed,
+        "limit": limit,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if compare:
+        _compare([Path(model) for model in models], has_options=bool(chosen) or out is not None)
+        return
+    from async_rl.eval_settings import EvalOptions, eval_settings
+    from async_rl.evaluation import describe, run_eval
 
-    figures = run_eval(
-        model,
-        dataset=dataset,
-        num_samples=samples,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        reward_type=reward,
-        system_prompt=system_prompt,
-        batch_size=batch_size,
-        seed=seed,
-        out=out,
-        limit=limit,
-        progress=_show_progress if sys.stderr.isatty() else None,
-    )
-    for line in describe_figures(figures):
+    options = EvalOptions(**chosen)
+    settings = eval_settings(models, options)
+    for note in settings.notes:
+        typer.echo(note)
+    found = run_eval(models, settings, out=out, progress=_show_progress if sys.stderr.isatty() else None)
+    for line in describe(found, settings.config):
         typer.echo(line)
     if out is not None:
-        typer.echo(f"answers: {out / 'answers.jsonl'}")
+        typer.echo(f"answers: {', '.join(str(out / f'{name}.jsonl') for name in settings.config.data.eval)}")
 
 
 @tools.command(short_help="Write a checkpoint as a Hugging Face model directory.")
@@ -147,6 +180,16 @@ def keys_new(
         typer.echo(line)
 
 
-def _show_progress(num_done: int, num_rows: int) -> None:
-    sys.stderr.write(f"\r{num_done}/{num_rows} rows answered" + ("\n" if num_done == num_rows else ""))
+def _compare(paths: list[Path], *, has_options: bool) -> None:
+    from async_rl.errors import ConfigError
+    from async_rl.eval_table import compare
+
+    if has_options:
+        raise ConfigError("--compare answers nothing: expected directories and no other option")
+    for line in compare(paths):
+        typer.echo(line)
+
+
+def _show_progress(what: str, num_done: int, num_rows: int) -> None:
+    sys.stderr.write(f"\r{what}: {num_done}/{num_rows} rows" + ("\n" if num_done == num_rows else ""))
     sys.stderr.flush()

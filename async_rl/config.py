@@ -6,7 +6,7 @@ refused. Keys without a value are left out of the TOML (TOML has no null).
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,10 +15,11 @@ from async_rl.config_section import Section
 from async_rl.engine_config import VLLM_MIN_TEMPERATURE, GeneratorConfig, SamplingConfig, WeightsConfig
 from async_rl.environment_config import EnvironmentConfig
 from async_rl.errors import AddressError
+from async_rl.eval_config import EvalConfig
 from async_rl.local_code import is_code_name
 from async_rl.lora_config import LoraConfig
 from async_rl.loss_config import LossConfig
-from async_rl.task_config import REWARD_NEEDS, SYSTEM_PROMPTS, DataConfig, EvalConfig, RewardConfig
+from async_rl.task_config import REWARD_NEEDS, SYSTEM_PROMPTS, VOTED_REWARDS, DataConfig, RewardConfig
 
 OnStale = Literal["drop", "wait", "mask"]
 
@@ -127,7 +128,9 @@ class LogConfig(Section):
     wandb: Literal["off", "online", "offline"] = "off"
     project: str = "async-rl"
     rollouts_every: int = Field(default=10, ge=0, description="steps; 0: never")
-    rollouts_groups: int = Field(default=2, ge=1, description="groups written each time")
+    rollouts_groups: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        default=2, description="groups of the step's that are written, chosen at random"
+    )
 
 
 class SftConfig(Section):
@@ -175,6 +178,7 @@ class Config(Section):
         self._check_device_keys()
         self._check_code_keys()
         self._check_environment()
+        self._check_eval_keys()
         return self
 
     def _check_staleness_keys(self) -> None:
@@ -272,6 +276,7 @@ class Config(Section):
             ("sampling.temperature", self.sampling.temperature),
             ("sampling.temperature_end", self.sampling.temperature_end or 1.0),
             ("eval.temperature", self.eval.temperature or 1.0),
+            *((f"eval.sets.{name}.temperature", own.temperature or 1.0) for name, own in self.eval.sets.items()),
         ):
             if temperature < VLLM_MIN_TEMPERATURE:
                 raise ValueError(
@@ -288,12 +293,16 @@ class Config(Section):
                 raise ValueError(f"{key}: expected {needed} devices, one for each process, got {len(devices)}")
 
     def _check_code_keys(self) -> None:
-        longest, lease = self.reward.code.total_time_limit_s, self.queue.lease_timeout_s
-        if self.reward.type == "code" and longest >= lease:
-            raise ValueError(
-                f"reward.code.total_time_limit_s: expected less than queue.lease_timeout_s = {lease}, got {longest}; "
-                f"an answer that takes so long would lose its lease"
-            )
+        lease = self.queue.lease_timeout_s
+        for key, longest, is_asked in (
+            ("reward.code.total_time_limit_s", self.reward.code.total_time_limit_s, "code" in self.reward.names),
+            ("reward.time_limit_s", self.reward.time_limit_s, any(map(is_code_name, self.reward.names))),
+        ):
+            if is_asked and longest >= lease:
+                raise ValueError(
+                    f"{key}: expected less than queue.lease_timeout_s = {lease}, got {longest}; an answer that takes "
+                    f"so long would lose its lease"
+                )
 
     def _check_environment(self) -> None:
         environment = self.environment
@@ -304,6 +313,11 @@ class Config(Section):
                 f"environment.timeout_s: expected less than queue.lease_timeout_s = {self.queue.lease_timeout_s:g}, "
                 f"got {environment.timeout_s:g}; a lease would expire while its environment is still allowed to work"
             )
+        if self.reward.names != (RewardConfig().type,):
+            raise ValueError(
+                f"reward.type, reward.extra: expected neither with an environment, which scores its rollouts itself, "
+                f"got {', '.join(self.reward.names)}; leave them out, or environment.name"
+            )
         if environment.rows is not None and self.data.train:
             raise ValueError(f"environment.rows: expected none with data.train, got {environment.rows}")
         if self.data.on_long_prompt == "truncate":
@@ -311,6 +325,25 @@ class Config(Section):
                 'data.on_long_prompt: expected "drop" with an environment, got "truncate"; its states are '
                 "its own to cut"
             )
+
+    def _check_eval_keys(self) -> None:
+        for name in self.eval.sets:
+            if name not in self.data.eval:
+                raise ValueError(f"eval.sets.{name}: expected a name of data.eval = {sorted(self.data.eval)}, got none")
+        # A function of the user's own may extract answers; of the others, these do.
+        extracts = self.reward.type in VOTED_REWARDS or is_code_name(self.reward.type)
+        if self.eval.majority and (self.environment.is_set or not extracts):
+            scorer = "an environment" if self.environment.is_set else f"reward.type = {self.reward.type!r}"
+            raise ValueError(
+                f"eval.majority: expected false with {scorer}, which extracts no answers that could be voted on, got "
+                f"true"
+            )
+
+    @property
+    def takes_votes(self) -> bool:
+        """Whether evaluations take a vote over the answers to a row."""
+        extracts = not self.environment.is_set and self.reward.type in VOTED_REWARDS
+        return extracts if self.eval.majority is None else self.eval.majority
 
     @property
     def system_prompt(self) -> str:

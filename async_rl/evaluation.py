@@ -1,168 +1,201 @@
-"""Offline evaluation: answer the rows of a dataset with a model and score them. The body of ``async-rl eval``.
+"""Offline evaluation: answer the rows of data sets with models and score them. The body of ``async-rl eval``.
 
-The generator's own backend samples, so an answer here is what a generator of the run would have said.
+The generator's own parts sample and score (``rollouts``: single answers, or environments of several turns), with the
+random numbers that a run's evaluations have. So an answer here is what a generator of the run would have said.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from async_rl.chat import model_directory, quiet_progress_bars
-from async_rl.config import Config
-from async_rl.config_file import parse_config
-from async_rl.data import load_rows_of
-from async_rl.errors import DataError, ModelError
-from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
-from async_rl.generator.backend import Backend, Sampled
-from async_rl.generator.grading import graded_rollouts
-from async_rl.preflight import check_writable
-from async_rl.records import Group, Lease, Prompt, Rollout, Sampling
-from async_rl.rewards.records import Reward
-from async_rl.rewards.registry import build_reward
+import numpy as np
 
-Progress = Callable[[int, int], None]
-"""Called with (rows answered, rows)."""
+from async_rl.chat import load_tokenizer, model_directory, quiet_progress_bars
+from async_rl.config import Config
+from async_rl.data import load_rows_of
+from async_rl.errors import ConfigError, DataError, ModelError
+from async_rl.eval_figures import eval_figures
+from async_rl.eval_records import Decode, append_json_lines, row_records
+from async_rl.eval_settings import EvalSettings, describe_settings
+from async_rl.eval_table import FIGURES_FILE, Entry, eval_table
+from async_rl.generator.answering import Answered, answer_leases
+from async_rl.generator.backend import Backend
+from async_rl.generator.grading import Grader, ThreadGrader
+from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
+from async_rl.generator.worker import build_backend, build_environment, grading_threads
+from async_rl.metrics import EVAL_FIGURES
+from async_rl.preflight import check_writable
+from async_rl.queue.admission import eval_sampling, lease_seed
+from async_rl.records import Lease, Prompt
+from async_rl.rewards.registry import build_reward
+from async_rl.rewards.voting import vote_key_of
+from async_rl.run_dir import write_atomically
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is answered by whom, rows answered, rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One model's figures on one set, and why rows have no answer, if some have none."""
+
+    model: str
+    dataset: str
+    figures: Mapping[str, float]
+    causes: Mapping[str, int]
+    first_failure: str
 
 
 def run_eval(
-    model: str,
-    *,
-    dataset: Path,
-    num_samples: int = 1,
-    temperature: float = 0.0,
-    max_new_tokens: int = 3584,
-    max_prompt_tokens: int = 4096,
-    reward_type: str = "boxed",
-    system_prompt: str | None = None,
-    batch_size: int = 64,
-    seed: int = 0,
-    out: Path | None = None,
-    limit: int | None = None,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Figures of ``model`` on ``dataset``: accuracy, pass@k, length, and how many prompts were too long to be asked.
+    models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, progress: Progress | None = None
+) -> list[Evaluated]:
+    """Every model's figures on every set of ``data.eval``, model by model.
 
     Args:
-        model: a Hugging Face directory, a hub id, or a checkpoint of a run.
-        max_prompt_tokens: longer prompts are not asked; they are counted, and left out of the figures.
-        out: a directory for ``answers.jsonl``; it must not hold one yet.
+        models: Hugging Face directories, hub ids, or checkpoints of runs.
+        out: a directory for ``DATASET.jsonl``, a line an answer, and ``figures.json``; none of them may exist.
 
     Raises:
-        UserError: the model, the dataset or an option is unfit.
+        UserError: a model, a data set or a setting is unfit, or no row of a set can be answered.
     """
-    settings = {
-        "run": {"dir": "unused", "seed": seed},
-        "model": {"path": model},
-        "data": {} if system_prompt is None else {"system_prompt": system_prompt},
-        "sampling": {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens},
-        "reward": {"type": reward_type},
-        # Who names code on this command line allows it.
-        "generator": {"batch_size": batch_size, "allow_code": [reward_type.rpartition(":")[0]]},
-    }
-    config = parse_config(settings, "the command line")
-    answers = None if out is None else _answers_path(out)
-    prompts = _prompts(config, dataset, limit)
+    if len(set(models)) < len(models):
+        raise ConfigError(f"expected models that differ, got {', '.join(models)}")
+    config = settings.config
+    if out is not None:
+        _check_out(out, config)
+    prompts = {name: _prompts(config, name) for name in config.data.eval}
+    found: list[Evaluated] = []
     with ExitStack() as stack:
-        directory = _model_directory(model, stack)
-        backend, decode = _backend(config, directory)
-        stack.enter_context(closing(backend))
-        reward = stack.enter_context(closing(build_reward(config)))
-        leases = [_lease(config, prompt, num_samples=num_samples, temperature=temperature) for prompt in prompts]
-        groups, num_too_long = sample_leases(backend, reward, leases, progress=progress)
-    if answers is not None:
-        write_json_lines(answers, (answer_record(p, r, decode) for p, g in groups for r in g.rollouts))
-    figures = {key.removeprefix("eval/dataset/"): value for key, value in eval_metrics("dataset", groups).items()}
-    return {**figures, "too_long": num_too_long}
+        grader = None if config.environment.is_set else _grader(config, stack)
+        for model in models:
+            with ExitStack() as of_model:
+                backend, rollouts, decode = _player(config, model, grader, of_model)
+                for name in config.data.eval:
+                    leases = [_lease(config, name, prompt) for prompt in prompts[name]]
+
+                    def tell(done: int, rows: int, what: str = f"{model} on {name}") -> None:
+                        if progress is not None:
+                            progress(what, done, rows)
+
+                    answered = answer_leases(backend, rollouts, leases, progress=tell)
+                    found.append(_evaluated(config, model, name, answered))
+                    if out is not None:
+                        _write(out, found, answered, decode)
+    return found
 
 
-_MEANINGS = {
-    "accuracy": "share of answers that are right",
-    "pass_at_k": "share of rows with a right answer among their samples",
-    "length_mean": "tokens an answer",
-    "truncated": "share of answers cut at --max-new-tokens",
-    "rows": "rows answered",
-    "too_long": "rows left out: prompts above --max-prompt-tokens",
-}
+def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
+    """The figures for people: a line each for one model on one set, else a table for each set."""
+    lines: list[str] = []
+    for name in dict.fromkeys(one.dataset for one in found):
+        of_set = [one for one in found if one.dataset == name]
+        lines.append(f"{name}: {int(of_set[0].figures['rows'])} rows, {describe_settings(config, name)}")
+        if len(found) == 1:
+            lines += _figure_lines(of_set[0].figures)
+        else:
+            lines += eval_table(["model"], [Entry((one.model,), one.figures) for one in of_set])
+        lines += [line for one in of_set for line in _failure_lines(one)]
+    return lines
 
 
-def describe_figures(figures: Mapping[str, float]) -> list[str]:
+def _figure_lines(figures: Mapping[str, float]) -> list[str]:
     """One line a figure: key, value, meaning."""
+    tries = {f"pass_at_{2**i}": f"chance that one of {2**i} answers is right, unbiased" for i in range(1, 11)}
+    meanings = {**EVAL_FIGURES, **tries, "pass_at_1": "share of answers that are wholly right"}
+    return [f"{key:<17} {value:<10.4g} {meanings.get(key, '')}".rstrip() for key, value in figures.items()]
+
+
+def _failure_lines(one: Evaluated) -> list[str]:
+    if not one.causes:
+        return []
+    causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in one.causes.items())
+    rows = int(one.figures["unanswered"])
     return [
-        f"{key:<12} {value:<10.4g} {_MEANINGS.get(key, '')}".rstrip()
-        for key, value in figures.items()
-        if key not in ("version_min", "version_max")  # of a run's weights; a model on disk has none
+        f"{one.model} has no answer to {rows} rows of {one.dataset}, counted as wrong: {causes}; {one.first_failure}"
     ]
 
 
-def sample_leases(
-    backend: Backend, reward: Reward, leases: Sequence[Lease], *, progress: Progress | None = None
-) -> tuple[list[tuple[Prompt, Group]], int]:
-    """Every lease's group, in the order of ``leases``, and the number of prompts too long to be asked."""
-    open_leases: dict[str, Lease] = {}
-    samples: dict[str, list[Sampled]] = {}
-    rollouts: dict[str, list[Rollout]] = {}
-    for lease in leases:
-        prompt_ids = backend.encode_prompt(lease.prompt.messages)
-        if len(prompt_ids) <= lease.sampling.max_prompt_tokens:
-            open_leases[lease.lease_id], samples[lease.lease_id] = lease, []
-            backend.submit(lease, prompt_ids)
-    while backend.num_running:
-        for sample in backend.step():
-            lease, answers = open_leases[sample.lease_id], samples[sample.lease_id]
-            answers.append(sample)
-            if len(answers) == lease.group_size:
-                answers.sort(key=lambda one: one.index)
-                rollouts[sample.lease_id] = graded_rollouts(reward, lease, answers)
-            if progress is not None:
-                progress(len(rollouts), len(open_leases))
-    groups = [(lease.prompt, _group(lease, rollouts[lease_id])) for lease_id, lease in open_leases.items()]
-    return groups, len(leases) - len(groups)
+def _evaluated(config: Config, model: str, dataset: str, answered: Answered) -> Evaluated:
+    rows = [group.rollouts for _, group in answered.groups]
+    if not any(rows):
+        counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in answered.causes.items())
+        raise DataError(
+            f"{model} could not answer any of the {len(rows)} rows of {dataset}: {counts}; {answered.first_failure}"
+        )
+    found = eval_figures(rows, vote_key=vote_key_of(config))
+    # Versions are of a run's weights; a model on disk has none.
+    figures = {key: value for key, value in found.items() if not key.startswith("version_")}
+    return Evaluated(model, dataset, figures, dict(Counter[str](answered.causes)), answered.first_failure)
 
 
-def _group(lease: Lease, rollouts: Sequence[Rollout]) -> Group:
-    return Group(
-        lease_id=lease.lease_id,
+def _player(config: Config, model: str, grader: Grader | None, stack: ExitStack) -> tuple[Backend, Rollouts, Decode]:
+    """The model, ready to answer, what plays its rollouts, and its tokens as text; closed with ``stack``."""
+    quiet_progress_bars()
+    directory = _model_directory(model, stack)
+    backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
+    tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
+
+    def decode(token_ids: np.ndarray) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    if grader is not None:
+        truncates = config.data.on_long_prompt == "truncate"
+        return backend, SingleTurnRollouts(backend, grader, truncates=truncates), decode
+    environment = build_environment(config, directory, backend, None, stack)
+    assert environment is not None
+    return backend, environment, decode
+
+
+def _grader(config: Config, stack: ExitStack) -> ThreadGrader:
+    reward = stack.enter_context(closing(build_reward(config)))
+    return stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config, reward))))
+
+
+def _prompts(config: Config, name: str) -> list[Prompt]:
+    rows = load_rows_of(config, config.data.eval[name]).rows[: config.eval.of(name).max_rows]
+    return [Prompt(row, row, 0, found.messages, found.reward_data) for row, found in enumerate(rows)]
+
+
+def _lease(config: Config, dataset: str, prompt: Prompt) -> Lease:
+    seed = lease_seed(config.run.seed, "eval", dataset, prompt.position)
+    return Lease(
+        lease_id=f"{dataset}-{prompt.position}",
         kind="eval",
-        position=lease.prompt.position,
-        generator_id="eval",
+        prompt=prompt,
+        group_size=config.eval.of(dataset).num_samples,
+        sampling=eval_sampling(config, dataset),
         lineage="",
-        temperature=lease.sampling.temperature,
-        rollouts=tuple(rollouts),
+        min_version=0,
+        max_staleness=0,
+        attempt=1,
+        seed=seed,
     )
 
 
-def _prompts(config: Config, dataset: Path, limit: int | None) -> list[Prompt]:
-    rows = load_rows_of(config, str(dataset)).rows[:limit]
-    return [Prompt(i, i, 0, row.messages, row.reward_data) for i, row in enumerate(rows)]
-
-
-def _lease(config: Config, prompt: Prompt, *, num_samples: int, temperature: float) -> Lease:
-    sampling = Sampling(
-        temperature=temperature,
-        top_p=1.0,
-        top_k=0,
-        max_new_tokens=config.sampling.max_new_tokens,
-        max_prompt_tokens=config.sampling.max_prompt_tokens,
-        stop=(),
-    )
-    seed = (config.run.seed << 32) + prompt.position
-    return Lease(f"eval-{prompt.position}", "eval", prompt, num_samples, sampling, "", 0, 0, 0, seed)
-
-
-def _answers_path(out: Path) -> Path:
-    """Where the answers go; found to be writable before an hour of sampling, not after.
+def _check_out(out: Path, config: Config) -> None:
+    """Whether the answers can be written, found out before an hour of sampling, not after.
 
     Raises:
         UserError: there are answers already, or nothing can be written there.
     """
-    answers = out / "answers.jsonl"
-    if answers.exists():
-        raise DataError(f"{answers} exists; choose another --out")
+    for name in (FIGURES_FILE, *(f"{dataset}.jsonl" for dataset in config.data.eval)):
+        if (out / name).exists():
+            raise DataError(f"{out / name} exists; choose another --out")
     check_writable(out, "--out")
-    return answers
+
+
+def _write(out: Path, found: Sequence[Evaluated], answered: Answered, decode: Decode) -> None:
+    """The newest answers, and the figures so far."""
+    newest = found[-1]
+    lines = (line for prompt, group in answered.groups for line in row_records(prompt, group, decode))
+    append_json_lines(out / f"{newest.dataset}.jsonl", ({"model": newest.model, **line} for line in lines))
+    write_atomically(out / FIGURES_FILE, json.dumps([asdict(one) for one in found], indent=1) + "\n")
 
 
 def _model_directory(model: str, stack: ExitStack) -> Path:
@@ -180,20 +213,3 @@ def _model_directory(model: str, stack: ExitStack) -> Path:
         export_checkpoint(checkpoint, scratch / "model")
         return scratch / "model"
     return model_directory(model, weights=True)
-
-
-def _backend(config: Config, directory: Path) -> tuple[Backend, Decode]:
-    import torch
-
-    from async_rl.chat import load_tokenizer
-    from async_rl.generator.transformers_backend import TransformersBackend
-
-    quiet_progress_bars()
-    tokenizer = load_tokenizer(directory)
-    backend = TransformersBackend.from_files(
-        directory,
-        config.generator,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        load_pretrained=True,
-    )
-    return backend, lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -164,6 +164,8 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     state = "finished" if run_dir.is_finished else "not finished"
     lines = [f"{state}: {steps} steps, this launch took {duration(wall_s)}"]
     lines += [f"accuracy on {name}: {values[0]:.3f} -> {values[-1]:.3f}" for name, values in evals.items()]
+    if any(len(values) > 2 for values in evals.values()):
+        lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
     if run_dir.ledger.exists():
         lines.append(ledger_line(json.loads(run_dir.ledger.read_text(encoding="utf-8"))))
     lines.append(f"run directory: {run_dir.path}")

@@ -149,6 +149,16 @@ def eval_accuracies(row: Row) -> dict[str, float]:
     return {"/".join(parts[1:-1]): row["/".join(parts)] for parts in names if row["/".join(parts)] is not None}
 
 
+def eval_lines(row: Row) -> list[str]:
+    """A line for each set of an eval row; rows without an answer are told, for they count as wrong."""
+    lines: list[str] = []
+    for dataset, accuracy in eval_accuracies(row).items():
+        missing, rows = (row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows"))
+        without = f" ({missing} of {rows} rows without an answer)" if missing else ""
+        lines.append(f"eval {dataset} at step {row['step']}: accuracy {accuracy:.3f}{without}")
+    return lines
+
+
 def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
     """One step in one line of text."""
     parts = [f"step {row['step']}/{num_steps}"]
@@ -182,8 +192,8 @@ class PlainView:
     def refresh(self, members: Sequence[Member]) -> None:
         for row in self._tail.poll():
             self._progress.add(row)
-            for dataset, accuracy in eval_accuracies(row).items():
-                self.note(f"eval {dataset} at step {row['step']}: accuracy {accuracy:.3f}")
+            for line in eval_lines(row):
+                self.note(line)
             if is_step_row(row):
                 self.note(step_line(row, self._progress.num_steps, self._progress.eta_s))
 
@@ -235,8 +245,8 @@ class LiveView:
     def _show_rows(self) -> None:
         for row in self._tail.poll():
             self._progress.add(row)
-            for dataset, accuracy in eval_accuracies(row).items():
-                self.note(f"eval {dataset} at step {row['step']}: accuracy {accuracy:.3f}")
+            for line in eval_lines(row):
+                self.note(line)
 
     def _draw(self, members: Sequence[Member]) -> RenderableType:
         progress, row = self._progress, self._progress.step_row

@@ -2,8 +2,9 @@
 
 A name is ``module:attribute``, importable there (the working directory is searched last), or ``file.py:attribute``; an
 environment's may do without the attribute, and then is the module itself. A machine runs only what its operator allowed
-by name (``generator.allow_code``), and only if the source file has the digest that the learner's has: the learner sends
-digests with the handshake, whoever loads code compares (``rewards.registry``, ``environments.fork_server``).
+by name (``generator.allow_code``), and only if its source has the digest that the learner's has: the learner sends
+digests with the handshake, whoever loads code compares (``rewards.registry``, ``environments.fork_server``). The source
+is the named file and the modules beside it that it imports (``local_imports`` says which).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError, QueueError
+from async_rl.local_imports import LocalFolder, search_folder, source_files
 
 logger = logging.getLogger(__name__)
 
 DIGESTS_FILE = "code_digests.json"
-"""Among the files of the handshake, and in the run directory: name -> SHA-256 in hex of its source file."""
+"""Among the files of the handshake, and in the run directory: name -> SHA-256 in hex of its source."""
 
 _NAME = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]+\.py)(?::(?P<attribute>[A-Za-z_]\w*))?")
 
@@ -53,12 +55,15 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
 
 
 def code_digests(names: Iterable[str]) -> dict[str, str]:
-    """Of each name, the SHA-256 in hex of its module's source file. What that imports in turn is not looked at.
+    """Of each name, the SHA-256 in hex of its source.
+
+    That of a single file is the file's own. Of several it is that of lines ``path  SHA-256``, in order, with paths from
+    where their top-level modules lie.
 
     Raises:
         ConfigError: there is no such module or file, or it has no source.
     """
-    return {name: hashlib.sha256(_source(_spec(name), name).read_bytes()).hexdigest() for name in names}
+    return {name: _digest(_sources(_spec(name), name)) for name in names}
 
 
 def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
@@ -92,13 +97,18 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
     check_allowed([name], allowed)
     _, attribute = _parts(name)
     spec = _spec(name)
-    source = _source(spec, name)
-    found = hashlib.sha256(source.read_bytes()).hexdigest()
+    sources = _sources(spec, name)
+    source, *imported = sources.values()
+    found = _digest(sources)
     if digest is not None and found != digest:
+        listed = "".join(f", {path}" for path in imported)
         raise ConfigError(
-            f"{name}: expected the learner's source, SHA-256 {digest[:16]}, got {found[:16]} in {source}; copy the "
-            f"file from the learner's machine, or start the learner again with this one"
+            f"{name}: expected the learner's source, SHA-256 {digest[:16]}, got {found[:16]} in {source}{listed}; copy "
+            f"what differs from the learner's machine, or start the learner again with this"
         )
+    folder = LocalFolder(search_folder(source))
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that nothing there hides an installed module
     try:
         module = sys.modules.get(spec.name)
         if module is None:
@@ -109,6 +119,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
     except Exception as error:  # the user's own code raises whatever it likes
         sys.modules.pop(spec.name, None)
         raise ConfigError(f"{name}: importing {source} failed: {type(error).__name__}: {error}") from error
+    _check_origins(sources, name)
     if attribute is None:
         return module
     try:
@@ -184,7 +195,34 @@ def _spec(name: str) -> ModuleSpec:
     return spec
 
 
-def _source(spec: ModuleSpec, name: str) -> Path:
+def _sources(spec: ModuleSpec, name: str) -> dict[str, Path]:
+    """As ``source_files``; the named file first."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise ConfigError(f"{name}: expected a module with a Python source file, got {spec.origin or 'none'}")
-    return Path(spec.origin)
+    return source_files(spec, Path(spec.origin))
+
+
+def _digest(sources: Mapping[str, Path]) -> str:
+    paths = set(sources.values())
+    if len(paths) == 1:
+        return hashlib.sha256(paths.pop().read_bytes()).hexdigest()
+    folder = search_folder(next(iter(sources.values())))
+    lines = sorted(
+        f"{path.relative_to(folder).as_posix()}  {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths
+    )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _check_origins(sources: Mapping[str, Path], name: str) -> None:
+    """Whether what was imported is what the digest was taken of: one process has one module of a name.
+
+    Raises:
+        ConfigError: a module of the same name was imported from elsewhere before.
+    """
+    for module_name, path in sources.items():
+        loaded = getattr(sys.modules.get(module_name), "__file__", None)
+        if loaded is not None and Path(loaded).resolve() != path:
+            raise ConfigError(
+                f"{name}: expected {module_name} from {path}, got the one of that name that was imported from {loaded} "
+                f"before; rename one of them"
+            )

@@ -22,6 +22,29 @@ from async_rl.errors import ConfigError
 from async_rl.run_dir import RunDir, write_atomically
 from async_rl.step_log import Row, StepLog, read_rows
 
+EVAL_FIGURES: dict[str, str] = {
+    "accuracy": "mean accuracy of the answers (mean@n); rows without an answer are wrong",
+    "accuracy_se": "its standard error, over rows",
+    "pass_at_N": "chance that one of N answers to a row is right, unbiased; N = 1, 2, 4, ...",
+    "pass_at_k": "the same for all answers to a row",
+    "best_of_n": "accuracy of the best answer to each row",
+    "majority_at_n": "accuracy of the answer that most answers to a row agree on",
+    "reward": "mean reward of an answer, punishments included",
+    "reward_best_of_n": "reward of the answer to each row that earned most",
+    "score": "mean sum of an answer's scores; with an environment",
+    "score_best_of_n": "the highest of each row",
+    "turns": "turns an answer; with an environment",
+    "length_mean": "tokens an answer",
+    "truncated": "share of answers cut at the limit",
+    "failed": "answers whose environment failed, counted as wrong; absent if none",
+    "rows": "rows of the set",
+    "samples": "answers a row",
+    "unanswered": "rows without an answer: too long, or failed; counted as wrong",
+    "version_min": "oldest version that answered",
+    "version_max": "newest version that answered",
+}
+"""What an evaluation tells of one set."""
+
 METRIC_KEYS: dict[str, str] = {
     "step": "optimizer steps done, skipped ones included",
     "version": "optimizer steps that changed the weights",
@@ -86,9 +109,7 @@ METRIC_KEYS: dict[str, str] = {
     "overlap/efficiency": "steps/s over 1 / max(generation, training)",
     "throughput/trained_tokens_per_s": "tokens/trained a second",
     "throughput/generated_tokens_per_s": "tokens sampled a second, over all generators",
-    "eval/<dataset>/accuracy": "mean accuracy over answers",
-    "eval/<dataset>/score": "mean sum of an answer's scores; with an environment",
-    "eval/<dataset>/pass_at_k": "share of rows with a right answer in k = eval.num_samples",
+    **{f"eval/<dataset>/{name}": meaning for name, meaning in EVAL_FIGURES.items()},
 }
 """The keys that others may rely on, with their meaning; rows may hold more."""
 

@@ -84,6 +84,11 @@ class Lease:
     attempt: int
     seed: int
 
+    @property
+    def wants_kept(self) -> bool:
+        """Whether every sampled token is to come with what top-p and top-k left: what is trained on needs it."""
+        return self.kind == "train" and not self.sampling.keeps_all
+
 
 class TokenSequence(msgspec.Struct, frozen=True, eq=False):
     """One contiguous token sequence that the policy saw and continued.

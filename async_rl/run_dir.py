@@ -28,7 +28,7 @@ MAY_DIFFER: tuple[str, ...] = (
     "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
     "weights.transport", "weights.deadline_s", "weights.bucket_bytes", "weights.staging_bytes",
     "weights.trusted_network", "weights.deltas",
-    "checkpoint.every", "checkpoint.keep_last",
+    "checkpoint.every", "checkpoint.keep_last", "reward.max_concurrent",
     "log.wandb", "log.project", "log.rollouts_every", "log.rollouts_groups",
     "sft",
 )  # fmt: skip

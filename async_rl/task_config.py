@@ -1,9 +1,10 @@
-"""What is learnt: the sections ``data``, ``reward``, ``eval``. ``config.py`` checks them against the others."""
+"""What is learnt: the sections ``data`` and ``reward``. ``config.py`` checks them against the others."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -21,6 +22,9 @@ REWARD_NEEDS: dict[str, tuple[str, ...]] = {
     "code": ("test_cases",),
 }
 """The rewards that come with async-rl, by name, and what each needs of a row. ``rewards.registry`` builds them."""
+
+VOTED_REWARDS = ("boxed", "think_answer_tags", "exact")
+"""Those that extract an answer which others may be compared with, so that a majority means something."""
 
 SYSTEM_PROMPTS: dict[str, str] = {
     "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
@@ -71,6 +75,14 @@ class DataConfig(Section):
         default="refuse", description="when the training file is another one than at the checkpoint"
     )
     shuffle: bool = Field(default=True, description="a new seeded order every epoch")
+
+    @field_validator("eval")
+    @classmethod
+    def _are_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:  # of files and metrics
+            if re.fullmatch(r"\w[\w.+-]*", name) is None:
+                raise ValueError(f"expected names of letters, digits and _ . + -, got {name!r}")
+        return value
 
 
 class CodeRewardConfig(Section):
@@ -131,7 +143,8 @@ class RewardConfig(Section):
         "is an answer, and a reward of 0 for cut answers, even without soft_overlong",
     )
     cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
-    time_limit_s: float = Field(default=5.0, gt=0, description="per answer")
+    time_limit_s: float = Field(default=5.0, gt=0, description="for comparing one answer, or one async call of yours")
+    max_concurrent: int = Field(default=64, ge=1, le=1024, description="async calls of yours at the same time")
     code: CodeRewardConfig = CodeRewardConfig()
 
     @field_validator("type")
@@ -154,10 +167,3 @@ class RewardConfig(Section):
     def names(self) -> tuple[str, ...]:
         """Every reward that the run asks for, ``type`` first."""
         return (self.type, *self.extra)
-
-
-class EvalConfig(Section):
-    every: int = Field(default=50, ge=0, description="steps; 0: only at the start and the end")
-    temperature: float = Field(default=0.0, ge=0)
-    num_samples: int = Field(default=1, ge=1)
-    max_rows: int | None = Field(default=None, ge=1, description="the first rows of each dataset; none: all")

@@ -477,3 +477,21 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     ):
         assert shown in lines, (shown, lines)
     assert not any(line.startswith("stop") for line in lines)
+
+
+def test_an_evaluation_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "expected --dataset FILE, or a config with data.eval" in refusal(capsys, "eval", "owner/model")
+    assert "got neither" in refusal(capsys, "eval", "--compare", str(tmp_path))
+    found = refusal(capsys, "eval", "--compare", str(tmp_path), "--samples", "2")
+    assert "--compare answers nothing: expected directories and no other option" in found
+    found = refusal(capsys, "eval", "owner/model", "--dataset", "a.jsonl", "--set", "evl.x=1")
+    assert "the config with this command line is not a valid config" in found
+
+
+def test_evaluations_of_a_run_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    row = {"step": 3, "eval/math/accuracy": 0.5, "eval/math/rows": 8}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["eval", "--compare", str(tmp_path)])
+    assert leaving.value.code == 0
+    assert capsys.readouterr().out.split() == ["math:", "8", "rows", "step", "accuracy", "3", "0.500"]

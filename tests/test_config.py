@@ -12,6 +12,9 @@ from async_rl.address import check_address, is_loopback, local_host_towards, ref
 from async_rl.config import Config
 from async_rl.config_file import apply_override, config_difference, config_to_toml, load_config, parse_config
 from async_rl.errors import AddressError, ConfigError
+from async_rl.eval_config import EvalSet
+
+NAMES = st.from_regex(r"\A\w[\w.+-]{0,9}\Z")
 
 
 def a_config(**sections: dict[str, Any]) -> Config:
@@ -61,6 +64,52 @@ def test_vllm_takes_no_determinism_and_no_temperature_that_it_would_change():
     assert refusal(eval={"temperature": 0.001}, generator=vllm).endswith("expected at least 0.01, got 0.001")
     assert a_config(sampling={"temperature": 0.01}, generator=vllm, eval={"temperature": 0.0}).generator.vllm
     assert a_config(sampling={"temperature": 0.009}).sampling.temperature == 0.009
+    found = refusal(data={"eval": {"a": "f"}}, eval={"sets": {"a": {"temperature": 0.001}}}, generator=vllm)
+    assert "eval.sets.a.temperature: with generator.backend vllm, which samples no colder" in found
+
+
+def test_a_set_of_evaluations_has_its_own_keys_and_the_common_ones_else():
+    sets = {"math": {"num_samples": 8, "temperature": 0.6, "top_p": 0.95, "every": 100}}
+    config = a_config(data={"eval": {"math": "f", "other": "g"}}, eval={"max_rows": 9, "top_k": 5, "sets": sets})
+    assert config.eval.of("math") == EvalSet(100, 8, 0.6, 0.95, 5, None, 9)
+    assert config.eval.of("other") == EvalSet(50, 1, 0.0, 1.0, 5, None, 9)
+    # 0 is a value of its own, not "none".
+    assert a_config(data={"eval": {"a": "f"}}, eval={"sets": {"a": {"every": 0}}}).eval.of("a").every == 0
+
+
+def test_a_set_of_evaluations_must_be_there_and_have_a_name_for_files():
+    found = refusal(data={"eval": {"math": "f"}}, eval={"sets": {"maths": {"num_samples": 8}}})
+    assert found.endswith("eval.sets.maths: expected a name of data.eval = ['math'], got none")
+    for name in ("a/b", "a b", "", "."):
+        found = refusal(data={"eval": {name: "f"}})
+        assert f"data.eval: expected names of letters, digits and _ . + -, got {name!r}" in found
+
+
+@pytest.mark.parametrize("reward", [{"type": "code"}, {"type": "exact"}, {"extra": {"xml_format": 1.0}}])
+def test_a_reward_beside_an_environment_is_refused_for_it_would_do_nothing(reward: dict[str, Any]):
+    found = refusal(environment={"name": "mine.py"}, reward=reward)
+    assert "reward.type, reward.extra: expected neither with an environment, which scores its rollouts itself" in found
+    assert a_config(environment={"name": "mine.py"}, reward={"scale": 2.0}).environment.is_set
+
+
+def test_a_reward_that_may_take_longer_than_a_lease_is_refused():
+    queue = {"lease_timeout_s": 20.0}
+    for reward, key in (
+        ({"type": "code"}, "reward.code.total_time_limit_s"),
+        ({"extra": {"code": 1.0}}, "reward.code.total_time_limit_s"),
+        ({"type": "mine:f", "time_limit_s": 20.0}, "reward.time_limit_s"),
+    ):
+        assert f"{key}: expected less than queue.lease_timeout_s = 20.0" in refusal(reward=reward, queue=queue)
+
+
+@pytest.mark.parametrize("groups", [1, 7, "all"])
+def test_rollouts_are_logged_by_number_or_all(groups: Any):
+    assert a_config(log={"rollouts_groups": groups}).log.rollouts_groups == groups
+
+
+@pytest.mark.parametrize("groups", [0, "some", 1.5])
+def test_other_numbers_of_logged_rollouts_are_refused(groups: Any):
+    assert "log.rollouts_groups" in refusal(log={"rollouts_groups": groups})
 
 
 @pytest.mark.parametrize(
@@ -177,7 +226,7 @@ def test_an_override_of_another_form_is_refused(override: str):
             ),
             "loss": st.fixed_dictionaries({}, optional={"skip_threshold": st.sampled_from([0, 2.0])}),
             "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(), max_size=3)}),
-            "data": st.fixed_dictionaries({}, optional={"eval": st.dictionaries(st.text(min_size=1), st.text())}),
+            "data": st.fixed_dictionaries({}, optional={"eval": st.dictionaries(NAMES, st.text())}),
             "learner": st.fixed_dictionaries(
                 {}, optional={"devices": st.lists(st.integers(0, 7), min_size=1, max_size=1)}
             ),

@@ -11,16 +11,20 @@ from pydantic import BaseModel
 
 from async_rl.config import Config
 from async_rl.environment_config import EnvironmentConfig
+from async_rl.eval_config import EvalConfig
 from async_rl.local_code import load_code
 from async_rl.loss_config import CONTRADICTIONS, PRESETS, LossConfig
-from async_rl.metrics import METRIC_KEYS
+from async_rl.metrics import EVAL_FIGURES, METRIC_KEYS
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.task_config import ColumnsConfig, DataConfig, RewardConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
-TASK_PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("data.md", "rewards.md", "environments.md"))
+TASK_PAGES = "".join(
+    (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("data", "rewards", "environments", "evaluation", "predecessors")
+)
 
 
 def section(title: str) -> str:
@@ -62,7 +66,7 @@ def test_every_metric_to_watch_is_one():
     assert named <= set(METRIC_KEYS)
 
 
-@pytest.mark.parametrize("model", [DataConfig, ColumnsConfig, RewardConfig, EnvironmentConfig])
+@pytest.mark.parametrize("model", [DataConfig, ColumnsConfig, RewardConfig, EnvironmentConfig, EvalConfig])
 def test_every_key_of_data_rewards_and_environments_is_explained(model: type[BaseModel]):
     assert [key for key in model.model_fields if not re.search(rf"\b{key}\b", TASK_PAGES)] == []
 
@@ -73,6 +77,22 @@ def test_every_key_that_the_pages_on_tasks_name_exists():
         model = sections.get(name)
         if isinstance(model, type) and issubclass(model, BaseModel):
             assert key in model.model_fields, f"{name}.{key}"
+
+
+def test_every_figure_of_an_evaluation_is_explained():
+    figures = (DOCS / "evaluation.md").read_text(encoding="utf-8").split("\n## Figures\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", figures)) | {"pass_at_N"}  # that is pass_at_1, _2, ... there
+    assert EVAL_FIGURES.keys() <= named
+
+
+def test_every_row_about_the_predecessors_says_how_or_why_not():
+    page = (DOCS / "predecessors.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    features = [row for row in rows if row[0] != "feature"]
+    assert len(features) > 70
+    assert [row for row in features if len(row) != 3 or not all(row)] == []
+    known = {"C", "C+", "C (first)", "R", "R+", "D", "none"}
+    assert {of for row in features for of in re.split("[,;] ", row[1])} <= known
 
 
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TASK_PAGES, re.DOTALL))
@@ -101,4 +121,4 @@ def test_the_example_rewards_work(tmp_path: Path):
         RewardOutput({"right": 1.0, "tried": 0.1}, 1.0, "4"),
         RewardOutput({"right": 0.0, "tried": 0.1}, 0.0, "5"),
     ]
-    assert load("judged").needs_whole_group
+    assert load("judged").is_async

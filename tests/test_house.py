@@ -13,13 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "faults", "memory", "local_code", "__init__"),
+    ("errors", "faults", "memory", "local_imports", "local_code", "__init__"),
     ("kept_tokens", "records", "wire", "codec", "address"),
     (
         "config_section",
         "task_config",
         "engine_config",
         "environment_config",
+        "eval_config",
         "loss_config",
         "lora_config",
         "config",
@@ -38,9 +39,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "queue",
         "weights",
         "curve",
+        "eval_figures",
+        "eval_table",
     ),
     ("generator", "learner"),
-    ("evaluation", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
+    ("evaluation", "eval_settings", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
     ("cli_options", "cli_tools", "cli"),
     ("__main__",),
 )
@@ -55,9 +58,9 @@ LIGHT = (
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
     "local_code", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli", "generator.worker",
     "generator.backend", "generator.fake_backend", "generator.rollouts", "generator.trajectory",
-    "generator.environment_rollouts", "generator.seat_estimate", "generator.shared_staging", "generator.vllm_plugin",
-    "generator.vllm_engine", "generator.vllm_sampling", "weights.receiver", "weights.stream_server", "weights.delta",
-    "weights.transport",
+    "generator.answering", "generator.environment_rollouts", "generator.seat_estimate", "generator.shared_staging",
+    "generator.vllm_plugin", "generator.vllm_engine", "generator.vllm_sampling", "weights.receiver",
+    "weights.stream_server", "weights.delta", "weights.transport", "eval_figures", "eval_table",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

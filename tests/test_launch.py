@@ -23,7 +23,16 @@ from async_rl.config_file import parse_config
 from async_rl.errors import AddressError, ConfigError, RunError
 from async_rl.launch import _owned_run_dir, describe_commands, explain, ledger_line, summary
 from async_rl.lifeline import Lifeline
-from async_rl.live_view import LiveView, MetricsTail, PlainView, Progress, duration, eval_accuracies, step_line
+from async_rl.live_view import (
+    LiveView,
+    MetricsTail,
+    PlainView,
+    Progress,
+    duration,
+    eval_accuracies,
+    eval_lines,
+    step_line,
+)
 from async_rl.preflight import check_bindable
 from async_rl.run_dir import RunDir, prepare_run_dir
 from async_rl.supervisor import Member, Outcome, Supervisor, Timing
@@ -536,6 +545,14 @@ def test_durations_are_short(seconds: float, text: str):
     assert duration(seconds) == text
 
 
+def test_rows_without_an_answer_are_told_beside_the_accuracy():
+    row = {"step": 3, "eval/a/accuracy": 0.5, "eval/a/unanswered": 2, "eval/a/rows": 8, "eval/b/accuracy": 1.0}
+    assert eval_lines({**row, "eval/b/unanswered": 0}) == [
+        "eval a at step 3: accuracy 0.500 (2 of 8 rows without an answer)",
+        "eval b at step 3: accuracy 1.000",
+    ]
+
+
 def test_the_plain_view_prints_one_line_a_step_and_an_evaluation(tmp_path: Path):
     console = Console(width=60, force_terminal=False, record=True, file=io.StringIO())
     view = PlainView(console, tmp_path / "metrics.jsonl", 10)
@@ -585,6 +602,9 @@ def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: 
     lines = summary(run_dir, 3.0)
     assert lines[0] == "finished: 1 steps, this launch took 3s"
     assert "accuracy on gsm8k: 0.250 -> 0.500" in lines
+    assert not any("--compare" in line for line in lines)
+    append(run_dir.metrics, {"step": 2, "eval/gsm8k/accuracy": 0.5})
+    assert f"all evaluations: async-rl eval --compare {tmp_path}" in summary(run_dir, 3.0)
     assert "groups: issued 9 = trained 6 + filtered 2 + dropped as stale 1" in lines
 
 

@@ -29,7 +29,7 @@ class Sampled:
         versions: int32 [N].
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
         text: the sampled tokens decoded, without special tokens.
-        kept: N sets, what top-p and top-k left of the vocabulary; None if the lease's sampling ``keeps_all``.
+        kept: N sets, what top-p and top-k left of the vocabulary; None unless the lease ``wants_kept``.
     """
 
     lease_id: str

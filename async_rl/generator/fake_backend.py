@@ -181,7 +181,7 @@ class FakeBackend:
             versions=versions[np.searchsorted(changed_at, steps, side="right") - 1],
             finish_reason=sequence.finish_reason,
             text=self._text(lease, sequence.index),
-            kept=None if lease.sampling.keeps_all else _first_ids(num_kept, count, self._fake.vocab_size),
+            kept=_first_ids(num_kept, count, self._fake.vocab_size) if lease.wants_kept else None,
         )
 
     def _text(self, lease: Lease, index: int) -> str:

@@ -354,7 +354,7 @@ class TransformersBackend:
             versions=versions,
             finish_reason=finish_reason,
             text=self._decoded(token_ids),
-            kept=join(occupant.kept) if occupant.kept else None,
+            kept=join(occupant.kept) if occupant.kept and occupant.lease.wants_kept else None,
         )
 
     def _decoded(self, token_ids: np.ndarray) -> str:

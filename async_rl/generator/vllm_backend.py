@@ -103,7 +103,8 @@ class VllmBackend:
         tokenizer = load_tokenizer(directory)
         model = describe_model(directory)
         text_config: Any = model.config.get_text_config(decoder=True)
-        wanted = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+        answers = [config.eval.of(name).max_new_tokens or 0 for name in config.data.eval]
+        wanted = config.sampling.max_prompt_tokens + max(config.sampling.max_new_tokens, *answers, 0)
         max_length = min(wanted, getattr(text_config, "max_position_embeddings", None) or wanted)
         engine = VllmEngine.start(engine_arguments(directory, config, device=device, max_length=max_length))
         return cls(
@@ -152,11 +153,11 @@ class VllmBackend:
                 f"max_position_embeddings or by sampling.max_prompt_tokens; lower sampling.max_new_tokens"
             )
         vocab_size = self._engine.vocab_size
-        listed = num_listed(sampling, vocab_size)
+        listed = num_listed(sampling, vocab_size) if lease.wants_kept else 0
         self._leases[lease.lease_id] = _Progress(lease.group_size)
         for index, seed in enumerate(seeds(lease)):
             parameters = sampling_parameters(sampling, seed, listed=listed, eos_ids=self._eos_ids)
-            gathered = Gathered(None if sampling.keeps_all else vocab_size)
+            gathered = Gathered(vocab_size if lease.wants_kept else None)
             self._waiting.append(_Rollout(lease, index, prompt_ids, parameters, gathered))
         self._seat_waiting()
 

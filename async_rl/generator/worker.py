@@ -31,6 +31,7 @@ from async_rl.generator.trajectory import TokenizerText
 from async_rl.keys import ClientKeys
 from async_rl.local_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.memory import reuse_freed_memory
+from async_rl.rewards.combine import RewardSum
 
 __all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
 
@@ -83,7 +84,8 @@ def run_generator(
         stack.enter_context(closing(receiver))
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
-        grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config))))
+        num_threads = grading_threads(config, reward)
+        grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=num_threads)))
         environment = build_environment(config, directory, backend, digests, stack)
         Worker(
             queue=queue,
@@ -97,9 +99,13 @@ def run_generator(
         ).run()
 
 
-def grading_threads(config: Config) -> int:
-    """Answers that are graded side by side: programs take turns on cores, mathematics has one verifier process."""
-    return config.reward.code.num_workers if "code" in config.reward.names else 1
+def grading_threads(config: Config, reward: RewardSum) -> int:
+    """Answers that are graded side by side: programs take turns on cores, mathematics has one verifier process.
+
+    Async functions of the user's own mostly wait, a thread for each call.
+    """
+    threads = config.reward.code.num_workers if "code" in config.reward.names else 1
+    return max(threads, config.reward.max_concurrent) if reward.is_async else threads
 
 
 def _requested_backend(overrides: Sequence[str]) -> str:
@@ -152,15 +158,21 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
         (directory / name).write_bytes(content)
 
 
-def build_backend(config: Config, directory: Path) -> Backend:
+def build_backend(config: Config, directory: Path, *, load_pretrained: bool = False) -> Backend:
     """The engine that ``config.generator`` asks for, over the model files in ``directory``.
+
+    Its weights come by ``activate``; with ``load_pretrained`` they are those in ``directory``, as version 0 (not by
+    vllm).
 
     Raises:
         ModelError: the model is not one that the backend can run.
     """
     if config.generator.backend == "fake":
-        return FakeBackend(config.generator, answer_form=config.reward.type)
-    if uses_vllm(config):
+        fake = FakeBackend(config.generator, answer_form=config.reward.type)
+        if load_pretrained:
+            fake.activate(0, {})
+        return fake
+    if uses_vllm(config) and not load_pretrained:
         from async_rl.generator.vllm_backend import VllmBackend
 
         return VllmBackend.from_files(directory, config, device=cuda_device(config) or "cpu")
@@ -180,6 +192,7 @@ def build_backend(config: Config, directory: Path) -> Backend:
         device=cuda_device(config) or "cpu",
         dtype=config.model.dtype,
         deterministic=deterministic,
+        load_pretrained=load_pretrained,
         needs_template=config.data.prompt_format == "chat",
     )
 
@@ -192,11 +205,11 @@ def uses_vllm(config: Config) -> bool:
 
 
 def build_environment(
-    config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str], stack: ExitStack
+    config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack
 ) -> EnvironmentRollouts | None:
     """What plays rollouts of several turns, closed with ``stack``; None where the config names no environment.
 
-    ``code_digests`` are the learner's.
+    ``code_digests`` are the learner's; none: this machine is the user's own.
 
     Raises:
         ConfigError: the environment's code is not allowed here, not there, not the learner's, or fails when it is

@@ -7,15 +7,17 @@ written survives a restart in ``TrainerState.pending_evals``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from async_rl.config import Config
-from async_rl.eval_records import Decode, answer_record, eval_metrics, write_json_lines
+from async_rl.eval_figures import eval_metrics
+from async_rl.eval_records import Decode, row_records, write_json_lines
 from async_rl.learner.state import TrainerState
 from async_rl.queue.client import LearnerQueue
 from async_rl.queue.messages import EvalResult
+from async_rl.rewards.voting import vote_key_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,9 @@ class Evaluations:
         run_dir: Path,
         decode: Decode,
     ) -> None:
-        self._datasets, self._state, self._queue = tuple(config.data.eval), state, queue
+        self._every = {name: config.eval.of(name).every for name in config.data.eval}
+        self._vote_key = vote_key_of(config)
+        self._state, self._queue = state, queue
         self._record, self._directory, self._decode = record, run_dir / "eval", decode
         self._received: list[tuple[str, int]] = []
 
@@ -41,11 +45,14 @@ class Evaluations:
     def are_pending(self) -> bool:
         return bool(self._state.pending_evals)
 
-    def request(self, *, exclusive: bool) -> None:
-        """Ask for every dataset, of the weights that there are now; ``exclusive``: no training lease before the end."""
-        for dataset in self._datasets:
-            self._state.pending_evals.append((dataset, self._state.step))
-            self._request(dataset, self._state.step, exclusive=exclusive)
+    def request_all(self) -> None:
+        """Ask for every dataset, of the weights that there are now; there is no training lease before the end."""
+        self._ask(self._every, exclusive=True)
+
+    def request_due(self) -> None:
+        """Ask for the datasets whose turn it is after this step; training goes on meanwhile."""
+        step = self._state.step
+        self._ask([name for name, every in self._every.items() if every and step % every == 0], exclusive=False)
 
     def request_pending(self) -> None:
         """After a restart: answers that were not written are asked for again, of the weights that there are now."""
@@ -54,9 +61,8 @@ class Evaluations:
 
     def request_last(self) -> None:
         """Ask for the evaluation after training, unless one of this step was asked for already."""
-        final = {(dataset, self._state.step) for dataset in self._datasets}
-        if not final <= {*self._received, *self._state.pending_evals}:
-            self.request(exclusive=True)
+        asked = {*self._received, *self._state.pending_evals}
+        self._ask([name for name in self._every if (name, self._state.step) not in asked], exclusive=True)
 
     def collect(self) -> None:
         """Record what is finished, and let the queue know that it may forget it."""
@@ -70,6 +76,11 @@ class Evaluations:
                 self._received.append(key)
                 self._state.pending_evals.remove(key)
 
+    def _ask(self, datasets: Iterable[str], *, exclusive: bool) -> None:
+        for dataset in datasets:
+            self._state.pending_evals.append((dataset, self._state.step))
+            self._request(dataset, self._state.step, exclusive=exclusive)
+
     def _request(self, dataset: str, step: int, *, exclusive: bool) -> None:
         state = self._state
         self._queue.evaluate(
@@ -77,9 +88,15 @@ class Evaluations:
         )
 
     def _write(self, result: EvalResult) -> None:
-        figures = eval_metrics(result.dataset, result.groups)
+        prefix = f"eval/{result.dataset}/"
+        figures = eval_metrics(result.dataset, result.groups, vote_key=self._vote_key)
         path = self._directory / f"{result.dataset}-step-{result.step:06d}.jsonl"
-        write_json_lines(path, (answer_record(p, r, self._decode) for p, g in result.groups for r in g.rollouts))
+        write_json_lines(path, (line for p, g in result.groups for line in row_records(p, g, self._decode)))
         self._record(result.step, figures)
-        accuracy = figures.get(f"eval/{result.dataset}/accuracy", float("nan"))
+        accuracy = figures.get(f"{prefix}accuracy", float("nan"))
         logger.info("eval %s at step %d: accuracy %.3f", result.dataset, result.step, accuracy)
+        if unanswered := figures.get(f"{prefix}unanswered", 0):
+            logger.warning(
+                "eval %s at step %d: %d of %d rows have no answer (prompts too long, or failed) and count as wrong",
+                result.dataset, result.step, unanswered, figures[f"{prefix}rows"],
+            )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from async_rl.config import Config
 from async_rl.errors import TrainingError
-from async_rl.eval_records import Decode, answer_record, write_json_lines
+from async_rl.eval_records import Decode
 from async_rl.faults import fault_point
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import (
@@ -30,6 +30,7 @@ from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.evals import Evaluations
 from async_rl.learner.publishing import WeightsPlane
 from async_rl.learner.report import step_metrics
+from async_rl.learner.rollout_log import log_rollouts
 from async_rl.learner.scoring import score, with_scores
 from async_rl.learner.staleness_control import BoundLimits, BoundState, read, steer
 from async_rl.learner.state import TrainerState
@@ -97,7 +98,7 @@ class Trainer:
             self._evals.request_pending()
             self._publish()
         else:
-            self._evals.request(exclusive=True)
+            self._evals.request_all()
             self._publish()
             self._await_evals("the evaluation before training")
         self._clock.start_lap()
@@ -157,10 +158,12 @@ class Trainer:
         row |= self._bias.step(acked.stats.ledger)
         row |= {f"weights/{key}": value for key, value in self.weights.stats().items()}
         self.metrics.write({"step": self.state.step, "version": self.state.version, **row})
-        self._log_rollouts(batch.groups)
+        log_rollouts(
+            self._run_dir, batch.groups, step=self.state.step, version=version, config=config, decode=self._decode
+        )
         self._evals.collect()
-        if self._due(config.eval.every) and self.state.step < config.learner.steps:
-            self._evals.request(exclusive=False)
+        if self.state.step < config.learner.steps:
+            self._evals.request_due()
         check_skipped(self.state.skipped_in_a_row, updates[-1], config.loss)
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
@@ -255,9 +258,6 @@ class Trainer:
         self.queue.checkpoint_committed(self.state.lineage, self.state.step)
         self._last_checkpoint = self.state.step
 
-    def _due(self, every: int) -> bool:
-        return bool(every) and self.state.step % every == 0
-
     def _record_eval(self, step: int, figures: dict[str, Any]) -> None:
         self.metrics.write({"step": step, "time_s": self._clock.elapsed_s, **figures})
 
@@ -273,18 +273,6 @@ class Trainer:
         """Which groups this step trained on: the proof that no prompt was skipped or trained twice."""
         groups = [(item.group.position, item.group.lease_id) for item in taken]
         self.trained.write({"step": self.state.step + 1, "lineage": self.state.lineage, "groups": groups})
-
-    def _log_rollouts(self, taken: tuple[TakenGroup, ...]) -> None:
-        every = self.config.log.rollouts_every
-        if not every or (self.state.step - 1) % every:
-            return
-        path = self._run_dir / "rollouts" / f"step-{self.state.step:06d}.jsonl"
-        records = [
-            {**answer_record(item.prompt, rollout, self._decode), "generator": item.group.generator_id}
-            for item in taken[: self.config.log.rollouts_groups]
-            for rollout in item.group.rollouts
-        ]
-        write_json_lines(path, records)
 
     def _finish(self) -> None:
         """The last evaluation is wholly the final version; a run that ended early is checkpointed where it ended.

@@ -156,8 +156,13 @@ class BufferSettings:
         return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
 
     def lease_seed(self, kind: LeaseKind, dataset: str, position: int) -> int:
-        """63 bits that depend on nothing but the run's seed and the prompt's place."""
-        return xxhash.xxh3_64_intdigest(f"{self.seed}/{kind}/{dataset}/{position}".encode()) >> 1
+        """As ``lease_seed``, of this run."""
+        return lease_seed(self.seed, kind, dataset, position)
+
+
+def lease_seed(run_seed: int, kind: LeaseKind, dataset: str, position: int) -> int:
+    """63 bits that depend on nothing but the run's seed and the prompt's place."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{kind}/{dataset}/{position}".encode()) >> 1
 
 
 def train_sampling(config: Config) -> Sampling:
@@ -165,6 +170,8 @@ def train_sampling(config: Config) -> Sampling:
     return Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens, s.max_prompt_tokens, s.stop)
 
 
-def eval_sampling(config: Config) -> Sampling:
-    s = config.sampling
-    return Sampling(config.eval.temperature, 1.0, 0, s.max_new_tokens, s.max_prompt_tokens, s.stop)
+def eval_sampling(config: Config, name: str) -> Sampling:
+    """How the set of ``data.eval`` called ``name`` is answered."""
+    s, chosen = config.sampling, config.eval.of(name)
+    longest = chosen.max_new_tokens or s.max_new_tokens
+    return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, longest, s.max_prompt_tokens, s.stop)

@@ -80,13 +80,14 @@ class Buffer:
         return saved.save(self._state)
 
     def load(self, entries: Mapping[Kind, Mapping[str, Mapping[str, Any]]], small: Mapping[str, Any],
-        eval_rows: Mapping[str, Sequence[Row]], eval_sampling: Sampling, now: float) -> list[Place]:  # fmt: skip
+        eval_rows: Mapping[str, Sequence[Row]], eval_samplings: Mapping[str, Sampling],
+        now: float) -> list[Place]:  # fmt: skip
         """Go on from what an earlier process wrote down, on an empty buffer; the places of the bodies in use.
 
         Raises:
             QueueError: it is not understood.
         """
-        return saved.load(self._state, entries, small, eval_rows, eval_sampling, now)
+        return saved.load(self._state, entries, small, eval_rows, eval_samplings, now)
 
     # The learner.
 

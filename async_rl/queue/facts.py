@@ -122,10 +122,11 @@ def why_unfit(facts: GroupFacts, lease: Lease, *, newest_version: int) -> str:
     if facts.temperature != sampling.temperature:
         return f"expected samples at temperature {sampling.temperature}, got {facts.temperature}"
     # Logprobs of a renormalised distribution mean nothing without what it was renormalised over.
-    if facts.num_tokens and facts.has_kept_tokens == sampling.keeps_all:
+    if facts.num_tokens and facts.has_kept_tokens != lease.wants_kept:
         return (
-            f"expected {'no ' if sampling.keeps_all else ''}kept tokens under top_p = {sampling.top_p} and top_k = "
-            f"{sampling.top_k}, got {'some' if facts.has_kept_tokens else 'none'}"
+            f"expected {'' if lease.wants_kept else 'no '}kept tokens under top_p = {sampling.top_p} and top_k = "
+            f"{sampling.top_k}{'' if lease.kind == 'train' else ', in an evaluation'}, got "
+            f"{'some' if facts.has_kept_tokens else 'none'}"
         )
     if facts.num_tokens and not 0 <= facts.oldest_version <= facts.newest_version <= newest_version:
         return (

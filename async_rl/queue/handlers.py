@@ -151,8 +151,8 @@ class Handlers:
             dataset,
             field(fields, "step", int),
             rows,
-            self._config.eval.num_samples,
-            eval_sampling(self._config),
+            self._config.eval.of(dataset).num_samples,
+            eval_sampling(self._config, dataset),
             field(fields, "min_version", int),
             field(fields, "exclusive", bool),
         )

@@ -50,7 +50,7 @@ def save(state: QueueState) -> dict[str, Any]:
 
 def load(
     state: QueueState, entries: Entries, small: Mapping[str, Any], eval_rows: Mapping[str, Sequence[Row]],
-    eval_sampling: Sampling, now: float,
+    eval_samplings: Mapping[str, Sampling], now: float,
 ) -> list[Place]:  # fmt: skip
     """Fill an empty state; the places of the bodies in use.
 
@@ -67,7 +67,7 @@ def load(
         state.now, state.clock_ahead_s = small["now"], small["now"] - now
         _load_counters(state, small)
         groups = _load_groups(state, entries, small)
-        places = _load_evals(state, entries, small, eval_rows, eval_sampling)
+        places = _load_evals(state, entries, small, eval_rows, eval_samplings)
         _load_leases(state, entries)
     except (KeyError, TypeError, ValueError) as error:
         raise QueueError(
@@ -139,7 +139,7 @@ def _load_groups(state: QueueState, entries: Entries, small: Mapping[str, Any]) 
 
 def _load_evals(
     state: QueueState, entries: Entries, small: Mapping[str, Any], eval_rows: Mapping[str, Sequence[Row]],
-    sampling: Sampling,
+    samplings: Mapping[str, Sampling],
 ) -> list[Place]:  # fmt: skip
     answers: dict[tuple[str, int], dict[int, Answer]] = {}
     for key, fields in entries["answer"].items():
@@ -147,9 +147,8 @@ def _load_evals(
         answers.setdefault((dataset, step), {})[row] = Answer.from_facts(fields)
     for fields in entries["evaluation"].values():
         key = (fields["dataset"], fields["step"])
-        evaluation = Evaluation(
-            key, eval_rows[key[0]], fields["num_samples"], sampling, fields["min_version"], fields["exclusive"]
-        )
+        rows, sampling = eval_rows[key[0]], samplings[key[0]]
+        evaluation = Evaluation(key, rows, fields["num_samples"], sampling, fields["min_version"], fields["exclusive"])
         evaluation.attempts = Counter(fields["attempts"])
         state.evals.add(evaluation)
         for row, answer in answers.get(key, {}).items():

@@ -97,7 +97,7 @@ class QueueServer:
             settings, train_rows, stream, data_digest=data_digest, instance=secrets.token_hex(2),
             bodies=None if self._journal is None else RecentBodies(self._journal, _RECENT_BYTES), changes=self._changes,
         )  # fmt: skip
-        limited = {name: rows[: config.eval.max_rows] for name, rows in eval_rows.items()}
+        limited = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
         self._handlers = Handlers(buffer, config, limited, run_id)
         self._buffer, self._config, self._on_ready = buffer, config, on_ready
         self._lifeline_fd, self._orphan_s = lifeline_fd, orphan_s
@@ -270,8 +270,9 @@ class QueueServer:
             return
         plain = unpack(found.state["queue"])
         welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
-        sampling, now = eval_sampling(self._config), time.monotonic()
-        journal.adopt(self._buffer.load(found.entries, plain["buffer"], self._handlers.eval_rows, sampling, now))
+        rows, now = self._handlers.eval_rows, time.monotonic()
+        samplings = {name: eval_sampling(self._config, name) for name in rows}
+        journal.adopt(self._buffer.load(found.entries, plain["buffer"], rows, samplings, now))
         self._handlers.load(plain["handlers"], welcome, now)
         self._saved_welcome = self._handlers.welcome
         # Loading is no change of its own.

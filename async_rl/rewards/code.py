@@ -6,6 +6,8 @@ the judge's matter (``code_judge``, ``code_remote``).
 
 from __future__ import annotations
 
+import threading
+
 from async_rl.config import Config
 from async_rl.errors import RewardError
 from async_rl.rewards.code_judge import Judge, LocalJudge
@@ -29,8 +31,10 @@ class CodeReward:
     filtered by it. Else accuracy is 1 if all pass, in a fence or not. An answer is a program that passes all tests.
     """
 
-    def __init__(self, judge: Judge, *, scale: float, partial_credit: bool) -> None:
+    def __init__(self, judge: Judge, *, scale: float, partial_credit: bool, num_workers: int = 1) -> None:
+        """``num_workers`` programs are judged at a time, however many threads ask."""
         self._judge = judge
+        self._workers = threading.BoundedSemaphore(num_workers)
         self._scale = scale
         self._partial_credit = partial_credit
 
@@ -40,7 +44,8 @@ class CodeReward:
         except ValueError as error:
             raise RewardError(f"a code row can't be graded: {error}") from None
         program, format_valid = extract_program(item.text)
-        judgement = self._judge.judge(program or "", tests)
+        with self._workers:
+            judgement = self._judge.judge(program or "", tests)
         passed = judgement.all_passed
         accuracy = judgement.share_passed if self._partial_credit else float(passed)
         parts = {"correct": self._scale * accuracy if format_valid else 0.0}
@@ -75,6 +80,7 @@ def build_code_reward(config: Config, scale: float) -> CodeReward:
         RemoteJudge(code) if code.endpoint is not None else local_judge(code),
         scale=scale,
         partial_credit=code.partial_credit,
+        num_workers=code.num_workers,
     )
 
 

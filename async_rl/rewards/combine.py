@@ -39,6 +39,11 @@ class RewardSum:
         rewards = (self._main, *(extra.reward for extra in self._extras))
         return any(isinstance(reward, GroupReward) and reward.needs_whole_group for reward in rewards)
 
+    @property
+    def is_async(self) -> bool:
+        """Whether one of the rewards awaits: answers are then to be scored by many threads at a time."""
+        return any(getattr(reward, "is_async", False) for reward in (self._main, *(e.reward for e in self._extras)))
+
     def __call__(self, item: RewardInput) -> RewardOutput:
         return self.score_group([item])[0]
 

@@ -66,6 +66,21 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
     return verifier.ask(spelled_out(gold), spelled_out(prediction), time_limit_s) == "equal"
 
 
+def canonical_form(answer: str) -> Fraction | str:
+    """What two answers share only if ``answers_equal`` calls them equal without asking the verifier.
+
+    Answers that share none may be equal all the same: ``x+1`` and ``1+x``.
+    """
+    answer = answer.strip()
+    if len(answer) > MAX_ANSWER_CHARS:
+        return answer
+    number = plain_number(answer)
+    if number is not None:
+        return number
+    form = typeset_form(answer)
+    return form.casefold() if _are_words(answer, form, answer, form) else form
+
+
 def plain_number(text: str) -> Fraction | None:
     r"""The exact value of a plain number; None if ``text`` is anything else.
 

@@ -7,13 +7,15 @@ prompt, in order), or ``completions`` and ``solutions`` (lists of text: DistRL-L
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from async_rl.errors import ConfigError, RewardError
+from async_rl.rewards.async_calls import AsyncCalls
 from async_rl.rewards.records import RewardInput, RewardOutput
 
 _FORMS = (("item",), ("items",), ("completions", "solutions"))
@@ -26,9 +28,12 @@ class FunctionReward:
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], *, scale: float, is_main: bool, time_limit_s: float
-    ) -> None:
-        """``time_limit_s`` bounds each await of an async function; nothing can end a sync one that hangs.
+        self, name: str, function: Callable[..., Any], *, scale: float, is_main: bool, time_limit_s: float,
+        max_concurrent: int = 64,
+    ) -> None:  # fmt: skip
+        """``time_limit_s`` bounds each call of an async function; nothing can end a sync one that hangs.
+
+        ``max_concurrent`` calls of an async function run at the same time; a sync one is never called twice at once.
 
         Raises:
             ConfigError: it is not a function of one of the forms above.
@@ -37,21 +42,22 @@ class FunctionReward:
         self._part = name.rpartition(":")[2]
         self._time_limit_s = time_limit_s
         self._form = _form(name, function)
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        self._calls = AsyncCalls(max_concurrent=max_concurrent, time_limit_s=time_limit_s)
+        self._one_at_a_time = threading.Lock()
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004  (whether it is async, not whether it is callable)
         )
 
     @property
     def needs_whole_group(self) -> bool:
-        """A function of a group needs it; an async one of single rollouts is awaited for all of them at once."""
-        return self._form != "item" or self._is_async
+        return self._form != "item"
 
     def __call__(self, item: RewardInput) -> RewardOutput:
         return self.score_group([item])[0]
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
         try:
-            values = asyncio.run(self._awaited(items)) if self._is_async else self._called(items)
+            values = self._awaited(items) if self.is_async else self._called(items)
         except TimeoutError as error:
             raise RewardError(
                 f"{self._name} took longer than reward.time_limit_s = {self._time_limit_s:g} s"
@@ -63,19 +69,20 @@ class FunctionReward:
     def counters(self) -> dict[str, int]:
         return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._calls.close()
 
     def _called(self, items: Sequence[RewardInput]) -> Sequence[Any]:
-        if self._form == "item":
-            return [self._function(item) for item in items]
-        return self._sequence(self._function(*self._group_arguments(items)))
+        with self._one_at_a_time:
+            if self._form == "item":
+                return [self._function(item) for item in items]
+            return self._sequence(self._function(*self._group_arguments(items)))
 
-    async def _awaited(self, items: Sequence[RewardInput]) -> Sequence[Any]:
+    def _awaited(self, items: Sequence[RewardInput]) -> Sequence[Any]:
         if self._form == "item":
-            calls = (asyncio.wait_for(self._function(item), self._time_limit_s) for item in items)
-            return await asyncio.gather(*calls)
-        call = self._function(*self._group_arguments(items))
-        return self._sequence(await asyncio.wait_for(call, self._time_limit_s))
+            return self._calls.results([partial(self._function, item) for item in items])
+        (values,) = self._calls.results([partial(self._function, *self._group_arguments(items))])
+        return self._sequence(values)
 
     def _group_arguments(self, items: Sequence[RewardInput]) -> tuple[list[Any], ...]:
         if self._form == "items":

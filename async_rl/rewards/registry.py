@@ -44,7 +44,14 @@ def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, s
     if not is_code_name(name):
         return REWARDS[name](config, scale)
     function = load_code(name, allowed=config.generator.allow_code, digest=digest_of(name, code_digests))
-    return FunctionReward(name, function, scale=scale, is_main=is_main, time_limit_s=config.reward.time_limit_s)
+    return FunctionReward(
+        name,
+        function,
+        scale=scale,
+        is_main=is_main,
+        time_limit_s=config.reward.time_limit_s,
+        max_concurrent=config.reward.max_concurrent,
+    )
 
 
 def _answer_reward(extract: Callable[[str], Extraction], config: Config, scale: float) -> AnswerReward:

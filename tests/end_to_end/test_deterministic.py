@@ -191,10 +191,17 @@ def result_of(run_dir: Path) -> Trained:
     checkpoint = latest_checkpoint(run_dir)
     assert checkpoint is not None
     files = [run_dir / "rollouts" / f"step-{step:06d}.jsonl" for step in range(1, NUM_STEPS + 1)]
-    logged = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    for record in (record for step in logged for record in step):
-        del record["generator"]  # any of them gives the same
-    return Trained(load_tensors(checkpoint), logged)
+    rollouts = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    of_the_log = (
+        "position",
+        "lease_id",
+        "generator",
+        "trained_at",
+        "masked",
+        "index",
+    )  # beside what the plain loop notes, too
+    plain = [[{key: of[key] for key in of if key not in of_the_log} for of in step] for step in rollouts]
+    return Trained(load_tensors(checkpoint), plain)
 
 
 def assert_same_bits(got: Trained, expected: Trained) -> None:

@@ -99,7 +99,7 @@ def test_real_gsm8k_rows_go_through_every_stage(tmp_path: Path):
         task,
         learner={"steps": 2, "max_tokens": 4096},
         sampling={"max_prompt_tokens": 1024, "max_new_tokens": 16},
-        eval={"every": 0, "max_rows": 4},
+        eval={"every": 0, "max_rows": 4, "num_samples": 2, "temperature": 1.0},
     )
     config = write_config(tmp_path / "config.toml", raw)
     with roles(tmp_path / "logs") as start:
@@ -112,6 +112,23 @@ def test_real_gsm8k_rows_go_through_every_stage(tmp_path: Path):
     assert (run_dir / "export" / "model.safetensors").exists()
     assert (run_dir / "curve.png").exists()
     assert check_ledger(run_dir)["groups"]["trained"] == 8
+    with roles(tmp_path / "logs") as start:
+        checkpoint = str(run_dir / "checkpoints" / "step-000002")
+        start("eval", "eval", checkpoint, "--out", str(tmp_path / "offline")).succeed()
+        compare = start("compare", "eval", "--compare", str(run_dir), str(tmp_path / "offline"))
+        compare.succeed()
+    # The checkpoint is asked as the run asked it: the same rows, prompts, random numbers, and so the same answers.
+    during, offline = run_dir / "eval" / "held_out-step-000002.jsonl", tmp_path / "offline" / "held_out.jsonl"
+    assert [line["response"] for line in read_lines(offline)] == [line["response"] for line in read_lines(during)]
+    title, headings, *lines = compare.log.splitlines()
+    assert title == "held_out: 4 rows, 2 answers a row"
+    assert headings.split()[:3] == ["of", "step", "accuracy"]
+    assert [line.split()[:2] for line in lines] == [[str(run_dir), "0"], [str(run_dir), "2"], [checkpoint, "-"]]
+    assert lines[2].split()[2:] == lines[1].split()[2:-1]  # all figures but the versions
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_gsm8k_model(directory: Path) -> None:

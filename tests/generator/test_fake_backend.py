@@ -187,4 +187,5 @@ def test_what_keeps_all_carries_no_kept_tokens():
     backend = make_backend()
     backend.submit(make_lease("plain"), prompt_of(backend))
     backend.submit(make_lease("greedy", top_k=3, temperature=0.0), prompt_of(backend))
+    backend.submit(make_lease("evaluation", top_k=3, kind="eval"), prompt_of(backend))
     assert all(sampled.kept is None for sampled in run_all(backend).values())

@@ -269,6 +269,7 @@ def test_only_rows_that_do_not_keep_all_carry_kept_tokens_and_keep_them_when_oth
     backend, alone = make_backend(seats=8), make_backend(seats=8)
     submit(backend, "plain", group_size=3, max_new_tokens=5, seed=1)
     submit(backend, "greedy", group_size=2, top_k=2, temperature=0.0, max_new_tokens=9, seed=2)
+    submit(backend, "evaluation", group_size=1, top_k=2, max_new_tokens=9, seed=4, kind="eval")
     for one in (backend, alone):
         submit(one, "k", group_size=2, top_k=7, top_p=0.9, max_new_tokens=30, seed=3)
     finished, expected = run_all(backend), run_all(alone)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from async_rl.config import Config
 from async_rl.errors import TrainingError
@@ -197,6 +198,22 @@ def test_a_run_evaluates_first_between_and_last_and_every_answer_is_delivered(tm
     assert eval_groups["delivered"] == eval_groups["issued"] == 4 * NUM_EVAL_ROWS
 
 
+def test_every_set_is_evaluated_at_its_own_steps_and_at_the_start_and_the_end(tmp_path: Path):
+    run = make_run(
+        tmp_path,
+        data={"eval": {"test": "a.jsonl", "rare": "b.jsonl", "often": "c.jsonl"}},
+        eval={"sets": {"rare": {"every": 0}, "often": {"every": 1}}},
+    )
+    run.start()
+    assert run.queue is not None
+    asked = {name: [step for of, step, _ in run.queue.asked if of == name] for name in ("test", "rare", "often")}
+    assert asked == {"test": [0, 2, 4, 5], "rare": [0, 5], "often": [0, 1, 2, 3, 4, 5]}
+    assert all(exclusive == (step in (0, 5)) for _, step, exclusive in run.queue.asked)
+    assert sorted(path.name for path in (run.path / "eval").glob("rare-*")) == [
+        "rare-step-000000.jsonl", "rare-step-000005.jsonl",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("request_name", "at_step"), [("await_eval", 0), ("take", 0), ("take", 1), ("ack", 1)])
 def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path, request_name: str, at_step: int):
     run = make_run(tmp_path)
@@ -331,7 +348,7 @@ def test_groups_in_the_queue_are_trained_after_a_restart_that_lays_the_weights_o
     run.weights.name = "laid-out-anew"
 
     def sampled_anew(lease: Lease, version: int) -> Group:
-        return replace(answered(lease, version), weights_digest={version: f"laid-out-anew-{version}"})
+        return structs.replace(answered(lease, version), weights_digest={version: f"laid-out-anew-{version}"})
 
     run.start(answer=sampled_anew)
     assert run.steps == [1, 2, 3, 4, 5]
@@ -342,7 +359,9 @@ def test_groups_in_the_queue_are_trained_after_a_restart_that_lays_the_weights_o
 def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, digests: dict[int, str]):
     def forged(lease: Lease, version: int) -> Group:
         honest = answered(lease, version)
-        return honest if lease.kind == "eval" or lease.prompt.position else replace(honest, weights_digest=digests)
+        return (
+            honest if lease.kind == "eval" or lease.prompt.position else structs.replace(honest, weights_digest=digests)
+        )
 
     run = make_run(tmp_path)
     run.start(answer=forged)

@@ -17,7 +17,7 @@ from async_rl.queue.leases import HeldLease, LeaseTable
 from async_rl.queue.messages import NotReady, TrainedFacts
 from async_rl.queue.stream import PromptStream
 from async_rl.records import Lease
-from tests.queue.builders import LINEAGE, SAMPLING, announce, leases, make_buffer, rows, settings
+from tests.queue.builders import LINEAGE, announce, leases, make_buffer, rows, settings
 
 NUM_FEW, NUM_MANY = 100, 100_000
 NUM_CYCLES = 8
@@ -45,7 +45,7 @@ def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
         groups[held.lease_id] = GroupEntry(held).facts()
     buffer = Buffer(settings(**plain), rows(100), PromptStream(100, seed=0), bodies=bodies)
     entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
-    buffer.load({**entries, "group": groups}, small, {}, SAMPLING, 0.0)
+    buffer.load({**entries, "group": groups}, small, {}, {}, 0.0)
     return buffer
 
 

@@ -236,6 +236,14 @@ def test_renormalised_logprobs_without_what_was_kept_are_unfit(top_p: float, top
     assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no kept tokens under top_p = 1.0")
 
 
+def test_an_evaluation_carries_no_kept_tokens_whatever_its_sampling():
+    lease = replace(LEASE, kind="eval", sampling=replace(LEASE.sampling, top_p=0.9))
+    plain, kept = (structs.replace(group, kind="eval") for group in (fit_group(), chosen_from([[1], [2, 9], [0, 3]])))
+    assert why_unfit(read_facts(encode_group(plain)), lease, newest_version=2) == ""
+    refusal = why_unfit(read_facts(encode_group(kept)), lease, newest_version=2)
+    assert refusal == "expected no kept tokens under top_p = 0.9 and top_k = 0, in an evaluation, got some"
+
+
 def test_a_sampled_token_that_was_not_kept_is_unfit():
     facts = read_facts(encode_group(chosen_from([[1], [9], [0, 3]])))
     assert facts.unfit == "a sampled token is not among those that top-p and top-k kept"

@@ -103,7 +103,7 @@ def test_a_finished_run_stays_finished():
 
 def load_into(digest: str, world: World, **changes) -> Buffer:
     buffer = Buffer(settings(**changes), rows(12), PromptStream(12, seed=0), data_digest=digest)
-    buffer.load(world.entries, world.buffer.save(), {}, SAMPLING, 0.0)
+    buffer.load(world.entries, world.buffer.save(), {}, {}, 0.0)
     return buffer
 
 

@@ -27,6 +27,7 @@ from async_rl.queue.messages import (
     Returned,
 )
 from async_rl.queue.server import answering_run, ensure_queue
+from async_rl.records import Sampling
 from async_rl.wire import decode, encode
 from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_buffer, make_config, put, take
 from tests.queue.conftest import ROOT, attach, wait_until
@@ -192,6 +193,20 @@ def test_evaluation_results_reach_the_learner(servers, tmp_path):
     assert (result.dataset, result.step) == ("test", 0)
     assert [(prompt.row, len(answer.rollouts)) for prompt, answer in result.groups] == [(0, 3), (1, 0)]
     assert learner.eval_results("line-a", [("test", 0)]) == []
+
+
+def test_a_set_is_answered_as_its_own_keys_say(servers, tmp_path):
+    own = {"num_samples": 2, "temperature": 0.6, "top_p": 0.9, "top_k": 5, "max_new_tokens": 3, "max_rows": 1}
+    config = make_config(
+        str(tmp_path / "run"), data={"eval": {"test": "none.jsonl"}}, eval={"num_samples": 3, "sets": {"test": own}}
+    )
+    server = servers.start(config)
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    learner.evaluate("line-a", "test", 0, 0, True)
+    generator.hello(10.0, "fake")
+    (lease,) = get_leases(generator, count=9)
+    assert (lease.kind, lease.group_size, lease.sampling) == ("eval", 2, Sampling(0.6, 0.9, 5, 3, 8, ()))
 
 
 def test_malformed_messages_are_counted_and_answered(servers, tmp_path):

@@ -102,7 +102,7 @@ class Witness:
         small, depth, bodies = _written(self.buffer.save()), self.buffer.stats().depth, self.bodies
         self.now = clock
         self.start_server(bodies)
-        places = self.buffer.load(entries, small, {"test": EVAL_ROWS}, SAMPLING, self.now)
+        places = self.buffer.load(entries, small, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
         assert len(set(places)) == len(places) == len(bodies)
         for change in self.changes.drain():
             assert change.fields is not None

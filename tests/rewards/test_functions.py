@@ -2,7 +2,11 @@
 
 import asyncio
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.errors import ConfigError, RewardError
+from async_rl.generator.worker import grading_threads
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import REWARDS, build_reward
@@ -80,9 +85,9 @@ def test_async_functions_of_one_group_run_at_the_same_time():
             await asyncio.sleep(0)
         return float(item.text == "2")
 
-    reward = as_reward(judged)
-    assert reward.needs_whole_group
-    assert [o.accuracy for o in reward.score_group([rollout("2"), rollout("3")])] == [1.0, 0.0]
+    with closing(as_reward(judged)) as reward:
+        assert not reward.needs_whole_group
+        assert [o.accuracy for o in reward.score_group([rollout("2"), rollout("3")])] == [1.0, 0.0]
 
 
 def test_an_async_function_of_a_group():
@@ -204,3 +209,108 @@ def test_the_tables_name_the_same_rewards():
 def test_weights_that_make_no_sense_are_refused(extra: dict[str, Any]):
     with pytest.raises(ValueError, match="extra"):
         config(extra=extra)
+
+
+def test_async_calls_of_many_answers_run_at_once_and_none_waits_for_a_whole_group():
+    # Twelve threads score an answer each; each call waits until all twelve have begun.
+    begun: list[str] = []
+
+    async def judged(item: RewardInput) -> float:
+        begun.append(item.text)
+        while len(begun) < 12:
+            await asyncio.sleep(0.001)
+        return float(item.text == "2")
+
+    reward = as_reward(judged, max_concurrent=12)
+    with closing(reward), ThreadPoolExecutor(12) as threads:
+        outputs = list(threads.map(reward, [rollout("2" if i % 2 else "3") for i in range(12)]))
+    assert [output.accuracy for output in outputs] == [0.0, 1.0] * 6
+
+
+def test_no_more_async_calls_run_at_once_than_are_allowed_and_waiting_costs_no_time_of_the_limit():
+    # Ten calls of 50 ms, two at a time, last 250 ms; each has 200 ms, which only its own count against.
+    running = most = 0
+
+    async def judged(item: RewardInput) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return 1.0
+
+    with closing(as_reward(judged, max_concurrent=2, time_limit_s=0.2)) as reward:
+        assert all(output.accuracy == 1.0 for output in reward.score_group([rollout("2")] * 10))
+    assert most == 2
+
+
+def test_a_hanging_call_costs_its_own_answer_only():
+    async def judged(item: RewardInput) -> float:
+        if item.text == "hang":
+            await asyncio.Event().wait()
+        return 1.0
+
+    with closing(as_reward(judged, time_limit_s=0.2)) as reward, ThreadPoolExecutor(3) as threads:
+        hanging = threads.submit(reward, rollout("hang"))
+        others = [threads.submit(reward, rollout("2")) for _ in range(8)]
+        assert all(other.result().accuracy == 1.0 for other in others)
+        with pytest.raises(RewardError, match=r"took longer than reward\.time_limit_s"):
+            hanging.result()
+
+
+def test_async_calls_share_one_loop_so_that_a_session_can_be_kept():
+    loops: set[int] = set()
+
+    async def judged(item: RewardInput) -> float:
+        loops.add(id(asyncio.get_running_loop()))
+        return 1.0
+
+    with closing(as_reward(judged)) as reward:
+        for _ in range(3):
+            reward(rollout("2"))
+    assert len(loops) == 1
+
+
+def test_calls_that_run_when_the_reward_is_closed_are_cancelled():
+    began, ended = threading.Event(), threading.Event()
+
+    async def judged(item: RewardInput) -> float:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return 1.0
+
+    reward = as_reward(judged, time_limit_s=60.0)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(reward, rollout("2"))
+        assert began.wait(30)
+        reward.close()
+        assert ended.is_set()
+        with pytest.raises(CancelledError):
+            call.result()
+
+
+def test_a_plain_function_is_never_called_twice_at_once():
+    inside = threading.Lock()
+
+    def careless(item: RewardInput) -> float:
+        assert inside.acquire(blocking=False)
+        time.sleep(0.002)
+        inside.release()
+        return 1.0
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(output.accuracy for output in threads.map(as_reward(careless), [rollout("2")] * 12))
+
+
+def test_a_generator_has_a_thread_for_every_async_call(tmp_path: Path):
+    path = tmp_path / "judges.py"
+    path.write_text("async def judged(item):\n    return 1.0\ndef plain(item):\n    return 1.0\n")
+    made = config(type="exact", extra={f"{path}:judged": 1.0}, max_concurrent=17, allow=[str(path)])
+    with closing(build_reward(made)) as reward:
+        assert grading_threads(made, reward) == 17
+        assert reward(rollout("2")).parts == {"correct": 1.0, "judged": 1.0}
+    made = config(type="exact", extra={f"{path}:plain": 1.0}, max_concurrent=17, allow=[str(path)])
+    assert grading_threads(made, build_reward(made)) == 1

@@ -1,0 +1,142 @@
+"""Answers leases to the last one: the generator's loop without a queue, and without weights that change. No torch.
+
+Called by offline evaluation. ``rollouts`` decides whether an answer is a single one or is played with an environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from async_rl.generator.backend import Backend
+from async_rl.generator.grading import Graded
+from async_rl.generator.rollouts import Rollouts
+from async_rl.queue.messages import FailureCause
+from async_rl.records import Group, Lease, Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with (leases answered or failed, leases)."""
+
+_POLL_S = 0.002
+"""Graders and environments can't be blocked on; they are asked again after so long while the backend has nothing."""
+
+
+@dataclass(slots=True)
+class Answered:
+    """Every lease's group, in their order; one without rollouts where the lease could not be answered.
+
+    ``causes`` counts those by why, ``first_failure`` says it in words of the first one; empty if there is none.
+    """
+
+    groups: list[tuple[Prompt, Group]] = field(default_factory=list)
+    causes: Counter[FailureCause] = field(default_factory=Counter)
+    first_failure: str = ""
+
+
+def answer_leases(
+    backend: Backend, rollouts: Rollouts, leases: Sequence[Lease], *, progress: Progress | None = None
+) -> Answered:
+    """Answer all ``leases``. No more rollouts are open than the backend has seats, but for one lease's.
+
+    Raises:
+        ModelError: the backend can't sample like that. Whatever else the backend raises.
+    """
+    answering = _Answering(backend, rollouts, leases)
+    num_done = 0
+    while not answering.is_done:
+        answering.turn()
+        if progress is not None and answering.num_done != num_done:
+            num_done = answering.num_done
+            progress(num_done, len(leases))
+    return answering.answered()
+
+
+class _Answering:
+    def __init__(self, backend: Backend, rollouts: Rollouts, leases: Sequence[Lease]) -> None:
+        self._backend, self._rollouts, self._leases = backend, rollouts, leases
+        self._todo = deque(leases)
+        self._open: dict[str, dict[int, Rollout]] = {}
+        self._done: dict[str, tuple[Rollout, ...]] = {}
+        self._causes: Counter[FailureCause] = Counter()
+        self._first_failure = ""
+
+    @property
+    def num_done(self) -> int:
+        return len(self._done)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._todo and not self._open
+
+    def turn(self) -> None:
+        """Fill the seats, one decode step, take in what is scored."""
+        while self._todo and self._rollouts.num_open < self._backend.num_seats:
+            self._begin(self._todo.popleft())
+        if self._backend.num_running:
+            self._rollouts.take(self._backend.step())
+        elif self._open:
+            assert self._rollouts.num_pending, "nobody works on the leases that are open"
+            time.sleep(_POLL_S)
+        for graded in self._rollouts.collect():
+            self._take(graded)
+
+    def answered(self) -> Answered:
+        groups = [(lease.prompt, _group(lease, self._done[lease.lease_id])) for lease in self._leases]
+        return Answered(groups, self._causes, self._first_failure)
+
+    def _begin(self, lease: Lease) -> None:
+        limit = lease.sampling.max_prompt_tokens
+        try:
+            prompt_ids = self._rollouts.encode(lease)
+        except Exception as error:  # the boundary to templates and tokenizers: one bad prompt must not end it all
+            self._fail(lease, "engine_error", f"prompt can't be rendered: {type(error).__name__}: {error}")
+            return
+        if len(prompt_ids) > limit:
+            self._fail(lease, "prompt_too_long", f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens = {limit}")
+            return
+        self._open[lease.lease_id] = {}
+        self._rollouts.submit(lease, prompt_ids)
+
+    def _take(self, graded: Graded) -> None:
+        lease = graded.lease
+        found = self._open.get(lease.lease_id)
+        if found is None:
+            return
+        if graded.rollout is None:
+            self._fail(lease, graded.cause, graded.detail)
+            return
+        found[graded.index] = graded.rollout
+        if len(found) < lease.group_size:
+            return
+        if all(rollout.finish_reason == "error" for rollout in found.values()):
+            self._fail(lease, "environment_error", graded.detail)
+            return
+        del self._open[lease.lease_id]
+        self._done[lease.lease_id] = tuple(found[index] for index in range(lease.group_size))
+
+    def _fail(self, lease: Lease, cause: FailureCause, detail: str) -> None:
+        row = lease.prompt.row
+        if cause != "prompt_too_long":
+            logger.warning("row %d has no answer: %s: %s", row, cause.replace("_", " "), detail)
+        self._first_failure = self._first_failure or f"row {row}: {cause.replace('_', ' ')}: {detail}"
+        self._causes[cause] += 1
+        if self._open.pop(lease.lease_id, None) is not None:
+            self._rollouts.cancel(lease.lease_id)
+        self._done[lease.lease_id] = ()
+
+
+def _group(lease: Lease, rollouts: tuple[Rollout, ...]) -> Group:
+    return Group(
+        lease_id=lease.lease_id,
+        kind=lease.kind,
+        position=lease.prompt.position,
+        generator_id="",
+        lineage=lease.lineage,
+        temperature=lease.sampling.temperature,
+        rollouts=rollouts,
+    )
