@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "faults", "memory", "local_code", "__init__"),
+    ("errors", "faults", "memory", "local_code", "versions", "__init__"),
     ("kept_tokens", "records", "wire", "codec", "address"),
     (
         "config_section",
@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "config",
         "config_file",
     ),
-    ("run_dir", "step_log", "metrics", "eval_records", "lifeline"),
+    ("run_dir", "step_log", "metrics", "eval_records", "lifeline", "parity"),
     (
         "keys",
         "data_files",
@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "curve",
     ),
     ("generator", "learner"),
-    ("evaluation", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
+    ("evaluation", "preflight", "doctor", "launch", "commands", "supervisor", "live_view", "status"),
     ("cli_options", "cli_tools", "cli"),
     ("__main__",),
 )
@@ -51,8 +51,9 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "task_config",
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
-    "local_code", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli", "generator.worker",
-    "generator.backend", "generator.fake_backend", "generator.rollouts", "generator.trajectory",
+    "local_code", "parity", "versions", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli",
+    "doctor.rows", "doctor.running", "doctor.machine", "generator.worker",
+    "generator.backend", "generator.parity", "generator.fake_backend", "generator.rollouts", "generator.trajectory",
     "generator.environment_rollouts", "generator.seat_estimate", "generator.shared_staging", "generator.vllm_plugin",
     "generator.vllm_engine", "generator.vllm_sampling", "weights.receiver", "weights.stream_server", "weights.delta",
     "weights.transport",

@@ -23,6 +23,20 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 from async_rl.generator.shared_staging import map_tensors
+from async_rl.weights.manifest import digest_bytes
+
+
+class HeldDigests:
+    """Mixed into vLLM's workers: what they hold at this moment, to be compared with what they hold after a swap."""
+
+    def held_digests(self) -> dict[str, str]:
+        """Name -> digest of every parameter's bytes."""
+        model: Any = getattr(self, "get_model")()  # noqa: B009  (the worker's own)
+        return {name: digest_bytes(_bytes_of(parameter)) for name, parameter in model.named_parameters()}
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass
