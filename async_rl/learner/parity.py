@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,13 @@ _MAX_OPEN = 8
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 
+class _Suspicion(NamedTuple):
+    """Sampled tokens of a generator differed, by ``mean`` nats, and nothing here explains it."""
+
+    text: str
+    mean: float
+
+
 class ParityGate:
     """Of one learner start. ``dtype`` is what the learner computes in, by torch's name."""
 
@@ -61,7 +69,7 @@ class ParityGate:
         self._max_tokens = config.learner.max_tokens
         self._checked: dict[str, int] = {}
         self._checked_sampled: dict[str, int] = {}
-        self._suspects: dict[str, str] = {}
+        self._suspects: dict[str, _Suspicion] = {}
         self._probes: dict[int, bytes] = {}
         self._sent: dict[int, np.ndarray] = {}
         self._material: tuple[TrainSequence, ...] = ()
@@ -150,7 +158,7 @@ class ParityGate:
             if sent is None or self._checked.get(who, -1) >= answer.version:
                 continue
             self._checked[who] = answer.version
-            suspicion = self._suspects.pop(who, "")
+            suspicion = self._suspects.pop(who, None)
             if answer.logprobs is None:
                 logger.info("parity: generator %s (%s) can't score given tokens; not compared", who, answer.backend)
                 continue
@@ -166,14 +174,14 @@ class ParityGate:
             engine, learner = (np.concatenate(side) for side in zip(*compared, strict=True))
             self._row |= {**compare(engine, learner).metrics("parity/"), "parity/generators": len(compared)}
 
-    def _judge_given(self, who: str, answer: Answer, difference: Difference, suspicion: str) -> None:
+    def _judge_given(self, who: str, answer: Answer, difference: Difference, suspicion: _Suspicion | None) -> None:
         limit = parity_limit(self._weights.parity_limit, (self._dtype, answer.dtype))
         sides = f"generator {who} ({answer.backend}, {answer.dtype})"
         if difference.mean <= limit:
-            if suspicion:
+            if suspicion is not None and suspicion.mean > limit:
                 self._fail(
-                    f"{suspicion}. Given tokens it scores as the learner does (mean |difference| {difference.mean:.2g} "
-                    f"at version {answer.version}), so its weights are right. Likely cause: keys and values that are "
+                    f"{suspicion.text}, limit {limit:g}. Given tokens it scores as the learner does (mean |difference| "
+                    f"{difference.mean:.2g} at version {answer.version}), so its weights are right. Likely cause: keys and values that are "
                     f"reused between prompts or after a swap, or what top-p and top-k left out"
                 )
             return
@@ -181,34 +189,34 @@ class ParityGate:
             "not found by the generator's experiments, so look at the learner's side: its forward pass, or what it "
             "published"
         )
-        excluded = f" Excluded: {'; '.join(answer.excluded)}." if answer.excluded else ""
+        excluded = f". Excluded: {'; '.join(answer.excluded)}" if answer.excluded else ""
         self._fail(
             f"{sides} and the learner ({self._dtype}) disagree about the same given tokens at version "
-            f"{answer.version}: {difference}, limit {limit:g}. Likely cause: {cause}.{excluded}"
+            f"{answer.version}: {difference}, limit {limit:g}. Likely cause: {cause}{excluded}"
         )
 
     def _judge_sampled(self, who: str, mine: Sequence[TrainSequence], scored: np.ndarray, version: int) -> None:
         behavior = _behavior(mine)
         difference = compare(behavior, scored)
-        # The generator's dtype is not known here, so its exactness isn't presumed.
-        limit = parity_limit(self._weights.parity_limit, (self._dtype, "unknown"))
-        if difference.mean <= limit:
+        # The generator's dtype, and so which of the two limits holds, is only known from its answer.
+        strict, lax = (parity_limit(self._weights.parity_limit, (self._dtype, other)) for other in (self._dtype, ""))
+        if difference.mean <= strict:
             return
         text = (
             f"generator {who} and the learner ({self._dtype}) disagree about what it sampled at version {version}: "
-            f"{difference}, limit {limit:g}"
+            f"{difference}"
         )
-        cause = cause_of_sampled(self._engine, mine, behavior, difference, limit)
+        cause = cause_of_sampled(self._engine, mine, behavior, difference, lax) if difference.mean > lax else ""
         if cause:
-            self._fail(f"{text}. Likely cause: {cause}")
+            self._fail(f"{text}, limit {lax:g}. Likely cause: {cause}")
             return
-        logger.warning("%s; the generator is asked about given tokens next, to tell the cause", text)
-        self._suspects[who] = text
+        logger.info("%s; the generator is asked about given tokens next, to tell why", text)
+        self._suspects[who] = _Suspicion(text, difference.mean)
 
     def _fail(self, text: str) -> None:
         text += (
-            "; async-rl doctor CONFIG compares the two without a run, weights.parity_limit moves the limit, "
-            'weights.parity = "warn" goes on'
+            ". async-rl doctor CONFIG compares the two without a run, weights.parity_limit moves the limit, and with "
+            'weights.parity = "warn" the run goes on'
         )
         if self._weights.parity == "warn":
             logger.warning("parity: %s", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,8 +118,6 @@ def test_a_temperature_that_was_not_applied_stops_the_run_and_is_named(tmp_path:
     scene = Scene(tmp_path)
 
     def at_1(sequence: TrainSequence) -> np.ndarray:
-        from dataclasses import replace
-
         return by_temperature(replace(sequence, temperature=1.0))
 
     with pytest.raises(ParityError, match=r"generator a .* its lease said 0\.7, but .* those of 1, as if none"):
@@ -234,3 +233,27 @@ def test_an_engine_that_cant_score_is_not_compared_and_not_asked_again(tmp_path:
     scene.queue.answers["a"] = Answer(1, "FakeBackend", "", None)
     assert "parity/mean" not in scene.observe(1, "a")
     assert not scene.probed(2)
+
+
+@pytest.mark.parametrize(("dtype", "stops"), [("float32", True), ("bfloat16", False)])
+def test_a_small_difference_of_sampled_tokens_is_judged_by_what_the_generator_computes_in(
+    tmp_path: Path, dtype: str, stops: bool
+):
+    # 0.01 nats: ten times the limit of two exact sides, a fifth of that where one rounds.
+    scene = Scene(tmp_path)
+    slightly = [0.01, -0.01]
+
+    def behaves(sequence: TrainSequence) -> np.ndarray:
+        noise = np.resize(np.array(slightly, np.float32), int(sequence.loss_mask.sum()))
+        return by_temperature(sequence) + noise
+
+    scene.check([make_group("a", 0, behaves=behaves)], version=0)
+    scene.observe(0, "a")
+    assert scene.probed(1)
+    scene.answer("a")
+    scene.queue.answers["a"] = replace(scene.queue.answers["a"], dtype=dtype)
+    if stops:
+        with pytest.raises(ParityError, match="its weights are right"):
+            scene.observe(1, "a")
+    else:
+        assert scene.observe(1, "a")["parity/max"] == 0
