@@ -36,10 +36,11 @@ def visit(
         def begin(name: str, function: str, arguments: dict[str, Any], limit_s: float) -> CheckProcess:
             return stack.enter_context(closing(CheckProcess(name, function, arguments, limit_s)))
 
+        with_config = {"config": plain}
         parity = (
-            begin("parity", "async_rl.doctor.engines:check_parity", {"config": plain}, deadline_s)
-            if with_parity else None
-        )  # fmt: skip
+            begin("parity", "async_rl.doctor.engines:check_parity", with_config, deadline_s) if with_parity else None
+        )
+        reward = begin("reward", "async_rl.doctor.task:check_reward", with_config, deadline_s)
         rows = [row for check in _machine_checks(config) for row in _named(check, told)]
         for check in _network_checks(config, connect, keys_file, insecure=insecure):
             rows += _named(check, told)
@@ -50,11 +51,10 @@ def visit(
             rows += meeting.rows()
         if not machine.num_cuda_devices():
             rows.append(Row("nccl of two", "skip", "no CUDA device here"))
-        for check in (Check("data", lambda: task.check_data(config), 60.0),
-                      Check("model", lambda: task.check_model_files(config), deadline_s)):  # fmt: skip
+        for check in _task_checks(config, deadline_s):
             rows += _named(check, told)
         told("reward")
-        rows += begin("reward", "async_rl.doctor.task:check_reward", {"config": plain}, deadline_s).rows()
+        rows += reward.rows()
         if parity is not None:
             told("parity: engine and learner load the model")
             rows += parity.rows()
@@ -73,6 +73,13 @@ def _machine_checks(config: Config) -> list[Check]:
         Check("devices", lambda: machine.check_cuda(config), 60.0),
         Check("disk", lambda: machine.check_disk(config)),
         Check("keys", lambda: machine.check_key_files(config)),
+    ]
+
+
+def _task_checks(config: Config, deadline_s: float) -> list[Check]:
+    return [
+        Check("data", lambda: task.check_data(config), deadline_s),
+        Check("model", lambda: task.check_model_files(config), deadline_s),
     ]
 
 

@@ -160,7 +160,7 @@ class ParityGate:
             self._checked[who] = answer.version
             suspicion = self._suspects.pop(who, None)
             if answer.logprobs is None:
-                logger.info("parity: generator %s (%s) can't score given tokens; not compared", who, answer.backend)
+                self._judge_unscored(who, answer, suspicion)
                 continue
             if answer.logprobs.shape != sent.shape:
                 raise ParityError(
@@ -181,8 +181,8 @@ class ParityGate:
             if suspicion is not None and suspicion.mean > limit:
                 self._fail(
                     f"{suspicion.text}, limit {limit:g}. Given tokens it scores as the learner does (mean |difference| "
-                    f"{difference.mean:.2g} at version {answer.version}), so its weights are right. Likely cause: keys and values that are "
-                    f"reused between prompts or after a swap, or what top-p and top-k left out"
+                    f"{difference.mean:.2g} at version {answer.version}), so its weights are right. Likely cause: keys "
+                    f"and values that are reused between prompts or after a swap, or what top-p and top-k left out"
                 )
             return
         cause = answer.cause or (
@@ -194,6 +194,13 @@ class ParityGate:
             f"{sides} and the learner ({self._dtype}) disagree about the same given tokens at version "
             f"{answer.version}: {difference}, limit {limit:g}. Likely cause: {cause}{excluded}"
         )
+
+    def _judge_unscored(self, who: str, answer: Answer, suspicion: _Suspicion | None) -> None:
+        """A backend without a model computes in nothing, and makes its log-probabilities up."""
+        logger.info("parity: generator %s (%s) can't score given tokens; not compared", who, answer.backend)
+        limit = parity_limit(self._weights.parity_limit, (self._dtype, answer.dtype))
+        if answer.dtype and suspicion is not None and suspicion.mean > limit:
+            self._fail(f"{suspicion.text}, limit {limit:g}. Cause not found: {answer.backend} can't score given tokens")
 
     def _judge_sampled(self, who: str, mine: Sequence[TrainSequence], scored: np.ndarray, version: int) -> None:
         behavior = _behavior(mine)

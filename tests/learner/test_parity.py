@@ -257,3 +257,13 @@ def test_a_small_difference_of_sampled_tokens_is_judged_by_what_the_generator_co
             scene.observe(1, "a")
     else:
         assert scene.observe(1, "a")["parity/max"] == 0
+
+
+def test_sampled_tokens_that_differ_stop_the_run_where_the_engine_cant_score_given_ones(tmp_path: Path):
+    scene = Scene(tmp_path)
+    scene.check([make_group("a", 0, behaves=noisy)], version=0)
+    scene.observe(0, "a")
+    assert scene.probed(1)
+    scene.queue.answers["a"] = Answer(1, "vllm", "float32", None)
+    with pytest.raises(ParityError, match="Cause not found: vllm can't score given tokens"):
+        scene.observe(1, "a")
