@@ -75,6 +75,12 @@ def _cause(
     if stale := _stale_tensors(backend, probe.version, weights):
         shown = ", ".join(stale[:_SHOWN_NAMES]) + (f" and {len(stale) - _SHOWN_NAMES} more" if stale[5:] else "")
         return f"stale or corrupt tensors: the engine held other bytes than it had received of {shown}", excluded
+    again = backend.score(probe.sequences, probe.temperature)
+    if again is not None and _explains(again, found, wanted, limit):
+        return (
+            "stale or corrupt weights: since the same verified bytes were activated once more the engine agrees; which "
+            "tensor it was, it can't tell"
+        ), excluded
     excluded.append("the engine holds exactly the tensors that it received")
     if cause := temperature_cause(backend, probe, found, wanted, limit):
         return cause, excluded
