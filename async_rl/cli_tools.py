@@ -1,4 +1,4 @@
-"""Commands that start no role of a run: ``config``, ``eval``, ``export``, ``keys``. Heavy imports are in them."""
+"""Commands that start no role: ``config``, ``eval``, ``export``, ``doctor``, ``keys``. Heavy imports are in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from async_rl.cli_options import ConfigPath, Overrides
+from async_rl.cli_options import ConfigPath, Insecure, Keys, Overrides
 
 tools = typer.Typer(rich_markup_mode=None)
 
@@ -147,6 +147,57 @@ def export(
 
     (export_adapter if adapter else export_checkpoint)(checkpoint, out)
     typer.echo(f"wrote {out}")
+
+
+@tools.command(short_help="Look for what would go wrong, with a fix for each.")
+def doctor(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    connect: Annotated[
+        str | None,
+        typer.Option("--connect", metavar="ADDRESS", help="Ask this queue server, as a generator here would."),
+    ] = None,
+    keys: Keys = None,
+    insecure: Insecure = False,
+    parity: Annotated[
+        bool, typer.Option(help="Load the model twice, as engine and learner, and compare their log-probabilities.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For each check that loads a model.")
+    ] = 300.0,
+) -> None:
+    """Look for what would go wrong with CONFIG on this machine, and say how to mend it. Nothing is written.
+
+    Versions, devices, disk, ports, a real collective of two, data, tokenizer, the first prompt as it is rendered, the
+    reward on sample rows, and whether engine and learner give the same tokens the same log-probabilities. The exit
+    code is 1 if a row is red.
+
+    \b
+    Examples:
+      async-rl doctor configs/quickstart.toml
+      async-rl doctor run.toml --connect tcp://10.0.0.1:5555 --keys node-b.key
+    """
+    from async_rl.address import check_address
+    from async_rl.config_file import load_config
+
+    resolved = load_config(config, overrides or [])
+    if connect is not None:
+        check_address(connect)
+    from async_rl.doctor.rows import exit_code, print_json, print_table
+    from async_rl.doctor.visit import visit
+
+    def told(name: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{name} ...")
+
+    rows = visit(
+        resolved, connect=connect, keys_file=keys, insecure=insecure, deadline_s=timeout, with_parity=parity, told=told
+    )
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    (print_json if as_json else print_table)(rows)
+    raise typer.Exit(exit_code(rows))
 
 
 keys_app = typer.Typer(

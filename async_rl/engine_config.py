@@ -93,6 +93,18 @@ class WeightsConfig(Section):
     staging_bytes: int | None = Field(
         default=None, ge=1024, description="host memory for versions in flight; none: two (tcp: three)"
     )
+    parity: Literal["stop", "warn", "off"] = Field(
+        default="stop",
+        description="when engine and learner give the same tokens other log-probabilities by the same weights",
+    )
+    parity_every: int = Field(
+        default=50, ge=0, description="versions after which each generator is compared again; 0: at the start only"
+    )
+    parity_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="of the mean difference, nats; none: 0.001 where both compute in float32, or 0.05",
+    )
     trusted_network: bool = Field(
         default=False, description="nobody else is on the network: collectives allowed, tcp in the clear"
     )

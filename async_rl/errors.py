@@ -84,3 +84,7 @@ class EnvironmentProcessError(AsyncRLError):
 
 class TrainingError(AsyncRLError):
     """The run can't go on (too many filtered groups, a step that can't be trained); the message is a diagnosis."""
+
+
+class ParityError(TrainingError):
+    """A generator's engine and the learner give the same tokens other log-probabilities by the same weights."""

@@ -88,6 +88,15 @@ METRIC_KEYS: dict[str, str] = {
     "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over tokens taken, skipped ones included, nats",
     "mismatch_kl/k1": "the same by k1: unbiased, of either sign",
     "mismatch_kl/lag_N": "as mismatch_kl/mean, over tokens of staleness N",
+    "mismatch_kl/after_swap_lag_N": "the same, over those that were sampled after a swap of weights in their answer",
+    "mismatch_kl/no_swap_lag_N": "the same, over the others of staleness N",
+    "mismatch_kl/swap_effect": "after_swap less no_swap, at equal staleness, mean over tokens after a swap, nats: what "
+    "generator.kv_after_swap = keep costs, apart from policy staleness",
+    "mismatch_kl/after_swap_tokens": "how many tokens that is the mean of",
+    "parity/mean": "mean |engine - learner| of the same given tokens' log-probabilities at the same version, nats; in "
+    "the steps in which generators answered",
+    "parity/max": "the largest; p50, p95, p99, tokens, generators and version beside it",
+    "parity/sampled_mean": "the same of tokens as they were sampled, by the version that the learner still held",
     "lag_N/<name>": "over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, ratio_max, ratio_p01, "
     "ratio_p50, ratio_p99, clip_low, clip_high, skipped, out_of_range, ess",
     "bias/groups": "groups that ended in the last 50 steps, of which the next four tell",

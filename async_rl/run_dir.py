@@ -27,7 +27,7 @@ MAY_DIFFER: tuple[str, ...] = (
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
     "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
     "weights.transport", "weights.deadline_s", "weights.bucket_bytes", "weights.staging_bytes",
-    "weights.trusted_network", "weights.deltas",
+    "weights.trusted_network", "weights.deltas", "weights.parity", "weights.parity_every", "weights.parity_limit",
     "checkpoint.every", "checkpoint.keep_last", "reward.max_concurrent",
     "log.wandb", "log.project", "log.rollouts_every", "log.rollouts_groups",
     "sft",

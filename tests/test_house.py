@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "faults", "memory", "local_imports", "local_code", "__init__"),
+    ("errors", "faults", "memory", "local_imports", "local_code", "versions", "__init__"),
     ("kept_tokens", "records", "wire", "codec", "address"),
     (
         "config_section",
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "config",
         "config_file",
     ),
-    ("run_dir", "step_log", "metrics", "eval_records", "lifeline"),
+    ("run_dir", "step_log", "metrics", "eval_records", "lifeline", "parity"),
     (
         "keys",
         "data_files",
@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "eval_table",
     ),
     ("generator", "learner"),
-    ("evaluation", "eval_settings", "preflight", "launch", "commands", "supervisor", "live_view", "status"),
+    ("evaluation", "eval_settings", "preflight", "doctor", "launch", "commands", "supervisor", "live_view", "status"),
     ("cli_options", "cli_tools", "cli"),
     ("__main__",),
 )
@@ -56,11 +56,12 @@ LIGHT = (
     "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "lora_config",
     "task_config",
     "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
-    "local_code", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli", "generator.worker",
-    "generator.backend", "generator.fake_backend", "generator.rollouts", "generator.trajectory",
-    "generator.answering", "generator.environment_rollouts", "generator.seat_estimate", "generator.shared_staging",
-    "generator.vllm_plugin", "generator.vllm_engine", "generator.vllm_sampling", "weights.receiver",
-    "weights.stream_server", "weights.delta", "weights.transport", "eval_figures", "eval_table",
+    "local_code", "parity", "versions", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli",
+    "doctor.rows", "doctor.running", "doctor.machine", "generator.worker", "generator.backend", "generator.parity",
+    "generator.fake_backend", "generator.rollouts", "generator.trajectory", "generator.answering",
+    "generator.environment_rollouts", "generator.seat_estimate", "generator.shared_staging", "generator.vllm_plugin",
+    "generator.vllm_engine", "generator.vllm_sampling", "weights.receiver", "weights.stream_server", "weights.delta",
+    "weights.transport", "eval_figures", "eval_table",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

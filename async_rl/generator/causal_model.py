@@ -16,6 +16,7 @@ from torch import Tensor
 
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.decode_attention import register
+from async_rl.weights.manifest import digest_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -157,6 +158,10 @@ class WeightTable:
             if alias in weights and not torch.equal(weights[alias], weights[name]):
                 raise WeightsError(f"{alias} is tied to {name} by the model config, but the two tensors differ")
 
+    def digests(self) -> dict[str, str]:
+        """Of every parameter's bytes, as they are now."""
+        return {name: digest_bytes(_bytes_of(parameter)) for name, parameter in self._parameters.items()}
+
     def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
         """Run with ``weights`` from now on. On the CPU tensors of the right dtype are taken over, unless ``copy``."""
         for name, parameter in self._parameters.items():
@@ -168,3 +173,7 @@ class WeightTable:
         for device in {p.device for p in self._parameters.values() if p.device.type == "cuda"}:
             # The tensors may be reused as soon as we return, so the copies must be over.
             torch.cuda.synchronize(device)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

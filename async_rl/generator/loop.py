@@ -19,8 +19,10 @@ from async_rl.errors import QueueError
 from async_rl.faults import fault_point
 from async_rl.generator.backend import Backend
 from async_rl.generator.grading import Graded, Grader
-from async_rl.generator.partners import Queue, WeightsReceiver
+from async_rl.generator.parity import answer_probe
+from async_rl.generator.partners import Queue, Staged, WeightsReceiver
 from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
+from async_rl.parity import decode_probe
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -92,6 +94,8 @@ class Worker:
         # Eval and training groups differ in size; the next lease is expected to be like the last one.
         self._expected_group_size = config.sampling.group_size
         self._announced: Announcement | None = None
+        self._active: Staged | None = None
+        self._probes: dict[int, bytes] = {}
         self._lineage = ""
         self._digests: dict[int, str] = {}
         self._activate_first = NO_VERSION
@@ -117,6 +121,7 @@ class Worker:
         """
         while not self._finished:
             self._receive_weights()
+            self._answer_probe()
             self._request_leases()
             self._step()
             self._return_graded()
@@ -138,12 +143,24 @@ class Worker:
         fault_point("generator.activating")
         self._pause_s += self._backend.activate(staged.version, staged.tensors)
         self._receiver.activated(staged)
+        self._active = staged
         self._num_activations += 1
         if staged.lineage != self._lineage:
             self._lineage, self._digests = staged.lineage, {}
         self._digests[staged.version] = staged.digest
         for held in self._leases.values():
             self._submit_if_fresh(held)
+
+    def _answer_probe(self) -> None:
+        """Score what the learner has sent along with the version that is active now, once."""
+        active = self._active
+        if active is None or not self._probes or not self._holds_newest_lineage:
+            return
+        data = self._probes.pop(active.version, None)
+        # Those of versions that were passed over are of no use any more.
+        self._probes = {version: probe for version, probe in self._probes.items() if version > active.version}
+        if data is not None:
+            self._queue.answer_probe(active.lineage, answer_probe(self._backend, decode_probe(data), active.tensors))
 
     @property
     def _is_transferring(self) -> bool:
@@ -165,7 +182,10 @@ class Worker:
             for lease_id in list(self._leases):
                 self._drop(lease_id)
             self._activate_first = NO_VERSION
+            self._probes.clear()
         self._announced = announcement
+        if announcement.probe:
+            self._probes[announcement.version] = announcement.probe
         self._receiver.follow(announcement)
 
     def _request_leases(self) -> None:

@@ -77,6 +77,22 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
         top-k and top-p, renormalised. NaN where the logits of a row are not a distribution. Then bool [F, V], the
         tokens that top-k and top-p left of the plan's filtered rows; None without such rows.
     """
+    logits_RV, kept_FV = _processed(logits_RV, plan)
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    tokens_R1 = _inverse_cdf(logprobs_RV, uniforms_R) if plan.samples else logits_RV.argmax(-1, keepdim=True)
+    if plan.samples and plan.greedy is not None:
+        tokens_R1 = torch.where(plan.greedy[:, None], logits_RV.argmax(-1, keepdim=True), tokens_R1)
+    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0], kept_FV
+
+
+def logprobs_of(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
+    """float32 [R, V], the distribution that ``sample`` draws from, and what top-p and top-k left, as there."""
+    logits_RV, kept_FV = _processed(logits_RV, plan)
+    return torch.log_softmax(logits_RV, dim=-1), kept_FV
+
+
+def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
+    """Logits float32 [R, V] after temperature, top-k and top-p, and bool [F, V], the tokens that those two left."""
     kept_FV = None
     logits_RV = logits_RV.float()
     if plan.temperatures is not None:
@@ -87,11 +103,7 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
         kept_logits_FV = _kept_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1)
         kept_FV = kept_logits_FV > -torch.inf
         logits_RV[rows_F] = kept_logits_FV
-    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    tokens_R1 = _inverse_cdf(logprobs_RV, uniforms_R) if plan.samples else logits_RV.argmax(-1, keepdim=True)
-    if plan.samples and plan.greedy is not None:
-        tokens_R1 = torch.where(plan.greedy[:, None], logits_RV.argmax(-1, keepdim=True), tokens_R1)
-    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0], kept_FV
+    return logits_RV, kept_FV
 
 
 def pack_kept(kept_FV: Tensor) -> KeptTokens:

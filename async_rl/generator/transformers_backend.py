@@ -25,10 +25,13 @@ from async_rl.generator.backend import Sampled
 from async_rl.generator.causal_model import WeightTable, build_model, end_of_sequence_ids
 from async_rl.generator.counter_random import uniforms
 from async_rl.generator.forward import make_forward
+from async_rl.generator.given_tokens import afresh, by_sampling
+from async_rl.generator.parity import Way
 from async_rl.generator.sampler import SamplingPlan, make_plan, pack_kept, sample
 from async_rl.generator.seat_table import SeatTable
 from async_rl.generator.slot_cache import Prefix, SlotCache
 from async_rl.kept_tokens import join
+from async_rl.parity import Given
 from async_rl.records import NO_VERSION, FinishReason, Lease
 
 if TYPE_CHECKING:
@@ -90,7 +93,8 @@ class TransformersBackend:
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self._is_eos_V = np.zeros(self._vocab_size, np.bool_)
         self._is_eos_V[[i for i in eos_ids if i < self._vocab_size]] = True
-        self._cache = SlotCache(text_config.num_hidden_layers, config.batch_size, self._device)
+        self._num_layers: int = text_config.num_hidden_layers
+        self._cache = SlotCache(self._num_layers, config.batch_size, self._device)
         self._seats = SeatTable(config.batch_size)
         # Seating costs a prefill and a new sampling plan, which a single free seat does not pay back.
         self._refill_seats = max(1, config.batch_size // _REFILL_SHARE)
@@ -204,6 +208,26 @@ class TransformersBackend:
         if self._recompute:
             self._prefill_running()
         return time.perf_counter() - started_s
+
+    @property
+    def name(self) -> str:
+        return "transformers"
+
+    @property
+    def dtype(self) -> str:
+        return str(self._model.dtype).removeprefix("torch.")
+
+    def score(self, sequences: Sequence[Given], temperature: float, way: Way = "sampling") -> np.ndarray:
+        """See ``parity.ScoringBackend``. The cache is one of its own."""
+        if way != "sampling":
+            return afresh(self._model, sequences, temperature, float32_head=way == "float32_head")
+        cache = SlotCache(self._num_layers, len(sequences), self._device)
+        return by_sampling(
+            self._forward, cache, sequences, temperature, vocab_size=self._vocab_size, device=self._device
+        )
+
+    def digests(self) -> Mapping[str, str]:
+        return self._weights.digests()
 
     def close(self) -> None:
         self._waiting.clear()

@@ -8,6 +8,7 @@ continued over keys and values of older weights than it was accepted under.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,21 @@ from async_rl.config import Config
 from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.causal_model import WeightTable, describe_model, end_of_sequence_ids
+from async_rl.generator.parity import Way
 from async_rl.generator.seat_estimate import SeatEstimate
 from async_rl.generator.shared_staging import SharedStaging
 from async_rl.generator.vllm_engine import Piece, VllmEngine, check_installed, prepare_environment
 from async_rl.generator.vllm_plugin import TRANSFER_NAME
-from async_rl.generator.vllm_sampling import Gathered, num_listed, sampling_parameters, seeds, token_versions
+from async_rl.generator.vllm_sampling import (
+    Gathered,
+    logprob_of,
+    num_listed,
+    sampling_parameters,
+    scoring_parameters,
+    seeds,
+    token_versions,
+)
+from async_rl.parity import Given
 from async_rl.records import NO_VERSION, FinishReason, Lease
 
 if TYPE_CHECKING:
@@ -33,6 +44,7 @@ if TYPE_CHECKING:
 
 _STEP_S = 0.02
 """How long a step waits for news of the engine."""
+_SCORE_LIMIT_S = 120.0
 _CPU_KV_BYTES = 1 << 30
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -84,6 +96,8 @@ class VllmBackend:
         self._waiting: deque[_Rollout] = deque()
         self._running: dict[str, _Rollout] = {}
         self._leases: dict[str, _Progress] = {}
+        self._early: list[Piece] = []
+        self._num_scorings = 0
 
     @classmethod
     def from_files(cls, directory: str | Path, config: Config, *, device: str) -> VllmBackend:
@@ -167,6 +181,7 @@ class VllmBackend:
             for request_id in progress.running:
                 del self._running[request_id]
             self._engine.abort(list(progress.running))
+            self._early = [piece for piece in self._early if piece.request_id not in progress.running]
         self._seat_waiting()
 
     def step(self) -> list[Sampled]:
@@ -176,7 +191,9 @@ class VllmBackend:
             EngineError: the engine has died, or a request failed.
             WeightsError: the active weights give NaN.
         """
-        finished = [sampled for piece in self._engine.poll(_STEP_S) if (sampled := self._take(piece)) is not None]
+        early, self._early = self._early, []
+        pieces = [*early, *self._engine.poll(0.0 if early else _STEP_S)]
+        finished = [sampled for piece in pieces if (sampled := self._take(piece)) is not None]
         load = self._engine.load
         self._estimate.observe(load.num_running, load.kv_usage)
         self._seat_waiting()
@@ -197,6 +214,55 @@ class VllmBackend:
         self._version = version
         self._num_activations += 1
         return pause_s
+
+    @property
+    def name(self) -> str:
+        return "vllm"
+
+    @property
+    def dtype(self) -> str:
+        return self._engine.dtype
+
+    def score(self, sequences: Sequence[Given], temperature: float, way: Way = "sampling") -> np.ndarray | None:
+        """See ``parity.ScoringBackend``: a request of one token for each, through the sampler of the rollouts.
+
+        Prefixes come from the cache like those of new rollouts, or ``afresh`` from none. Not while top-p or top-k is
+        asked for: vLLM would not list what they left to requests that share a step with these.
+
+        Raises:
+            EngineError: the engine has died, or does not answer.
+        """
+        if way == "float32_head" or any(rollout.gathered.lists for rollout in self._running.values()):
+            return None
+        self._num_scorings += 1
+        salt = f"{self._num_activations}" if way == "sampling" else f"afresh {self._num_scorings}"
+        wanted: list[tuple[str, int]] = []
+        for given in sequences:
+            ids = given.token_ids.tolist()
+            for position in range(len(ids) - given.num_scored, len(ids)):
+                name = f"given {self._num_scorings} {len(wanted)}"
+                wanted.append((name, ids[position]))
+                self._engine.add(name, ids[:position], scoring_parameters(temperature, ids[position]), cache_salt=salt)
+        return self._scored(wanted)
+
+    def _scored(self, wanted: Sequence[tuple[str, int]]) -> np.ndarray:
+        """float32 [N]; what the engine says of rollouts meanwhile is kept for the next step."""
+        found: dict[str, float] = {}
+        tokens = dict(wanted)
+        deadline = time.monotonic() + _SCORE_LIMIT_S
+        while len(found) < len(wanted):
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM did not score {len(wanted)} given tokens within {_SCORE_LIMIT_S:.0f} s")
+            for piece in self._engine.poll(_STEP_S):
+                if piece.request_id not in tokens:
+                    self._early.append(piece)
+                elif piece.logprobs is not None and len(piece.token_ids):
+                    found[piece.request_id] = logprob_of(tokens[piece.request_id], piece.logprobs)
+        return np.array([found[name] for name, _ in wanted], np.float32)
+
+    def digests(self) -> Mapping[str, str]:
+        """Of every worker's parameters, by vLLM's names: some hold several of the model's."""
+        return self._engine.digests()
 
     def close(self) -> None:
         self._waiting.clear()
@@ -283,6 +349,7 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         "enforce_eager": is_cpu if engine.vllm.enforce_eager is None else engine.vllm.enforce_eager,
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME),
+        "worker_extension_cls": "async_rl.generator.vllm_weights.HeldDigests",
         "disable_log_stats": True,
         "seed": 0,
     }

@@ -139,6 +139,16 @@ class VllmEngine:
     def vocab_size(self) -> int:
         return int(self._llm.model_config.get_vocab_size())
 
+    @property
+    def dtype(self) -> str:
+        """What the model computes in, by torch's name."""
+        return str(self._llm.model_config.dtype).removeprefix("torch.")
+
+    def digests(self) -> dict[str, str]:
+        """A digest of every parameter of every worker, ``RANK:NAME`` -> digest."""
+        of_ranks = self._run(asyncio.wait_for(self._llm.collective_rpc("held_digests"), _SWAP_LIMIT_S))
+        return {f"{rank}:{name}": digest for rank, held in enumerate(of_ranks) for name, digest in held.items()}
+
     def add(self, request_id: str, prompt_ids: Sequence[int], parameters: Any, *, cache_salt: str) -> None:
         """Line up a request; its pieces come from ``poll``. Prompts share KV blocks under the same ``cache_salt``."""
         from vllm.inputs import tokens_input  # pyright: ignore[reportMissingImports]

@@ -82,6 +82,34 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
     )
 
 
+def scoring_parameters(temperature: float, token_id: int) -> Any:
+    """For one token, whatever it will be, with the log-probability of ``token_id`` in its place; no top-p or top-k."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+    return SamplingParams(
+        temperature=temperature,
+        seed=0,
+        max_tokens=1,
+        logprob_token_ids=[token_id],
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def logprob_of(token_id: int, logprobs: Any) -> float:
+    """The one of ``token_id`` in vLLM's ``FlatLogprobs`` of one token.
+
+    Raises:
+        EngineError: it is not there.
+    """
+    for listed, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True):
+        if listed == token_id:
+            return float(value)
+    raise EngineError(f"expected the logprob of token {token_id} from vLLM, got those of {list(logprobs.token_ids)}")
+
+
 class Gathered:
     """The pieces of one running sequence's answer. ``vocab_size`` is that of its kept sets; None: it keeps all."""
 
@@ -91,6 +119,11 @@ class Gathered:
         self._logprobs: list[float] = []
         self._counts: list[int] = []
         self._kept_ids: list[np.ndarray] = []
+
+    @property
+    def lists(self) -> bool:
+        """Whether vLLM is asked for more than the sampled tokens' logprobs."""
+        return self._vocab_size is not None
 
     def __len__(self) -> int:
         return len(self._token_ids)

@@ -23,6 +23,32 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 from async_rl.generator.shared_staging import map_tensors
+from async_rl.weights.manifest import digest_bytes
+
+
+class HeldDigests:
+    """Mixed into vLLM's workers: what they hold at this moment, to be compared with what they hold after a swap."""
+
+    def held_digests(self) -> dict[str, str]:
+        """Name -> digest of each parameter's bytes; of what it does to an input where a kernel has packed it away."""
+        model: Any = getattr(self, "get_model")()  # noqa: B009  (the worker's own)
+        held: dict[str, str] = {}
+        for name, parameter in model.named_parameters():
+            layer = model.get_submodule(name.rpartition(".")[0])
+            is_packed = parameter.numel() == 0 and hasattr(layer, "input_size_per_partition")
+            held[name] = digest_bytes(_bytes_of(_effect(layer, parameter) if is_packed else parameter))
+        return held
+
+
+@torch.inference_mode()
+def _effect(layer: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """The linear layer's output for an input with a different number in every place."""
+    places = torch.linspace(-1, 1, layer.input_size_per_partition, dtype=torch.float64)
+    return layer.quant_method.apply(layer, places.to(parameter.dtype).to(parameter.device)[None], None)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass

@@ -46,6 +46,7 @@ class DeviceBatch:
     kept: Kept | None
     temperatures: Tensor
     versions: Tensor
+    after_swap: Tensor
     sequence_index: Tensor
     num_sequences: int
 
@@ -69,6 +70,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
         kept=Kept(moved("kept_sizes"), moved("kept_words")) if len(batch.kept_sizes) else None,
         temperatures=moved("temperatures"),
         versions=moved("versions"),
+        after_swap=moved("after_swap"),
         sequence_index=moved("sequence_index"),
         num_sequences=len(batch.sequence_ids),
     )

@@ -56,6 +56,17 @@ class TrainSequence:
     proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
     kept: KeptTokens | None = None
 
+    @property
+    def after_swap(self) -> np.ndarray:
+        """bool [T]: sampled by newer weights than its answer began with, over keys and values that may be older.
+
+        An answer is an unbroken run of sampled tokens: a turn of an environment begins anew, by a prefill of its own.
+        """
+        is_sampled = self.versions >= 0
+        begins = is_sampled & ~np.concatenate([[False], is_sampled[:-1]])
+        first_of_run = np.flatnonzero(begins)[np.maximum(np.cumsum(begins) - 1, 0)] if begins.any() else 0
+        return is_sampled & (self.versions > self.versions[first_of_run])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
@@ -66,7 +77,8 @@ class MicroBatch:
         token_index: int64 [E], where in T the tokens of the sequences lie; those of a shared prompt occur repeatedly.
         cu_seqlens: int32 [S + 1], where in E each sequence starts.
         predict_index: int64 [N], where in T the hidden state lies that predicts each trained token (its position - 1).
-        targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N].
+        targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
+            after_swap: bool [N], as ``TrainSequence.after_swap``.
         reference_logprobs, proximal_logprobs: float32 [N]; [0] where the loss needs none.
         kept_sizes: int32 [N], kept_words: int32 [W], as in ``KeptTokens``; both [0] where nothing was left out.
         sequence_index: int64 [N], which of the S sequences each trained token is in.
@@ -87,6 +99,7 @@ class MicroBatch:
     kept_words: np.ndarray
     temperatures: np.ndarray
     versions: np.ndarray
+    after_swap: np.ndarray
     sequence_index: np.ndarray
     sequence_ids: np.ndarray
 
@@ -309,6 +322,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         kept_words=kept.words,
         temperatures=np.repeat(temperatures, num_trained),
         versions=trained((s.versions for s in sequences), np.int32),
+        after_swap=trained((s.after_swap for s in sequences), np.bool_),
         sequence_index=np.repeat(np.arange(len(sequences), dtype=np.int64), num_trained),
         sequence_ids=np.array([s.sequence_id for s in sequences], dtype=np.int64),
     )
@@ -336,6 +350,7 @@ _DTYPES = {
     "kept_words": np.int32,
     "temperatures": np.float32,
     "versions": np.int32,
+    "after_swap": np.bool_,
     "sequence_index": np.int64,
     "sequence_ids": np.int64,
 }

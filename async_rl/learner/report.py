@@ -9,7 +9,7 @@ import numpy as np
 
 from async_rl.learner.batch import PreparedBatch, StalenessSummary
 from async_rl.learner.engine import UpdateStats
-from async_rl.learner.losses.diagnostics import Summary, summarise
+from async_rl.learner.losses.diagnostics import Summary, summarise, swap_effect
 from async_rl.queue.messages import QueueStats, TakenGroup, TrainedFacts
 from async_rl.records import Rollout
 
@@ -120,7 +120,22 @@ def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     }
     for lag in np.flatnonzero(rows.any(1)).tolist():
         metrics |= _metrics_of_lag(lag, summarise(rows[lag]))
-    return metrics
+    return metrics | _swap_metrics(rows)
+
+
+def _swap_metrics(rows: np.ndarray) -> dict[str, float]:
+    """What keys and values from before a swap of weights do to the mismatch, apart from staleness.
+
+    Tokens after a swap in their answer are compared with others of the same lag.
+    """
+    by_lag = swap_effect(rows)
+    if not by_lag:
+        return {}
+    metrics: dict[str, float] = {"mismatch_kl/after_swap_tokens": sum(tokens for tokens, _, _ in by_lag.values())}
+    for lag, (_, after, others) in by_lag.items():
+        metrics |= {f"mismatch_kl/after_swap_lag_{lag}": after, f"mismatch_kl/no_swap_lag_{lag}": others}
+    surplus = sum(tokens * (after - others) for tokens, after, others in by_lag.values())
+    return metrics | {"mismatch_kl/swap_effect": surplus / metrics["mismatch_kl/after_swap_tokens"]}
 
 
 def _metrics_of_lag(lag: int, of_lag: Summary) -> dict[str, float]:

@@ -28,7 +28,8 @@ from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_che
 from async_rl.learner.engine import Engine
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.fsdp_engine import FsdpEngine
-from async_rl.learner.parallel import init_ranks
+from async_rl.learner.parallel import compute_dtype, init_ranks
+from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import HeldBackWeights, StagedWeights, WeightsPlane
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
@@ -163,6 +164,7 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
             checkpoints=RunCheckpoints(engine, run_dir, config.checkpoint.keep_last),
             run_dir=run_dir.path,
             decode=parts.decode,
+            parity=_parity_gate(config, engine, queue, parts.device),
         ).run()
         # The other ranks are done: they would wait for no command as long as an export of a large model takes.
         engine.close()
@@ -175,6 +177,14 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
         metrics.close()
         trained.close()
     return read_metrics(run_dir.metrics)
+
+
+def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
+    """None where there is nothing to compare: the fake backend's log-probabilities are made up."""
+    if config.weights.parity == "off" or config.generator.backend == "fake":
+        return None
+    dtype = str(compute_dtype(config, device)).removeprefix("torch.")
+    return ParityGate(config, engine, queue, dtype=dtype)
 
 
 def _restore(engine: Engine, checkpoint: Path | None) -> tuple[TrainerState, bytes | None]:

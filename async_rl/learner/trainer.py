@@ -28,6 +28,7 @@ from async_rl.learner.batch import (
 from async_rl.learner.bias import DropBias
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.evals import Evaluations
+from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import WeightsPlane
 from async_rl.learner.report import step_metrics
 from async_rl.learner.rollout_log import log_rollouts
@@ -75,10 +76,12 @@ class Trainer:
         checkpoints: Checkpointer,
         run_dir: Path,
         decode: Decode,
+        parity: ParityGate | None = None,
     ) -> None:
+        """``parity`` compares generators' engines with the learner's; none: nothing does."""
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
         self.weights, self.checkpoints = weights, checkpoints
-        self.metrics, self.trained = metrics, trained
+        self.metrics, self.trained, self._parity = metrics, trained, parity
         self._run_dir, self._decode = run_dir, decode
         self._clock = StepClock(state.elapsed_s)
         self._bias = DropBias()
@@ -141,6 +144,8 @@ class Trainer:
                 oldest_version=last_version - bound if config.queue.on_stale == "mask" else None,
             )
             check_staleness(prepared, version=last_version, max_staleness=bound)
+            if self._parity is not None:
+                self._parity.check_sampled(batch.groups, prepared, version=version)
             scores = score(prepared, self.engine, config.loss)
             prepared = with_advantages(prepared, config.loss, scores.reference)
             updates = self._update(with_scores(prepared, scores))
@@ -156,6 +161,8 @@ class Trainer:
         row = step_metrics(batch.groups, prepared, run_updates, staleness, facts, acked.stats) | bound_row
         row |= self._clock.lap(acked.stats.generators, roster=acked.stats.roster, trained_tokens=facts.tokens_trained)
         row |= self._bias.step(acked.stats.ledger)
+        if self._parity is not None:
+            row |= self._parity.observe(self.state.lineage, self.state.version, acked.stats.roster)
         row |= {f"weights/{key}": value for key, value in self.weights.stats().items()}
         self.metrics.write({"step": self.state.step, "version": self.state.version, **row})
         log_rollouts(
@@ -235,6 +242,8 @@ class Trainer:
     def _publish(self, *, is_last: bool = False) -> None:
         with self._clock.part("publish"):
             state, engine = self.state, self.engine
+            if self._parity is not None and not is_last:
+                self._parity.prepare_probe(state.lineage, state.version)
             published = self.weights.publish(
                 state.lineage, state.version, engine.gather(), tick=engine.tick, is_last=is_last
             )
@@ -244,7 +253,8 @@ class Trainer:
             state.add_digest(published.version, published.digest)
             oldest = state.version - self.config.queue.max_staleness - self.config.learner.updates_per_batch
             state.digests = {v: d for v, d in state.digests.items() if v >= oldest}
-            self.queue.announce(Announcement(state.lineage, *published, self.weights.channel))
+            probe = b"" if self._parity is None else self._parity.take_probe(published.version)
+            self.queue.announce(Announcement(state.lineage, *published, self.weights.channel, probe))
             self._published = published.version
 
     def _knows_weights(self, group: Group) -> bool:

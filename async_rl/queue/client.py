@@ -16,6 +16,7 @@ import numpy as np
 from async_rl.codec import decode_group, field, prompt_from_fields
 from async_rl.errors import QueueError, WireError
 from async_rl.keys import ClientKeys
+from async_rl.parity import Answer, decode_answer
 from async_rl.queue.connection import Connection, raise_error
 from async_rl.queue.generator_client import GeneratorQueue
 from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup, TrainedFacts
@@ -25,6 +26,7 @@ from async_rl.queue.protocol import (
     facts_fields,
     not_ready_from_fields,
     stats_from_fields,
+    strings,
 )
 from async_rl.records import Group, Prompt
 from async_rl.wire import Message
@@ -121,6 +123,14 @@ class LearnerQueue:
         fields = {"announcement": announcement_fields(announcement), "lineage": announcement.lineage}
         self._unheeded.add(self._connection.post("announce", fields))
 
+    def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
+        """Every generator's newest answer to a probe, of version ``since`` or later, by generator."""
+        reply = self._call("parity_answers", {"lineage": lineage, "since": since})
+        names = strings(field(reply.fields, "generators", list))
+        if len(names) != len(reply.arrays):
+            raise WireError(f"answers of {len(names)} generators came with {len(reply.arrays)}")
+        return {name: decode_answer(a.tobytes()) for name, a in zip(names, reply.arrays, strict=True)}
+
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
         """Ask for an evaluation of a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
         fields = {"dataset": dataset, "step": step, "min_version": min_version, "exclusive": exclusive}
@@ -200,6 +210,10 @@ class LearnerQueue:
     def ping(self) -> str:
         """The run id that the server serves; empty before its first learner if none was given."""
         return field(self._call("ping", {}).fields, "run_id", str)
+
+    def versions(self) -> dict[str, str]:
+        """What is installed where the server runs, name -> version."""
+        return dict(field(self._call("ping", {}).fields, "versions", dict))
 
     def close(self) -> None:
         """Leave. Unless the run is finished, the server ends ``queue.linger_s`` later."""

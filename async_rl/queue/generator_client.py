@@ -15,6 +15,7 @@ from typing import Any, get_args
 from async_rl.codec import encode_group, field
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.keys import ClientKeys
+from async_rl.parity import Answer, encode_answer
 from async_rl.queue.connection import Connection, Outstanding, raise_error
 from async_rl.queue.messages import (
     Announced,
@@ -144,6 +145,11 @@ class GeneratorQueue:
         fields = {"generator_id": self.generator_id, "lease_id": lease_id, "cause": cause, "detail": detail[:2000]}
         self._num_unanswered += 1
         self._connection.post("fail", fields)
+
+    def answer_probe(self, lineage: str, answer: Answer) -> None:
+        """What became of a probe, for the learner to ask for; repeated until the queue has it."""
+        fields = {"generator_id": self.generator_id, "lineage": lineage, "version": answer.version}
+        self._connection.post("parity", {**fields, "answer": encode_answer(answer)})
 
     def poll(self, timeout_s: float) -> list[GeneratorEvent]:
         """What the queue said; returns with the first of it, or after ``timeout_s``.

@@ -21,6 +21,7 @@ from async_rl.queue.buffer import Buffer
 from async_rl.queue.evals import Row
 from async_rl.queue.facts import read_facts
 from async_rl.queue.messages import Acked, FailureCause, LeasesGranted, NotReady, Verdict
+from async_rl.queue.parity_answers import ParityAnswers
 from async_rl.queue.protocol import (
     announcement_fields,
     announcement_from_fields,
@@ -37,14 +38,15 @@ from async_rl.queue.protocol import (
 )
 from async_rl.queue.replies import Reply, Waiting, batch_reply
 from async_rl.queue.roster import Roster
+from async_rl.versions import package_versions
 from async_rl.wire import Message
 
 MAX_WAIT_S = 60.0
 """A request is parked no longer; its client asks again."""
-_OF_GENERATORS = frozenset({"hello", "lease", "heartbeat", "return", "fail", "bye"})
+_OF_GENERATORS = frozenset({"hello", "lease", "heartbeat", "return", "fail", "parity", "bye"})
 OF_LEARNERS = frozenset({
     "attach", "alive", "bye_learner", "announce", "evaluate", "eval_results", "await_eval", "take", "ack", "snapshot",
-    "checkpoint_committed", "finish",
+    "checkpoint_committed", "finish", "parity_answers",
 })  # fmt: skip
 
 
@@ -66,6 +68,7 @@ class Handlers:
         self.welcome: WelcomePack | None = None
         self.roster = Roster()
         self.learner_gone = False
+        self._parity = ParityAnswers()
 
     def handle(self, message: Message, now: float) -> Reply | Waiting | None:
         """The reply; None when none is wanted.
@@ -93,7 +96,8 @@ class Handlers:
     # Anyone.
 
     def _on_ping(self, message: Message, now: float) -> Reply:
-        return Reply("pong", {"run_id": self.run_id, "attached": self.buffer.learner is not None})
+        attached = self.buffer.learner is not None
+        return Reply("pong", {"run_id": self.run_id, "attached": attached, "versions": package_versions()})
 
     def _on_status(self, message: Message, now: float) -> Reply:
         return Reply("status", {"status": {"run_id": self.run_id, **self.buffer.status(now)}})
@@ -224,6 +228,12 @@ class Handlers:
         self.buffer.finish(field(message.fields, "lineage", str), now)
         return Reply("ok", {})
 
+    def _on_parity_answers(self, message: Message, now: float) -> Reply:
+        lineage, since = field(message.fields, "lineage", str), field(message.fields, "since", int)
+        self.buffer.require(lineage)
+        found = self._parity.since(lineage, since)
+        return Reply("parity_answers", {"generators": list(found)}, [as_array(data) for data in found.values()])
+
     # Generators.
 
     def _on_hello(self, message: Message, now: float) -> Waiting:
@@ -305,6 +315,12 @@ class Handlers:
             raise WireError(f"expected a cause of {known}, got {cause!r}")
         verdict = self.buffer.fail(field(fields, "generator_id", str), lease_id, cause, now)
         return Reply("returned", {"verdicts": {lease_id: verdict}, "why": {lease_id: field(fields, "detail", str)}})
+
+    def _on_parity(self, message: Message, now: float) -> Reply:
+        generator_id, version = field(message.fields, "generator_id", str), field(message.fields, "version", int)
+        answer = field(message.fields, "answer", bytes)
+        self._parity.put(generator_id, name(message.fields, "lineage"), version, answer)
+        return Reply("ok", {})
 
     def _on_bye(self, message: Message, now: float) -> Reply:
         generator_id = field(message.fields, "generator_id", str)

@@ -30,12 +30,16 @@ FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "envir
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The newest published version. ``channel`` is the learner's weights address, ``digest`` the manifest's."""
+    """The newest published version. ``channel`` is the learner's weights address, ``digest`` the manifest's.
+
+    ``probe`` is what generators are to score at this version (``parity.decode_probe``); empty: nothing.
+    """
 
     lineage: str
     version: int
     digest: str
     channel: str
+    probe: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ RECEIVE_HIGH_WATER_MARK = 64
 EXTRA_MESSAGE_BYTES = 256 << 20
 """What a message may be larger than the queue: tokenizer files and headers."""
 MAX_NAME_LENGTH = 256
+MAX_PROBE_BYTES = 32 << 10
+"""Of a probe, which goes out with every notice while its version is the newest; and of an answer to one."""
 
 
 def as_array(data: bytes | bytearray | memoryview) -> np.ndarray:
@@ -70,6 +72,7 @@ def announcement_from_fields(fields: Mapping[str, Any]) -> Announcement:
         version=field(fields, "version", int),
         digest=field(fields, "digest", str),
         channel=field(fields, "channel", str),
+        probe=field(fields, "probe", bytes),
     )
 
 

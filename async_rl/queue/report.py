@@ -8,6 +8,9 @@ from typing import Any
 from async_rl.queue.messages import NotReady, QueueStats
 from async_rl.queue.state import LearnerSide, QueueState
 
+_ANNOUNCED = ("lineage", "version", "digest", "channel")
+"""Of the announcement, for people."""
+
 
 def ledger_dict(state: QueueState) -> dict[str, Any]:
     """Both ledgers and the outcomes."""
@@ -144,7 +147,7 @@ def status(state: QueueState) -> dict[str, Any]:
         "version": learner.version if learner else None,
         "lease_bound": learner.lease_bound if learner else None,
         "finished": bool(learner and learner.finished),
-        "announced": {name: getattr(announced, name) for name in announced.__slots__} if announced else None,
+        "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
         "depth": len(state.queued),
         "bytes": state.group_bytes + state.evals.num_bytes,
         "bytes_pinned": sum(g.place.length for g in state.pins.groups if not state.is_held(g.lease_id)),

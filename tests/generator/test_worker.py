@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_rl.config import Config
@@ -16,6 +17,7 @@ from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake_backend import FakeBackend
 from async_rl.generator.grading import InlineGrader
 from async_rl.generator.worker import Worker, generator_config, write_files
+from async_rl.parity import Answer, Given, Probe, encode_probe
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -68,6 +70,7 @@ class FakeQueue:
         self.silent_s = 0.0
         self.requests: list[tuple[str, int, int]] = []
         self.returned: list[Group] = []
+        self.answered: list[tuple[str, Answer]] = []
         self.failed: list[tuple[str, str, str]] = []
         self.heartbeats: list[tuple[dict[str, int], GeneratorStats]] = []
         self.timeouts: list[float] = []
@@ -83,6 +86,9 @@ class FakeQueue:
 
     def return_group(self, group: Group) -> None:
         self.returned.append(group)
+
+    def answer_probe(self, lineage: str, answer: Answer) -> None:
+        self.answered.append((lineage, answer))
 
     def fail(self, lease_id: str, cause: str, detail: str) -> None:
         self.failed.append((lease_id, cause, detail))
@@ -385,3 +391,28 @@ def test_files_from_the_queue_stay_in_their_directory(tmp_path):
         with pytest.raises(QueueError, match="plain file names"):
             write_files(directory, {name: b""})
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "model"]
+
+
+def probe_of(version: int) -> bytes:
+    given = Given(np.array([1, 2], np.int32), 1)
+    return encode_probe(Probe("first", version, 1.0, (given,), (np.zeros(1, np.float32),), "float32"))
+
+
+def test_a_probe_is_answered_once_when_its_version_is_active_and_dropped_when_passed_over():
+    scene = Scene()
+
+    def announced(version: int, probe: bytes) -> list[GeneratorEvent]:
+        return [Announced(Announcement("first", version, f"first-{version}", "tcp://127.0.0.1:1", probe))]
+
+    def stage(version: int) -> Callable[[], list[GeneratorEvent]]:
+        def play() -> list[GeneratorEvent]:
+            scene.receiver.staged = FakeStaged("first", version, f"first-{version}")
+            return []
+
+        return play
+
+    # Version 1 arrives after version 2 was announced and is answered; version 2 is passed over for version 3.
+    scene.run(
+        announced(1, probe_of(1)), announced(2, probe_of(2)), stage(1), [], announced(3, b""), stage(3), [], [],
+    )  # fmt: skip
+    assert [(lineage, answer.version) for lineage, answer in scene.queue.answered] == [("first", 1)]

@@ -328,7 +328,7 @@ def test_dummy_survives_the_wire():
 
 
 def test_micro_batch_with_an_array_missing_is_refused():
-    with pytest.raises(WireError, match="expected the 16 arrays of a micro-batch, got 15"):
+    with pytest.raises(WireError, match="expected the 17 arrays of a micro-batch, got 16"):
         from_arrays(to_arrays(dummy_micro_batch())[:-1])
 
 
@@ -337,3 +337,25 @@ def test_micro_batch_with_a_wrong_dtype_is_refused():
     arrays[0] = arrays[0].astype(np.int32)
     with pytest.raises(WireError, match=r"token_ids as int64 \[n\], got int32"):
         from_arrays(arrays)
+
+
+def test_tokens_after_a_swap_are_those_of_newer_weights_than_their_answer_began_with():
+    # Prompt, three tokens by version 1, two by 2; an environment's token; an answer begun by version 2, ended by 3.
+    versions = np.array([-1, 1, 1, 1, 2, 2, -1, 2, 3, 3], np.int32)
+    size = len(versions)
+    sequence = TrainSequence(
+        sequence_id=0,
+        token_ids=np.arange(size, dtype=np.int32),
+        loss_mask=versions >= 2,  # what version 1 sampled is too old to be trained on, and counts all the same
+        behavior_logprobs=np.zeros(size, np.float32),
+        versions=versions,
+        advantages=np.zeros(size, np.float32),
+        temperature=1.0,
+    )
+    assert np.flatnonzero(sequence.after_swap).tolist() == [4, 5, 8, 9]
+    (micro_batch,) = pack([sequence], max_tokens=64, num_ranks=1)[0]
+    assert micro_batch.after_swap.tolist() == [True, True, False, True, True]
+
+
+def test_no_token_is_after_a_swap_where_nothing_was_sampled():
+    assert not dummy_micro_batch().after_swap.any()

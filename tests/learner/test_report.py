@@ -69,3 +69,24 @@ def test_turns_and_scores_of_played_rollouts_are_reported():
     ]
     assert turn_metrics(played) == {"score/mean": 0.75, "turns/mean": 1.5, "turns/max": 2}
     assert turn_metrics(played[2:]) == {}
+
+
+def test_what_a_swap_does_is_told_from_staleness_by_comparing_tokens_of_one_lag():
+    # Lag 1: ratio 2 after a swap, k3 1 - ln 2; ratios 1 and 1 without, k3 0. Lag 2 has none without a swap, lag 0 none
+    # with. The effect is over the one token of lag 1.
+    ratios, lags = [2.0, 1.0, 1.0, 4.0, 3.0], [1, 1, 1, 2, 0]
+    inputs = of_ratios(ratios, [1.0] * 5, lag=lags)
+    out = policy_loss(inputs, LossConfig(), max_length=8)
+    after_swap = torch.tensor([True, False, False, True, False])
+    skipped = torch.zeros(5, dtype=torch.bool)
+    rows = diagnostic_sums(out, skipped, inputs.lag, 4, after_swap_N=after_swap).numpy()
+    metrics = update_metrics([replace(PLAIN, by_lag=rows)])
+    assert metrics["mismatch_kl/after_swap_lag_1"] == pytest.approx(1 - math.log(2))
+    assert metrics["mismatch_kl/no_swap_lag_1"] == 0.0
+    assert metrics["mismatch_kl/swap_effect"] == pytest.approx(1 - math.log(2))
+    assert metrics["mismatch_kl/after_swap_tokens"] == 1
+    assert not any("swap_lag_2" in key or "swap_lag_0" in key for key in metrics)
+
+
+def test_without_a_swap_there_are_no_metrics_of_one():
+    assert not any("swap" in key for key in update_metrics([an_update([2.0, 1.0], [0, 1])]))

@@ -17,11 +17,11 @@ from torch import Tensor
 from async_rl.learner.losses.policy import PolicyLoss
 from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
 
-COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped")
+COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped", "after_swap")
 """Tokens: all; with a finite behavior logprob; in the loss; of those, with a ratio that was cut; of sequences that
-were skipped."""
-SUMS = ("k1", "k3", "abs_log_ratio", "kept_k3", "kept_ratio", "kept_ratio_square")
-"""Nats, over finite tokens (skipped ones included), and over kept ones."""
+were skipped; finite ones that were sampled after a swap of weights within their answer."""
+SUMS = ("k1", "k3", "abs_log_ratio", "kept_k3", "kept_ratio", "kept_ratio_square", "after_swap_k3")
+"""Nats, over finite tokens (skipped ones included), over kept ones, and over those after a swap."""
 
 _FINEST = 1e-5
 _WIDTH = 0.1
@@ -34,7 +34,9 @@ COLUMNS = len(_NAMES) + NUM_BINS
 
 
 @torch.no_grad()
-def diagnostic_sums(out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int) -> Tensor:
+def diagnostic_sums(
+    out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int, *, after_swap_N: Tensor | None = None
+) -> Tensor:
     """float64 [num_lags, COLUMNS], on the device; the last row also takes what is older.
 
     Args:
@@ -42,15 +44,19 @@ def diagnostic_sums(out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags:
         skipped_N: bool, the token's sequence was skipped.
         lag_N: int64, >= 0.
         num_lags: L.
+        after_swap_N: bool, ``TrainSequence.after_swap``; none: no token was.
     """
     kept_N, d_N = out.kept, out.log_ratio
     received_N = torch.ones_like(kept_N)
-    counts = torch.stack([received_N, out.finite, kept_N, out.capped_low, out.capped_high, skipped_N], 1).double()
+    swapped_N = torch.zeros_like(kept_N) if after_swap_N is None else after_swap_N & out.finite
+    counts = torch.stack(
+        [received_N, out.finite, kept_N, out.capped_low, out.capped_high, skipped_N, swapped_N], 1
+    ).double()
     # expm1: for the small d of an on-policy token, exp(d) - 1 - d would be rounding noise.
     k3_N = d_N.expm1() - d_N
     kept = counts[:, 2]
     ratio_N = d_N.exp() * kept
-    sums = torch.stack([-d_N, k3_N, d_N.abs(), k3_N * kept, ratio_N, ratio_N.square()], 1)
+    sums = torch.stack([-d_N, k3_N, d_N.abs(), k3_N * kept, ratio_N, ratio_N.square(), k3_N * counts[:, 6]], 1)
     row_N = lag_N.clamp(max=num_lags - 1)
     by_lag = counts.new_zeros(num_lags, counts.shape[1] + sums.shape[1])
     by_lag.index_add_(0, row_N, torch.cat([counts, sums], 1))
@@ -127,6 +133,24 @@ def summarise(row: np.ndarray) -> Summary:
         out_of_range=(total["received"] - total["skipped"] - total["kept"]) / received,
         ess=total["kept_ratio"] ** 2 / (kept * square) if square > 0 else 1.0,
     )
+
+
+def swap_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
+    """Lag -> tokens after a swap, their mean k3 and that of the others of that lag, nats; lags that have both.
+
+    The lag is the same on both sides, so what differs is not the policy's staleness.
+
+    Args:
+        by_lag: rows of ``diagnostic_sums``, or a sum of such.
+    """
+    found: dict[int, tuple[int, float, float]] = {}
+    for lag, row in enumerate(by_lag):
+        total = dict(zip(_NAMES, row[: len(_NAMES)].tolist(), strict=True))
+        others = total["finite"] - total["after_swap"]
+        if total["after_swap"] and others:
+            after = total["after_swap_k3"] / total["after_swap"]
+            found[lag] = int(total["after_swap"]), after, (total["k3"] - total["after_swap_k3"]) / others
+    return found
 
 
 def k3_sum_and_tokens(row: np.ndarray) -> tuple[float, int]:

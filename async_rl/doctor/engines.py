@@ -1,0 +1,141 @@
+"""The parity check without a run: the generators' engine and the learner's model, at the same weights, in one process.
+
+The engine samples answers to the first prompts as in the run, and the learner scores them; then both score the same
+given tokens. What differs goes through the experiments that a run's parity gate makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+
+from async_rl.chat import model_files, quiet_progress_bars
+from async_rl.config import Config
+from async_rl.config_file import config_to_toml, parse_config
+from async_rl.data import load_train_rows
+from async_rl.doctor.rows import Row
+from async_rl.errors import UserError
+from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.parity import answer_probe
+from async_rl.generator.scratch import scratch_directory
+from async_rl.generator.worker import build_backend, generator_config, write_files
+from async_rl.parity import Probe, compare, parity_limit
+from async_rl.records import Lease, Prompt, Sampling
+
+_PROMPTS = 4
+_GROUP_SIZE = 2
+_NEW_TOKENS = 32
+_ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1 + 1 = ?"},)
+_FIX = "do what the cause says; a run stops for this (weights.parity, weights.parity_limit)"
+
+
+def check_parity(config: Mapping[str, Any]) -> list[Row]:
+    """In a process of its own: one row about sampled tokens, one about given ones."""
+    resolved = parse_config(dict(config), "the doctor's config")
+    if resolved.generator.backend == "fake":
+        return [Row("parity", "skip", 'generator.backend = "fake" has no model')]
+    quiet_progress_bars()
+    with ExitStack() as stack:
+        return _compared(resolved, stack)
+
+
+def _compared(config: Config, stack: ExitStack) -> list[Row]:
+    from async_rl.learner.fsdp_engine import FsdpEngine
+    from async_rl.learner.parallel import compute_dtype, init_ranks
+    from async_rl.learner.parity import cause_of_sampled, given_of, joined, to_train
+
+    directory = stack.enter_context(scratch_directory())
+    write_files(directory, model_files(config.model.path))
+    engine_config = generator_config(config_to_toml(config), [])
+    backend = stack.enter_context(closing(build_backend(engine_config, directory)))
+    ranks = init_ranks(config)
+    learner = stack.enter_context(closing(FsdpEngine(config, ranks)))
+    dtype = str(compute_dtype(config, ranks.device)).removeprefix("torch.")
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in learner.gather()}
+    backend.activate(0, weights)
+    samples = _sample(config, backend)
+    sequences = [_to_sequence(index, sample, config.sampling.temperature) for index, sample in enumerate(samples)]
+    behavior = np.concatenate([sample.logprobs for sample in samples])
+    scored = joined(sequences, learner.score(sequences, of="policy"))
+    engine_dtype = getattr(backend, "dtype", dtype)
+    limit = parity_limit(config.weights.parity_limit, (dtype, engine_dtype))
+    found = compare(behavior, scored)
+    sides = f"{getattr(backend, 'name', 'engine')} ({engine_dtype}) and learner ({dtype})"
+    rows: list[Row] = []
+    if found.mean <= limit:
+        rows.append(Row("parity, sampled", "OK", f"{sides}: {found}"))
+    else:
+        cause = cause_of_sampled(learner, sequences, behavior, found, limit) or "not found from sampled tokens alone"
+        text = f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}"
+        rows.append(Row("parity, sampled", "FAIL", text, fix=_FIX))
+    given = [given_of(sequence) for sequence in sequences]
+    trained = [to_train(index, one, 0, config.sampling.temperature) for index, one in enumerate(given)]
+    scores = learner.score(trained, of="policy")
+    logprobs = tuple(np.asarray(scores[s.sequence_id], np.float32) for s in trained)
+    probe = Probe("doctor", 0, config.sampling.temperature, tuple(given), logprobs, dtype, config.weights.parity_limit)
+    return [*rows, _given_row(backend, probe, weights, sides, limit)]
+
+
+def _given_row(backend: Backend, probe: Probe, weights: Mapping[str, Any], sides: str, limit: float) -> Row:
+    answer = answer_probe(backend, probe, weights)
+    if answer.logprobs is None:
+        return Row("parity, given", "skip", f"{answer.backend} can't score given tokens")
+    found = compare(answer.logprobs, np.concatenate(probe.logprobs))
+    if found.mean <= limit:
+        return Row("parity, given", "OK", f"{sides}: {found}")
+    cause = answer.cause or "not found by the engine's experiments"
+    excluded = f" Excluded: {'; '.join(answer.excluded)}." if answer.excluded else ""
+    return Row(
+        "parity, given", "FAIL", f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}.{excluded}", fix=_FIX
+    )
+
+
+def _sample(config: Config, backend: Backend) -> list[Sampled]:
+    """Answers to the first prompts, sampled as the run samples, but short."""
+    settings = config.sampling
+    sampling = Sampling(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_new_tokens=min(_NEW_TOKENS, settings.max_new_tokens),
+        max_prompt_tokens=settings.max_prompt_tokens,
+        stop=settings.stop,
+    )
+    for index, messages in enumerate(_prompts(config)):
+        prompt = Prompt(index, index, 0, messages, {})
+        ids = backend.encode_prompt(messages)[-settings.max_prompt_tokens :]
+        backend.submit(Lease(f"{index}", "train", prompt, _GROUP_SIZE, sampling, "doctor", 0, 0, 0, index), ids)
+    finished: list[Sampled] = []
+    while backend.num_running:
+        finished += backend.step()
+    return finished
+
+
+def _prompts(config: Config) -> Sequence[tuple[Mapping[str, str], ...]]:
+    try:
+        rows = load_train_rows(config).rows[:_PROMPTS]
+    except UserError:
+        rows = ()
+    return [row.messages for row in rows if row.messages] or [_ASKED]
+
+
+def _to_sequence(index: int, sample: Sampled, temperature: float) -> Any:
+    from async_rl.learner.packing import TrainSequence
+
+    num_prompt, num_sampled = len(sample.prompt_ids), len(sample.token_ids)
+    size = num_prompt + num_sampled
+    behavior = np.zeros(size, np.float32)
+    behavior[num_prompt:] = sample.logprobs
+    return TrainSequence(
+        sequence_id=index,
+        token_ids=np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int32),
+        loss_mask=np.arange(size) >= num_prompt,
+        behavior_logprobs=behavior,
+        versions=np.zeros(size, np.int32),
+        advantages=np.zeros(size, np.float32),
+        temperature=temperature,
+        kept=sample.kept,
+    )

@@ -1,0 +1,64 @@
+"""What a check finds: rows of a table, each with a fix where something is wrong. Plain data, printed or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+State = Literal["OK", "WARN", "FAIL", "skip"]
+"""``skip``: not looked at, and ``found`` says why."""
+
+_COLOURS: Mapping[State, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red", "skip": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line. ``fix`` says what to do, beside every FAIL and WARN; ``details`` is long text for below the table."""
+
+    check: str
+    state: State
+    found: str
+    fix: str = ""
+    details: str = ""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Row:
+        """The inverse of ``asdict``."""
+        return cls(**plain)
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """1 if anything is red, else 0."""
+    return int(any(row.state == "FAIL" for row in rows))
+
+
+def print_json(rows: Sequence[Row]) -> None:
+    """One object: ``ok`` and the rows."""
+    plain = {"ok": not exit_code(rows), "rows": [asdict(row) for row in rows]}
+    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """The table, then what is long, then one line that says how it stands."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(show_lines=False)
+    for column in ("check", "", "found"):
+        table.add_column(column, no_wrap=column != "found", overflow="fold")
+    for row in rows:
+        fix = f"\n[bold]fix:[/bold] {escape(row.fix)}" if row.fix else ""
+        table.add_row(escape(row.check), f"[{_COLOURS[row.state]}]{row.state}[/]", escape(row.found) + fix)
+    console.print(table)
+    for row in rows:
+        if row.details:
+            console.print(f"{row.check}:", style="bold")
+            console.print(row.details, markup=False, highlight=False)
+    red, yellow = (sum(row.state == state for row in rows) for state in ("FAIL", "WARN"))
+    verdict = "nothing stands in the way" if not red else f"{red} {'check' if red == 1 else 'checks'} failed"
+    console.print(verdict + (f", {yellow} to look at" if yellow else ""), style="bold red" if red else "bold")

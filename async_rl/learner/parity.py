@@ -1,0 +1,301 @@
+"""The parity gate: each generator's engine and the learner must give the same tokens the same log-probabilities.
+
+Two comparisons, both at one version exactly, and neither waits for anybody:
+
+- *sampled*: rollouts that come back while the learner still holds the version that sampled all of their tokens, as in
+  the first step, are scored before it trains on them. That covers all of the sampling: cache, temperature, top-p.
+- *given*: every ``weights.parity_every`` versions, and for each newcomer, the learner scores a few tokens of the last
+  batch and announces them with the version; every generator answers once it has activated it.
+
+A difference that a generator's answer, or the learner's own experiments, can explain stops the run at once. One in
+sampled tokens that nothing explains waits for the generator's answer about given ones, which excludes or proves its
+weights. Called by the trainer on rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from async_rl.config import Config
+from async_rl.errors import ParityError
+from async_rl.learner.batch import PreparedBatch
+from async_rl.learner.engine import Engine
+from async_rl.learner.packing import TrainSequence
+from async_rl.parity import (
+    MAX_CONTEXT,
+    MAX_SCORED,
+    MAX_SEQUENCES,
+    Answer,
+    Difference,
+    Given,
+    Probe,
+    compare,
+    encode_probe,
+    looks_masked,
+    parity_limit,
+)
+from async_rl.queue.client import LearnerQueue
+from async_rl.queue.messages import TakenGroup
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED_SEQUENCES = 4
+"""Sequences of each generator that are compared as they were sampled, and at most so many tokens of all."""
+_SAMPLED_TOKENS = 4096
+_ASK_AGAIN = 5
+"""Versions after which a probe that somebody has not answered is followed by another."""
+_MAX_OPEN = 8
+"""Probes whose answers are still waited for."""
+_TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
+
+
+class _Suspicion(NamedTuple):
+    """Sampled tokens of a generator differed, by ``mean`` nats, and nothing here explains it."""
+
+    text: str
+    mean: float
+
+
+class ParityGate:
+    """Of one learner start. ``dtype`` is what the learner computes in, by torch's name."""
+
+    def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
+        self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
+        self._max_tokens = config.learner.max_tokens
+        self._checked: dict[str, int] = {}
+        self._checked_sampled: dict[str, int] = {}
+        self._suspects: dict[str, _Suspicion] = {}
+        self._probes: dict[int, bytes] = {}
+        self._sent: dict[int, np.ndarray] = {}
+        self._material: tuple[TrainSequence, ...] = ()
+        self._roster: tuple[str, ...] = ()
+        self._row: dict[str, float] = {}
+
+    def check_sampled(self, taken: Sequence[TakenGroup], prepared: PreparedBatch, *, version: int) -> None:
+        """Compare what generators that are due sampled at ``version``, which the engine holds; nothing if they did not.
+
+        Raises:
+            ParityError: past the limit, for a known reason.
+        """
+        sequences = [sequence for update in prepared.updates for sequence in update]
+        owners = np.repeat([item.group.generator_id for item in taken], [len(i.group.rollouts) for i in taken]).tolist()
+        self._material = _spread(sequences) or self._material
+        chosen: dict[str, list[TrainSequence]] = {}
+        room = _SAMPLED_TOKENS
+        for sequence in sequences:
+            owner = owners[prepared.rollout_of[sequence.sequence_id]]
+            mine = chosen.setdefault(owner, [])
+            is_fresh = bool((sequence.versions[sequence.loss_mask] == version).all())
+            fits = len(mine) < _SAMPLED_SEQUENCES and len(sequence.token_ids) <= room
+            if is_fresh and fits and sequence.loss_mask.any() and self._is_due(self._checked_sampled, owner, version):
+                mine.append(sequence)
+                room -= len(sequence.token_ids)
+        chosen = {owner: mine for owner, mine in chosen.items() if mine}
+        if not chosen:
+            return
+        every = [sequence for mine in chosen.values() for sequence in mine]
+        scored = self._engine.score(every, of="policy")
+        self._row |= compare(_behavior(every), joined(every, scored)).metrics("parity/sampled_")
+        for owner, mine in chosen.items():
+            self._checked_sampled[owner] = version
+            self._judge_sampled(owner, mine, joined(mine, scored), version)
+
+    def prepare_probe(self, lineage: str, version: int) -> None:
+        """Score a few given tokens by ``version``, which the engine holds, if a generator is due.
+
+        ``take_probe`` gives what to announce. Who has not answered is asked again a few versions later: it may have
+        gone from an older version to a newer one.
+        """
+        if not self._material or not any(self._is_due(self._checked, who, version) for who in self._roster):
+            return
+        if self._sent and version - max(self._sent) < _ASK_AGAIN and not self._suspects:
+            return
+        temperature = self._material[0].temperature
+        given = [given_of(sequence) for sequence in self._material]
+        sequences = [to_train(index, one, version, temperature) for index, one in enumerate(given)]
+        scored = self._engine.score(sequences, of="policy")
+        logprobs = tuple(np.asarray(scored[s.sequence_id], np.float32) for s in sequences)
+        probe = Probe(lineage, version, temperature, tuple(given), logprobs, self._dtype, self._weights.parity_limit)
+        self._probes[version] = encode_probe(probe)
+        self._sent[version] = np.concatenate(logprobs)
+        for old in sorted(self._sent)[:-_MAX_OPEN]:
+            del self._sent[old]
+
+    def take_probe(self, version: int) -> bytes:
+        """What goes out with the announcement of ``version``; empty: nothing."""
+        return self._probes.pop(version, b"")
+
+    def observe(self, lineage: str, version: int, roster: Sequence[str]) -> dict[str, float]:
+        """Compare the answers that have come; the metrics of this step, which left the learner at ``version``.
+
+        ``roster`` are the generators alive.
+
+        Raises:
+            ParityError: past the limit.
+        """
+        self._roster = tuple(roster)
+        if self._sent:
+            self._collect(self._queue.parity_answers(lineage, min(self._sent)))
+            if not any(self._is_due(self._checked, who, version) for who in self._roster):
+                self._sent.clear()
+        row, self._row = self._row, {}
+        return row
+
+    def _is_due(self, checked: Mapping[str, int], generator_id: str, version: int) -> bool:
+        last = checked.get(generator_id)
+        every = self._weights.parity_every
+        return last is None or generator_id in self._suspects or bool(every and version - last >= every)
+
+    def _collect(self, answers: Mapping[str, Answer]) -> None:
+        compared: list[tuple[np.ndarray, np.ndarray]] = []
+        for who, answer in answers.items():
+            sent = self._sent.get(answer.version)
+            if sent is None or self._checked.get(who, -1) >= answer.version:
+                continue
+            self._checked[who] = answer.version
+            suspicion = self._suspects.pop(who, None)
+            if answer.logprobs is None:
+                self._judge_unscored(who, answer, suspicion)
+                continue
+            if answer.logprobs.shape != sent.shape:
+                raise ParityError(
+                    f"expected {sent.shape} log-probabilities of generator {who} at version {answer.version}, got "
+                    f"{answer.logprobs.shape}; does it run the learner's version of async-rl?"
+                )
+            compared.append((answer.logprobs, sent))
+            self._row["parity/version"] = answer.version
+            self._judge_given(who, answer, compare(*compared[-1]), suspicion)
+        if compared:
+            engine, learner = (np.concatenate(side) for side in zip(*compared, strict=True))
+            self._row |= {**compare(engine, learner).metrics("parity/"), "parity/generators": len(compared)}
+
+    def _judge_given(self, who: str, answer: Answer, difference: Difference, suspicion: _Suspicion | None) -> None:
+        limit = parity_limit(self._weights.parity_limit, (self._dtype, answer.dtype))
+        sides = f"generator {who} ({answer.backend}, {answer.dtype})"
+        if difference.mean <= limit:
+            if suspicion is not None and suspicion.mean > limit:
+                self._fail(
+                    f"{suspicion.text}, limit {limit:g}. Given tokens it scores as the learner does (mean |difference| "
+                    f"{difference.mean:.2g} at version {answer.version}), so its weights are right. Likely cause: keys "
+                    f"and values that are reused between prompts or after a swap, or what top-p and top-k left out"
+                )
+            return
+        cause = answer.cause or (
+            "not found by the generator's experiments, so look at the learner's side: its forward pass, or what it "
+            "published"
+        )
+        excluded = f". Excluded: {'; '.join(answer.excluded)}" if answer.excluded else ""
+        self._fail(
+            f"{sides} and the learner ({self._dtype}) disagree about the same given tokens at version "
+            f"{answer.version}: {difference}, limit {limit:g}. Likely cause: {cause}{excluded}"
+        )
+
+    def _judge_unscored(self, who: str, answer: Answer, suspicion: _Suspicion | None) -> None:
+        """A backend without a model computes in nothing, and makes its log-probabilities up."""
+        logger.info("parity: generator %s (%s) can't score given tokens; not compared", who, answer.backend)
+        limit = parity_limit(self._weights.parity_limit, (self._dtype, answer.dtype))
+        if answer.dtype and suspicion is not None and suspicion.mean > limit:
+            self._fail(f"{suspicion.text}, limit {limit:g}. Cause not found: {answer.backend} can't score given tokens")
+
+    def _judge_sampled(self, who: str, mine: Sequence[TrainSequence], scored: np.ndarray, version: int) -> None:
+        behavior = _behavior(mine)
+        difference = compare(behavior, scored)
+        # The generator's dtype, and so which of the two limits holds, is only known from its answer.
+        strict, lax = (parity_limit(self._weights.parity_limit, (self._dtype, other)) for other in (self._dtype, ""))
+        if difference.mean <= strict:
+            return
+        text = (
+            f"generator {who} and the learner ({self._dtype}) disagree about what it sampled at version {version}: "
+            f"{difference}"
+        )
+        cause = cause_of_sampled(self._engine, mine, behavior, difference, lax) if difference.mean > lax else ""
+        if cause:
+            self._fail(f"{text}, limit {lax:g}. Likely cause: {cause}")
+            return
+        logger.info("%s; the generator is asked about given tokens next, to tell why", text)
+        self._suspects[who] = _Suspicion(text, difference.mean)
+
+    def _fail(self, text: str) -> None:
+        text += (
+            ". async-rl doctor CONFIG compares the two without a run, weights.parity_limit moves the limit, and with "
+            'weights.parity = "warn" the run goes on'
+        )
+        if self._weights.parity == "warn":
+            logger.warning("parity: %s", text)
+            return
+        raise ParityError(text)
+
+
+def cause_of_sampled(
+    engine: Engine, sequences: Sequence[TrainSequence], behavior: np.ndarray, difference: Difference, limit: float
+) -> str:
+    """Why ``behavior``, float32 [N] over all trained tokens, differs so from the engine's scores; empty: not found.
+
+    Found by scoring the same tokens in other ways, while the engine still holds the version that sampled them.
+    """
+
+    def scored(changed: Sequence[TrainSequence]) -> np.ndarray:
+        return joined(changed, engine.score(changed, of="policy"))
+
+    def explains(changed: Sequence[TrainSequence]) -> bool:
+        mean = compare(behavior, scored(changed)).mean
+        return mean <= limit and mean < 0.3 * difference.mean
+
+    told = sequences[0].temperature
+    for other in (t for t in _TEMPERATURES if t != told):
+        if explains([replace(s, temperature=other) for s in sequences]):
+            return (
+                f"temperature: its lease said {told:g}, but its log-probabilities are those of {other:g}"
+                f"{', as if none had been applied' if other == 1.0 else ''}"
+            )
+    is_masked = any(s.kept is not None for s in sequences)
+    if is_masked and explains([replace(s, kept=None) for s in sequences]):
+        return "top-p or top-k: its log-probabilities are those before the mask was applied"
+    if not is_masked and looks_masked(behavior, scored(sequences)):
+        return (
+            "a top-p or top-k mask that it does not report: it gives every token more than the learner does; look for "
+            "sampling defaults of the model (generation_config.json)"
+        )
+    return ""
+
+
+def _spread(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
+    """A few sequences from all over the batch."""
+    fit = [s for s in sequences if s.loss_mask.any()]
+    stride = max(1, len(fit) // MAX_SEQUENCES)
+    return tuple(fit[::stride][:MAX_SEQUENCES])
+
+
+def given_of(sequence: TrainSequence) -> Given:
+    """A window around where ``sequence`` begins to be trained on."""
+    first = int(np.flatnonzero(sequence.loss_mask)[0])
+    window = sequence.token_ids[max(0, first - MAX_CONTEXT) : first + MAX_SCORED]
+    return Given(np.array(window, np.int32), len(window) - min(first, MAX_CONTEXT))
+
+
+def to_train(index: int, given: Given, version: int, temperature: float) -> TrainSequence:
+    """``given`` as ``Engine.score`` takes it."""
+    size = len(given.token_ids)
+    return TrainSequence(
+        sequence_id=index,
+        token_ids=given.token_ids,
+        loss_mask=np.arange(size) >= size - given.num_scored,
+        behavior_logprobs=np.zeros(size, np.float32),
+        versions=np.full(size, version, np.int32),
+        advantages=np.zeros(size, np.float32),
+        temperature=temperature,
+    )
+
+
+def _behavior(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    return np.concatenate([s.behavior_logprobs[s.loss_mask] for s in sequences])
+
+
+def joined(sequences: Sequence[TrainSequence], scored: Mapping[int, np.ndarray]) -> np.ndarray:
+    """What ``Engine.score`` gave, sequence after sequence."""
+    return np.concatenate([scored[s.sequence_id] for s in sequences])

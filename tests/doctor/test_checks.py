@@ -1,0 +1,250 @@
+"""Every kind of fault that the doctor looks for, made on purpose, is a red row with a fix; a right config has none."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.cli import main
+from async_rl.config import Config
+from async_rl.config_file import config_to_toml
+from async_rl.doctor import engines, machine, network, task
+from async_rl.doctor.rows import Row
+from async_rl.generator.transformers_backend import TransformersBackend
+from tests.learner.tiny import tiny_config, tiny_model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and rows that are all right."""
+    path = tmp_path_factory.mktemp("doctor")
+    tiny_model(path / "model")
+    write_rows(path / "train.jsonl", [str(2 * i) for i in range(5)])
+    return path
+
+
+def write_rows(path: Path, answers: Sequence[str]) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{i} + {i} ="}], "gt_answer": a} for i, a in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_config(root: Path, model: str = "model", train: str = "train.jsonl", **sections: Any) -> Config:
+    sections["data"] = {"train": str(root / train), "system_prompt": "", **sections.get("data", {})}
+    sections["reward"] = {"equality": "exact", **sections.get("reward", {})}
+    sections["sampling"] = {"max_new_tokens": 24, "max_prompt_tokens": 64, **sections.get("sampling", {})}
+    return tiny_config(root, model, **sections)
+
+
+def plain(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_none=True)
+
+
+def red(rows: Sequence[Row]) -> Row:
+    """The one red row; every one that is not green has a fix."""
+    assert all(row.fix for row in rows if row.state in ("FAIL", "WARN"))
+    (found,) = [row for row in rows if row.state == "FAIL"]
+    return found
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_port_that_is_taken(root: Path, taken_port: int):
+    config = make_config(root, queue={"address": f"tcp://127.0.0.1:{taken_port}"})
+    row = red(network.check_queue_address(config, insecure=False))
+    assert (row.check, str(taken_port) in row.found) == ("queue.address", True)
+
+
+def test_an_address_that_is_open_to_the_network_without_keys(root: Path):
+    row = red(network.check_queue_address(make_config(root, queue={"address": "tcp://0.0.0.0:0"}), insecure=False))
+    assert "keys new" in row.fix
+
+
+def test_an_address_where_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    row = red(network.check_peer(f"tcp://127.0.0.1:{port}", None, insecure=False))
+    assert "no connection" in row.found
+
+
+def test_an_address_where_something_else_listens(taken_port: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(network, "_ANSWER_S", 0.2)
+    row = red(network.check_peer(f"tcp://127.0.0.1:{taken_port}", None, insecure=False))
+    assert "nothing that we understand" in row.found
+
+
+def test_versions_that_differ_from_the_peers():
+    row = network._versions_row({"async-rl": "0.1.0", "torch": "2.11.0"}, {"async-rl": "0.1.0", "torch": "2.13.0"})
+    assert (row.state, row.found) == ("WARN", "torch 2.11.0 there, 2.13.0 here")
+
+
+def test_an_interface_that_does_not_exist(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert "nosuch0" in red(network.check_interfaces(make_config(root), None)).found
+
+
+def test_two_ranks_meet_over_loopback_and_not_on_an_address_of_another_machine():
+    (row,) = network.meet_two("127.0.0.1", "gloo")
+    assert row.state == "OK"
+    with pytest.raises(OSError, match="assign"):
+        network.meet_two("192.0.2.1", "gloo")
+
+
+def test_a_missing_tokenizer(root: Path):
+    directory = root / "bare"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_bytes((root / "model" / name).read_bytes())
+    row = red(task.check_model_files(make_config(root, "bare")))
+    assert (row.check, "tokenizer" in row.found) == ("tokenizer", True)
+
+
+def test_a_template_that_fails_on_the_first_prompt(root: Path):
+    directory = root / "odd_template"
+    directory.mkdir()
+    for path in (root / "model").iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('no user here') }}")
+    row = red(task.check_model_files(make_config(root, "odd_template")))
+    assert (row.check, "no user here" in row.found) == ("template", True)
+
+
+def test_the_first_prompt_is_shown_as_it_is_rendered(root: Path):
+    rows = task.check_model_files(make_config(root))
+    assert [row.state for row in rows] == ["OK", "OK", "OK"]
+    assert "<|user|>" in rows[-1].details
+    assert rows[-1].details.endswith("<|assistant|>")
+
+
+def test_data_that_is_missing_and_data_that_is_bad(root: Path):
+    assert red(task.check_data(make_config(root, train="none.jsonl"))).check == "data.train"
+    (root / "bad.jsonl").write_text('{"messages": 3}\n')
+    row = red(task.check_data(make_config(root, data={"eval": {"held": str(root / "bad.jsonl")}})))
+    assert (row.check, "bad.jsonl:1" in row.found) == ("data.eval.held", True)
+
+
+def test_a_reward_that_refuses_the_right_answer(root: Path):
+    # A box that is closed too early by the answer itself.
+    write_rows(root / "braces.jsonl", ["1", "}{"])
+    row = red(task.check_reward(plain(make_config(root, train="braces.jsonl"))))
+    assert (row.check, "refuses the right answer" in row.found) == ("reward", True)
+
+
+def test_a_reward_that_takes_any_answer(root: Path):
+    source = root / "generous.py"
+    source.write_text("def reward(item):\n    return 1.0\n")
+    reward = {"type": f"{source}:reward"}
+    config = make_config(root, reward=reward, generator={"allow_code": [str(source)]})
+    assert "takes a wrong answer for right" in red(task.check_reward(plain(config))).found
+    assert "allow_code" in red(task.check_reward(plain(make_config(root, reward=reward)))).fix
+
+
+def test_a_reward_that_is_right(root: Path):
+    (row,) = task.check_reward(plain(make_config(root)))
+    assert row.state == "OK"
+
+
+def test_programs_that_cant_be_isolated(root: Path, monkeypatch: pytest.MonkeyPatch):
+    from async_rl.errors import SandboxError
+    from async_rl.rewards import registry
+
+    def refuse(config: Config) -> Any:
+        raise SandboxError("no user namespaces here")
+
+    monkeypatch.setattr(registry, "build_reward", refuse)
+    row = red(task.check_reward(plain(make_config(root))))
+    assert (row.check, "namespaces" in row.found) == ("sandbox", True)
+
+
+def test_a_network_file_system_and_a_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch):
+    assert [row.state for row in machine.check_disk(make_config(root))] == ["OK", "OK"]
+    monkeypatch.setattr(machine, "_file_system", lambda path: "nfs4")
+    assert red(machine.check_disk(make_config(root))).check == "journal"
+    monkeypatch.setattr(machine, "_file_system", lambda path: "ext4")
+    monkeypatch.setattr(machine, "_free_bytes", lambda path: 1000)
+    row = red(machine.check_disk(make_config(root)))
+    assert (row.check, "not one fits" in row.found) == ("run.dir", True)
+
+
+def test_a_vllm_that_is_asked_for_and_not_there(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "package_versions", lambda: {"python": "3.11", "torch": "2.9", "pyzmq": "27.0"})
+    rows = machine.check_versions(make_config(root, generator={"backend": "vllm"}))
+    assert {row.check: row.state for row in rows} == {
+        "python": "OK", "torch": "WARN", "transformers": "FAIL", "pyzmq": "OK", "vllm": "FAIL",
+    }  # fmt: skip
+
+
+def test_keys_that_are_missing(root: Path):
+    row = red(machine.check_key_files(make_config(root, queue={"keys": str(root / "nokeys")})))
+    assert "keys new" in row.fix
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
+def test_engine_and_learner_agree_about_a_right_model(root: Path, sampling: dict[str, Any]):
+    rows = engines.check_parity(plain(make_config(root, sampling=sampling)))
+    assert [(row.check, row.state) for row in rows] == [("parity, sampled", "OK"), ("parity, given", "OK")]
+
+
+def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.MonkeyPatch):
+    from async_rl.generator import given_tokens, transformers_backend
+    from async_rl.generator.sampler import make_plan
+
+    def plan_at_1(temperatures: Any, *arguments: Any, **settings: Any) -> Any:
+        return make_plan(np.ones_like(temperatures), *arguments, **settings)
+
+    for module in (given_tokens, transformers_backend):
+        monkeypatch.setattr(module, "make_plan", plan_at_1)
+    sampled, given = engines.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
+    assert (sampled.state, given.state) == ("FAIL", "FAIL")
+    assert "those of 1, as if none had been applied" in sampled.found
+    assert "applies none" in given.found
+    assert sampled.fix
+
+
+def test_an_engine_with_a_stale_tensor(root: Path, monkeypatch: pytest.MonkeyPatch):
+    activate = TransformersBackend.activate
+    name = "model.layers.0.mlp.gate_proj.weight"
+
+    def forgetful(self: TransformersBackend, version: int, weights: Any) -> float:
+        is_first = self.version < 0
+        paused_s = activate(self, version, weights)
+        if is_first:
+            held = dict(self._model.named_parameters())[name]
+            held.data = held.data * 30
+        return paused_s
+
+    monkeypatch.setattr(TransformersBackend, "activate", forgetful)
+    _, given = engines.check_parity(plain(make_config(root)))
+    assert given.state == "FAIL"
+    assert f"stale or corrupt tensors: the engine held other bytes than it had received of {name}" in given.found
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_the_command_exits_1_for_a_red_row_and_2_for_a_bad_config_and_writes_nothing(
+    root: Path, capsys: pytest.CaptureFixture[str], taken_port: int
+):
+    path = root / "run.toml"
+    path.write_text(config_to_toml(make_config(root)))
+    address = f"queue.address=tcp://127.0.0.1:{taken_port}"
+    code, text = run_command(capsys, str(path), "--no-parity", "--json", "--set", address)
+    rows = {row["check"]: row["state"] for row in json.loads(text)["rows"]}
+    assert code == 1
+    assert [name for name, state in rows.items() if state == "FAIL"] == ["queue.address"]
+    assert (rows["gloo of two"], rows["reward"], rows["template"]) == ("OK", "OK", "OK")
+    assert not Path(make_config(root).run.dir).exists()
+    code, _ = run_command(capsys, str(path), "--set", "queue.nonsense=1")
+    assert code == 2

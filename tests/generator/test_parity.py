@@ -1,0 +1,172 @@
+"""A generator's answer to a probe: right engines agree with a plain forward pass, wrong ones are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from async_rl.engine_config import GeneratorConfig
+from async_rl.generator.fake_backend import FakeBackend
+from async_rl.generator.parity import answer_probe
+from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.parity import Given, Probe, compare
+from tests.generator.leases import make_lease
+from tests.generator.tiny_model import make_model, weights_of, write_model
+
+GIVEN = (
+    Given(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
+    Given(np.array([6, 30, 11], np.int32), 2),
+    Given(np.array([12, 13], np.int32), 1),
+    Given(np.arange(3, 43, dtype=np.int32), 32),
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, 0)
+    return path
+
+
+def make_backend(directory: Path) -> TransformersBackend:
+    return TransformersBackend.from_files(directory, GeneratorConfig(batch_size=4), dtype="float32")
+
+
+@torch.no_grad()
+def learner_scores(model: PreTrainedModel, temperature: float = 1.0) -> tuple[np.ndarray, ...]:
+    """What a plain forward pass gives the tokens of ``GIVEN``."""
+    found = []
+    for given in GIVEN:
+        ids = torch.from_numpy(given.token_ids.astype(np.int64))
+        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].float() / temperature, -1)
+        found.append(logprobs.gather(1, ids[1:, None])[-given.num_scored :, 0].numpy())
+    return tuple(found)
+
+
+def make_probe(model: PreTrainedModel, temperature: float = 1.0, *, computed_at: float | None = None) -> Probe:
+    scores = learner_scores(model, temperature if computed_at is None else computed_at)
+    return Probe("lineage", 5, temperature, GIVEN, scores, "float32")
+
+
+def ready(directory: Path) -> tuple[TransformersBackend, PreTrainedModel, Mapping[str, Any]]:
+    model = make_model(3)
+    backend = make_backend(directory)
+    backend.activate(5, weights := weights_of(model))
+    return backend, model, weights
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("way", ["sampling", "afresh", "float32_head"])
+def test_given_tokens_score_as_in_a_plain_forward_pass(directory: Path, temperature: float, way: Any):
+    backend, model, _ = ready(directory)
+    found = backend.score(GIVEN, temperature, way)
+    np.testing.assert_allclose(found, np.concatenate(learner_scores(model, temperature)), atol=1e-5)
+
+
+def test_scoring_leaves_what_runs_as_it_is(directory: Path):
+    def sample(*, with_probe: bool) -> list[int]:
+        backend, _, _ = ready(directory)
+        lease = make_lease(group_size=1, max_new_tokens=12, seed=2)
+        backend.submit(lease, backend.encode_prompt(lease.prompt.messages))
+        done = []
+        while not done:
+            done = backend.step()
+            if with_probe:
+                backend.score(GIVEN, 1.0)
+        return done[0].token_ids.tolist()
+
+    assert sample(with_probe=True) == sample(with_probe=False)
+
+
+def test_an_engine_at_the_learners_weights_agrees(directory: Path):
+    backend, model, weights = ready(directory)
+    answer = answer_probe(backend, make_probe(model, 0.8), weights)
+    assert answer.logprobs is not None
+    assert compare(answer.logprobs, np.concatenate(learner_scores(model, 0.8))).max < 1e-5
+    assert (answer.version, answer.backend, answer.dtype, answer.cause) == (5, "transformers", "float32", "")
+
+
+def test_a_stale_tensor_is_named(directory: Path):
+    backend, model, weights = ready(directory)
+    name = "model.layers.1.mlp.up_proj.weight"
+    dict(backend._model.named_parameters())[name].data = weights_of(make_model(9))[name]
+    answer = answer_probe(backend, make_probe(model), weights)
+    assert answer.cause.startswith("stale or corrupt tensors")
+    assert answer.cause.endswith(f"of {name}")
+
+
+def test_a_single_flipped_bit_in_a_tensor_is_named(directory: Path):
+    backend, model, weights = ready(directory)
+    name = "model.embed_tokens.weight"
+    held = dict(backend._model.named_parameters())[name]
+    held.data = held.data.clone()
+    held.data[5, 0] *= -50
+    assert name in answer_probe(backend, make_probe(model), weights).cause
+
+
+def test_a_temperature_that_the_engine_ignores_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    backend, model, weights = ready(directory)
+    score = backend.score
+    monkeypatch.setattr(backend, "score", lambda given, _, way="sampling": score(given, 1.0, way))  # pyright: ignore[reportArgumentType]
+    answer = answer_probe(backend, make_probe(model, 0.7), weights)
+    assert answer.cause == "temperature: the engine gives the same at 0.7 and 1.4, so it applies none"
+    assert answer.excluded == ("the engine holds exactly the tensors that it received",)
+
+
+def test_a_learner_at_another_temperature_is_told(directory: Path):
+    backend, model, weights = ready(directory)
+    answer = answer_probe(backend, make_probe(model, 0.7, computed_at=1.0), weights)
+    assert answer.cause == "temperature: told 0.7, the engine differs; at 1 it agrees with the learner"
+
+
+def test_a_mask_that_nobody_asked_for_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    backend, model, weights = ready(directory)
+    score = backend.score
+    # Half of the vocabulary's probability left out: what is kept has log 2 more.
+    monkeypatch.setattr(backend, "score", lambda *given: score(*given) + np.log(2))
+    assert answer_probe(backend, make_probe(model), weights).cause.startswith("a top-p or top-k mask")
+
+
+def test_keys_and_values_that_are_wrong_are_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    backend, model, weights = ready(directory)
+    prefill = backend._forward.prefill
+
+    def stale(ids: torch.Tensor) -> Any:
+        cache = prefill(ids)
+        cache._keys = [keys.flip(2) for keys in cache._keys]
+        return cache
+
+    monkeypatch.setattr(backend._forward, "prefill", stale)
+    answer = answer_probe(backend, make_probe(model), weights)
+    assert answer.cause.startswith("reuse of keys and values")
+
+
+def test_a_head_of_low_precision_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    backend, model, weights = ready(directory)
+    score = backend.score
+    noise = np.random.default_rng(0).normal(0, 0.5, sum(g.num_scored for g in GIVEN)).astype(np.float32)
+
+    def rounded(given: Any, temperature: float, way: Any = "sampling") -> np.ndarray:
+        return score(given, temperature, way) + (0 if way == "float32_head" else noise)
+
+    monkeypatch.setattr(backend, "score", rounded)
+    answer = answer_probe(backend, make_probe(model), weights)
+    assert answer.cause.startswith("the precision of the output head")
+
+
+def test_a_difference_that_nothing_here_explains_says_what_was_excluded(directory: Path):
+    backend, _, weights = ready(directory)
+    answer = answer_probe(backend, make_probe(make_model(4)), weights)
+    assert answer.cause == ""
+    assert len(answer.excluded) == 4
+
+
+def test_a_backend_that_has_no_model_says_that_it_cant_score():
+    answer = answer_probe(FakeBackend(GeneratorConfig(backend="fake")), make_probe(make_model(0)), {})
+    assert (answer.logprobs, answer.backend) == (None, "FakeBackend")

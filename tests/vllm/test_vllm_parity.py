@@ -1,0 +1,103 @@
+"""Given tokens scored by the real vLLM, beside running sequences, and what the parity experiments find in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.generator.parity import answer_probe
+from async_rl.parity import Given, Probe, compare
+from tests.vllm.tiny import make_config, make_model, run_all, scores, submit, weights_of, write_files
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+GIVEN = (
+    Given(np.arange(3, 43, dtype=np.int32), 32),
+    Given(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
+    Given(np.array([12, 13], np.int32), 1),
+)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    from async_rl.generator.vllm_backend import VllmBackend
+
+    torch.set_num_threads(1)
+    directory = write_files(tmp_path_factory.mktemp("model"))
+    backend = VllmBackend.from_files(directory, make_config(), device="cpu")
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(started) -> Iterator:
+    """The one engine, with the weights of seed 0 as version 3."""
+    started.activate(3, weights_of(0))
+    yield started
+    for lease_id in list(started.progress()):
+        started.cancel(lease_id)
+
+
+@torch.no_grad()
+def expected(seed: int, temperature: float = 1.0) -> tuple[np.ndarray, ...]:
+    found = []
+    for given in GIVEN:
+        ids = torch.from_numpy(given.token_ids.astype(np.int64))
+        logprobs = torch.log_softmax(make_model(seed)(input_ids=ids[None]).logits[0, :-1].float() / temperature, -1)
+        found.append(logprobs.gather(1, ids[1:, None])[-given.num_scored :, 0].numpy())
+    return tuple(found)
+
+
+def probe_of(seed: int, temperature: float = 1.0, *, computed_at: float | None = None) -> Probe:
+    return Probe("l", 3, temperature, GIVEN, expected(seed, computed_at or temperature), "float32")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("way", ["sampling", "afresh"])
+def test_given_tokens_score_as_in_a_plain_forward_pass(backend, temperature, way):
+    found = backend.score(GIVEN, temperature, way)
+    np.testing.assert_allclose(found, np.concatenate(expected(0, temperature)), atol=1e-5)
+
+
+def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
+    for i in range(6):
+        submit(backend, str(i), group_size=2, max_new_tokens=60, seed=i)
+    for _ in range(3):
+        backend.step()
+    np.testing.assert_allclose(backend.score(GIVEN, 1.0), np.concatenate(expected(0)), atol=1e-5)
+    finished = run_all(backend)
+    assert len(finished) == 12
+    for sampled in finished.values():
+        np.testing.assert_allclose(sampled.logprobs, scores(make_model(0), sampled), atol=1e-5)
+
+
+def test_it_scores_nothing_while_kept_sets_are_listed(backend):
+    submit(backend, "a", group_size=2, max_new_tokens=30, top_k=5)
+    assert backend.score(GIVEN, 1.0) is None
+    assert all(sampled.kept is not None for sampled in run_all(backend).values())
+
+
+def test_an_engine_at_the_learners_weights_agrees(backend):
+    answer = answer_probe(backend, probe_of(0), weights_of(0))
+    assert answer.logprobs is not None
+    assert compare(answer.logprobs, np.concatenate(expected(0))).max < 1e-5
+    assert (answer.backend, answer.dtype, answer.cause) == ("vllm", "float32", "")
+
+
+def test_a_stale_tensor_inside_the_engine_is_named(backend):
+    stale = dict(weights_of(0))
+    name = "model.layers.1.mlp.down_proj.weight"
+    stale[name] = weights_of(7)[name]
+    backend.activate(3, stale)
+    answer = answer_probe(backend, probe_of(0), weights_of(0))
+    assert answer.cause.endswith(f"of 0:{name}")
+    assert backend.score(GIVEN, 1.0) == pytest.approx(np.concatenate(expected(0)), abs=1e-5)
+
+
+def test_a_learner_at_another_temperature_is_told(backend):
+    answer = answer_probe(backend, probe_of(0, 0.7, computed_at=1.0), weights_of(0))
+    assert answer.cause == "temperature: told 0.7, the engine differs; at 1 it agrees with the learner"
+    assert answer.excluded == ("the engine holds exactly the tensors that it received",)
