@@ -89,7 +89,7 @@ def scoring_parameters(temperature: float, token_id: int) -> Any:
 
     return SamplingParams(
         temperature=temperature,
-        seed=0,
+        # No seed: nobody reads what is sampled, and vLLM's CPU build fails on a seeded prompt that it takes in parts.
         max_tokens=1,
         logprob_token_ids=[token_id],
         flat_logprobs=True,
