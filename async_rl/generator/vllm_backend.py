@@ -348,6 +348,9 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         **({} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}),
         "enforce_eager": is_cpu if engine.vllm.enforce_eager is None else engine.vllm.enforce_eager,
         "enable_prefix_caching": True,
+        # A prompt that is read in parts has its random numbers wound back, which torch's generators on a CPU can't do:
+        # the engine would die of it.
+        **({"enable_chunked_prefill": False} if is_cpu else {}),
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME),
         "worker_extension_cls": "async_rl.generator.vllm_weights.HeldDigests",
         "disable_log_stats": True,
