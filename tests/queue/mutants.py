@@ -70,6 +70,7 @@ def corpus(
         "ack": ({**at, "snapshot": False, "lease_bound": 1, "facts": facts_fields(facts)}, ()),
         "snapshot": (own, ()),
         "checkpoint_committed": ({**own, "step": step}, ()),
+        "parity_answers": ({**own, "since": 0}, ()),
         "finish": (own, ()),
         "hello": ({**mine, "host": "host-1", "backend": "fake"}, ()),
         "lease": ({**mine, "lineage": lineage, "version": 0, "max_leases": 2}, ()),
@@ -80,6 +81,7 @@ def corpus(
             {**mine, "lease_ids": [lease.lease_id]}, encode_group(group(lease, generator=generator_id)),
         ),
         "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
+        "parity": ({**mine, "lineage": lineage, "version": 0, "answer": b"an answer, but bytes" * 9}, ()),
         "bye": (mine, ()),
     }  # fmt: skip
     return {type_: _message(type_, fields, rest) for type_, (fields, rest) in plain.items()}

@@ -45,7 +45,7 @@ class ReceiverProcess:
         self.process.stdin.flush()
 
     def follow(self, announcement: Announcement) -> None:
-        self.say(follow=asdict(announcement))
+        self.say(follow={name: value for name, value in asdict(announcement).items() if name != "probe"})
 
     def version(self, version: int, timeout_s: float = 60.0) -> dict[str, Any]:
         """What it told about this version, after skipping what it told before."""
