@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -109,7 +109,12 @@ def evaluate(
     chosen = {name: value for name, value in given.items() if value is not None}
     if compare:
         _compare([Path(model) for model in models], has_options=bool(chosen) or out is not None)
-        return
+    else:
+        _answer(models, chosen, out)
+
+
+def _answer(models: list[str], chosen: dict[str, Any], out: Path | None) -> None:
+    """Ask ``models`` as the options that were given, by ``EvalOptions``'s names, say; print what was found."""
     from async_rl.eval_settings import EvalOptions, eval_settings
     from async_rl.evaluation import describe, run_eval
 

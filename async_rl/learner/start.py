@@ -142,23 +142,12 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
             fork_version=state.fork_version, step=state.step, num_steps=config.learner.steps,
             config_toml=config_to_toml(config), files=parts.files, snapshot=snapshot,
         )  # fmt: skip
-        staging = Staging(
-            config.weights.staging_bytes,
-            config.weights.bucket_bytes,
-            deadline_s=config.weights.deadline_s,
-            is_pulled=publisher.transport == "tcp",
-            # One that is pulled stays until the pull is over: without a second there would be none to publish.
-            min_versions=2,
-        )
-        weights: WeightsPlane = StagedWeights(staging, publisher)
-        if config.learner.n_behind is not None:
-            weights = HeldBackWeights(weights, config.learner.n_behind)
         Trainer(
             config,
             state=state,
             engine=engine,
             queue=queue,
-            weights=weights,
+            weights=_weights_plane(config, publisher),
             metrics=metrics,
             trained=trained,
             checkpoints=RunCheckpoints(engine, run_dir, config.checkpoint.keep_last),
@@ -177,6 +166,20 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
         metrics.close()
         trained.close()
     return read_metrics(run_dir.metrics)
+
+
+def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
+    """Staging and publishing, each version held back by ``learner.n_behind`` where that is set."""
+    staging = Staging(
+        config.weights.staging_bytes,
+        config.weights.bucket_bytes,
+        deadline_s=config.weights.deadline_s,
+        is_pulled=publisher.transport == "tcp",
+        # One that is pulled stays until the pull is over: without a second there would be none to publish.
+        min_versions=2,
+    )
+    weights = StagedWeights(staging, publisher)
+    return weights if config.learner.n_behind is None else HeldBackWeights(weights, config.learner.n_behind)
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
