@@ -1,4 +1,4 @@
-"""Records to messages and back: the only place that knows how a ``Lease`` or a ``Group`` looks on the wire."""
+"""Records to messages and back: the only place that knows how a ``Group`` looks on the wire."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ from async_rl.records import (
     Float32Array,
     Group,
     Int32Array,
-    Lease,
     LeaseKind,
-    Prompt,
     Rollout,
-    Sampling,
     TokenSequence,
     Turn,
 )
-from async_rl.wire import DEFAULT_LIMITS, Limits, Pieces, TypedReader, encode
+from async_rl.wire import DEFAULT_LIMITS, Limits, Piece, Pieces, TypedReader, encode_pieces
 
 _T = TypeVar("_T")
 _COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""For the fields of records: a number that is not negative."""
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
@@ -50,94 +48,18 @@ def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
     return value
 
 
-def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    return {
-        "position": prompt.position,
-        "row": prompt.row,
-        "epoch": prompt.epoch,
-        "messages": [dict(m) for m in prompt.messages],
-        "reward_data": dict(prompt.reward_data),
-    }
+def read_as(plain: Any, kind: type[_T]) -> _T:
+    """A message's plain data as a ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
 
-
-def prompt_from_fields(fields: Mapping[str, Any]) -> Prompt:
-    messages = field(fields, "messages", list)
-    if not all(isinstance(m, dict) for m in messages):
-        raise WireError("expected 'messages' to be a list of maps")
-    return Prompt(
-        position=field(fields, "position", int),
-        row=field(fields, "row", int),
-        epoch=field(fields, "epoch", int),
-        messages=tuple(messages),
-        reward_data=field(fields, "reward_data", dict),
-    )
-
-
-def leases_fields(leases: Iterable[Lease]) -> dict[str, Any]:
-    """``samplings`` are the different ones, of which each lease names its own by index: mostly all have the same."""
-    samplings: dict[Sampling, int] = {}
-    # Spelled out: a loop over the names, or ``asdict``, would cost four to twenty times as much, for every lease.
-    entries = [
-        {
-            "lease_id": lease.lease_id,
-            "kind": lease.kind,
-            "prompt": prompt_fields(lease.prompt),
-            "group_size": lease.group_size,
-            "sampling": samplings.setdefault(lease.sampling, len(samplings)),
-            "lineage": lease.lineage,
-            "min_version": lease.min_version,
-            "max_staleness": lease.max_staleness,
-            "attempt": lease.attempt,
-            "seed": lease.seed,
-        }
-        for lease in leases
-    ]
-    return {"leases": entries, "samplings": [_sampling_fields(sampling) for sampling in samplings]}
-
-
-def leases_from_fields(fields: Mapping[str, Any]) -> tuple[Lease, ...]:
-    """The inverse of ``leases_fields``.
+    Checked in C. What a record does not know is passed over, so that newer peers may say more.
 
     Raises:
-        WireError: something is missing or of the wrong kind.
+        WireError: something is missing or of the wrong type.
     """
-    samplings = [_sampling_from_fields(entry) for entry in field(fields, "samplings", list)]
-    return tuple(_lease_from_fields(entry, samplings) for entry in field(fields, "leases", list))
-
-
-def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in Sampling.__slots__} | {"stop": list(sampling.stop)}
-
-
-def _sampling_from_fields(fields: Mapping[str, Any]) -> Sampling:
-    return Sampling(
-        temperature=field(fields, "temperature", float),
-        top_p=field(fields, "top_p", float),
-        top_k=field(fields, "top_k", int),
-        max_new_tokens=field(fields, "max_new_tokens", int),
-        max_prompt_tokens=field(fields, "max_prompt_tokens", int),
-        stop=tuple(field(fields, "stop", list)),
-    )
-
-
-def _lease_from_fields(fields: Mapping[str, Any], samplings: Sequence[Sampling]) -> Lease:
-    kind, sampling = field(fields, "kind", str), field(fields, "sampling", int)
-    if not 0 <= sampling < len(samplings):
-        raise WireError(f"expected one of {len(samplings)} samplings, got number {sampling}")
-    if kind not in ("train", "eval"):
-        raise WireError(f"expected a lease of kind 'train' or 'eval', got {reprlib.repr(kind)}")
-    return Lease(
-        lease_id=field(fields, "lease_id", str),
-        kind=kind,
-        prompt=prompt_from_fields(field(fields, "prompt", dict)),
-        group_size=field(fields, "group_size", int),
-        sampling=samplings[sampling],
-        lineage=field(fields, "lineage", str),
-        min_version=field(fields, "min_version", int),
-        max_staleness=field(fields, "max_staleness", int),
-        attempt=field(fields, "attempt", int),
-        seed=field(fields, "seed", int),
-    )
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise WireError(f"not what makes a {getattr(kind, '__name__', kind)}: {error}") from error
 
 
 class TurnFields(msgspec.Struct, frozen=True, gc=False):
@@ -150,8 +72,8 @@ class TurnFields(msgspec.Struct, frozen=True, gc=False):
         scores: [U].
     """
 
-    counts: list[_Count]
-    num_tokens: list[_Count]
+    counts: list[Count]
+    num_tokens: list[Count]
     rewards: list[float]
     scores: list[float]
 
@@ -177,8 +99,8 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     temperature: float
     weights_digest: dict[int, str]
     sampling_time_s: float
-    num_sequences: list[_Count]
-    lengths: list[_Count]
+    num_sequences: list[Count]
+    lengths: list[Count]
     reward_parts: dict[str, list[float | None]]
     accuracy: list[float]
     finish_reason: list[FinishReason]
@@ -187,7 +109,12 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def encode_group(group: Group) -> bytes:
-    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread.
+    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread."""
+    return b"".join(group_pieces(group))
+
+
+def group_pieces(group: Group) -> list[Piece]:
+    """``encode_group``, for whoever has a place to put the frame together: each copy of it counts.
 
     Rollouts travel as columns, as ``FlatGroup`` has them: a fixed number of lists is packed, checked and summed up
     much faster than a map for each.
@@ -231,11 +158,12 @@ def encode_group(group: Group) -> bytes:
         if len(kept) != len(sequences):
             raise ValueError(f"expected kept tokens of all {len(sequences)} sequences or of none, got {len(kept)}")
         arrays += [_column("<i4", [k.sizes for k in kept]), _column("<i4", [k.words for k in kept])]
-    return encode("group", fields, arrays)
+    return encode_pieces("group", fields, arrays)
 
 
 def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:
-    return Pieces(dtype, [np.ascontiguousarray(array, dtype).data for array in arrays])
+    # A view of nothing can't be cast.
+    return Pieces(dtype, [np.ascontiguousarray(array, dtype).data.cast("B") for array in arrays if len(array)])
 
 
 _READER = TypedReader("group", GroupFields)
@@ -340,7 +268,7 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         if array.dtype != dtype or array.shape != (num_tokens,):
             raise WireError("expected four flat arrays of one length: int32, bool, float32, int32")
     # Sums of other bytes would count tokens that are not there.
-    if num_tokens and np.maximum.reduce(loss_mask.view(np.uint8)) > 1:
+    if np.greater(loss_mask.view(np.uint8), 1).tobytes().find(1) >= 0:
         raise WireError("expected a mask of bytes 0 and 1")
     _check_sum("lengths", fields.lengths, num_tokens)
     _check_sum("num_sequences", fields.num_sequences, len(fields.lengths))

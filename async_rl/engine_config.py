@@ -53,6 +53,10 @@ class VllmConfig(Section):
         default=None, ge=1 << 20, description="of keys and values; none: what memory_fraction leaves, on a CPU 1 GiB"
     )
     enforce_eager: bool | None = Field(default=None, description="no compiled graphs; none: on a CPU only")
+    prepare_weights: bool = Field(
+        default=True,
+        description="on a CPU: a version is made ready beside decoding, in as much memory again; false: in a pause",
+    )
 
 
 class GeneratorConfig(Section):

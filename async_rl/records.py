@@ -1,14 +1,13 @@
 """The nouns as frozen records: what leases carry out and what groups carry back. No torch, no sockets.
 
 Facts only: tokens, masks, behavior logprobs, versions, reward parts. Advantages and losses are the learner's.
-``T`` is the number of tokens of one sequence, prompt and environment tokens included. What there are many of a group
-is a msgspec ``Struct``, made in a tenth of a dataclass's time.
+``T`` is the number of tokens of one sequence, prompt and environment tokens included. They are msgspec ``Struct``s,
+which are made in a tenth of a dataclass's time, and written to and checked from messages in C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -33,8 +32,7 @@ TEXT_ROLE = "text"
 """Role of a prompt's only message when the prompt is text to be continued as it stands, without a chat template."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One dataset row at its place in the stream.
 
     ``position`` counts from 0 over all epochs and never repeats within a run; ``row`` is the row's index in its
@@ -48,8 +46,7 @@ class Prompt:
     reward_data: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """How to sample one rollout. ``temperature`` 0 is greedy decoding."""
 
     temperature: float
@@ -65,8 +62,7 @@ class Sampling:
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """Permission, given to one generator, to sample one group.
 
     ``min_version`` is the oldest version it may be sampled with; ``max_staleness`` the bound it was given under.

@@ -19,10 +19,9 @@ import math
 import reprlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
-import msgpack
 import msgspec
 import numpy as np
 
@@ -34,40 +33,44 @@ _MAGIC = b"ARL1"
 _PREFIX = struct.Struct("<4sI")
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", "<f8")}
 _CONTAINERS = frozenset((dict, list))
+_PLAIN = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
 _KEYS = frozenset((str, int, bool))
 _NO_HEADER = "header is not [schema, type, fields, arrays, number of parts]"
 _F = TypeVar("_F")
-_SMALL_HEADER_BYTES = 1024
-"""Up to here lies cost little: no list has more items than there are bytes, and nested ones at most 3 MB together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a frame may claim. ``max_items`` bounds every list and every map of the header; ``max_depth`` how deep they
-    lie inside one another, the header's own list counted."""
+    """What a frame may claim.
+
+    ``max_items`` bounds every list and every map of its fields; ``max_depth`` how deep they lie inside one another, the
+    header's own list counted. None: who sends it is believed, and its fields are not looked through for these two, nor
+    for what is no plain data.
+    """
 
     max_bytes: int = 1 << 30
     max_header_bytes: int = 64 << 20
     max_arrays: int = 65_536
     max_items: int = 1_000_000
-    max_depth: int = 12
+    max_depth: int | None = 12
 
 
 DEFAULT_LIMITS = Limits()
 Arrays = tuple[np.ndarray, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A decoded frame; ``arrays`` are read-only views into it. ``parts`` are the ``num_parts`` that came behind it."""
+class Message(msgspec.Struct, frozen=True, eq=False):
+    """A decoded frame; ``arrays`` are read-only views into it. ``parts`` are the ``num_parts`` that came behind it, as
+    byte strings or what stands for them.
+    """
 
     type: str
     fields: Mapping[str, Any]
     arrays: Arrays = ()
     num_parts: int = 0
-    parts: tuple[memoryview, ...] = ()
+    parts: tuple[Any, ...] = ()
 
-    def with_parts(self, parts: Iterable[memoryview]) -> Message:
+    def with_parts(self, parts: Iterable[Any]) -> Message:
         """This message, whole.
 
         Raises:
@@ -76,10 +79,11 @@ class Message:
         found = tuple(parts)
         if len(found) != self.num_parts:
             raise WireError(f"expected {self.num_parts} parts behind the frame, got {len(found)}")
-        return replace(self, parts=found) if found else self
+        return Message(self.type, self.fields, self.arrays, self.num_parts, found) if found else self
 
 
 Piece = bytes | memoryview
+"""Of a frame. A view is one of plain bytes, so that its length is its size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +97,7 @@ class Pieces:
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.nbytes if isinstance(piece, memoryview) else len(piece) for piece in self.pieces)
+        return sum(map(len, self.pieces))
 
 
 def _padded(size: int) -> int:
@@ -107,6 +111,7 @@ def _plain_number(value: Any) -> int | float:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+_DECODER = msgspec.msgpack.Decoder()
 
 
 def pack_plain(data: Any) -> bytes:
@@ -132,6 +137,21 @@ def encode(
         WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64; or the fields are not
             plain data.
     """
+    return b"".join(encode_pieces(type_, fields, arrays, num_parts=num_parts))
+
+
+def encode_pieces(
+    type_: str,
+    fields: Mapping[str, Any] | msgspec.Struct,
+    arrays: Sequence[np.ndarray | Pieces] = (),
+    *,
+    num_parts: int = 0,
+) -> list[Piece]:
+    """``encode``, for whoever has a place to put the frame together.
+
+    Raises:
+        WireError: where ``encode`` does.
+    """
     table: list[list[Any]] = []
     bodies: list[Piece] = []
     offset = 0
@@ -141,8 +161,9 @@ def encode(
             shape, pieces = [num_bytes // _itemsize(dtype, type_)], array.pieces
         else:
             body = np.ascontiguousarray(array)
-            dtype, num_bytes, shape, pieces = body.dtype.str, body.nbytes, list(array.shape), (body.data,)
+            dtype, num_bytes, shape = body.dtype.str, body.nbytes, list(array.shape)
             _itemsize(dtype, type_)
+            pieces = (body.reshape(-1).view(np.uint8).data,)
         table.append([dtype, shape, offset])
         padded = _padded(num_bytes)
         bodies += (*pieces, bytes(padded - num_bytes))
@@ -153,7 +174,7 @@ def encode(
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"fields of a {type_!r} message are not plain data: {error}") from error
     size = _PREFIX.size + len(header)
-    return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies])
+    return [_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies]
 
 
 def _itemsize(dtype: str, type_: str) -> int:
@@ -235,7 +256,7 @@ def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
 
 def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
     raw, start = _raw_header(view, limits)
-    header = _unpacked(raw, limits)
+    header = _unpacked(raw)
     if not isinstance(header, list) or len(header) != 5:
         raise WireError(_NO_HEADER)
     schema, type_, fields, table, num_parts = header
@@ -247,43 +268,38 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
         raise WireError(_NO_HEADER)
     if len(table) > limits.max_arrays or not 0 <= num_parts <= limits.max_arrays:
         raise WireError(f"expected at most {limits.max_arrays} arrays, and parts, got {len(table)} and {num_parts}")
-    _check_nesting(fields, limits.max_depth - 1)
+    if limits.max_depth is not None:
+        _check_plain(fields, limits.max_items, limits.max_depth)
     return header, start
 
 
-def _unpacked(raw: memoryview, limits: Limits) -> Any:
+def _unpacked(raw: memoryview) -> Any:
+    """Nothing is allocated for items that are only claimed, and nothing nested beyond what the stack can carry."""
     try:
-        if len(raw) > _SMALL_HEADER_BYTES:
-            # Without building anything: a list of a million items is allocated only where a million items follow.
-            claims = msgpack.Unpacker(max_buffer_size=len(raw))
-            claims.feed(raw)
-            claims.skip()
-        most = min(limits.max_items, len(raw))
-        return msgpack.unpackb(
-            raw,
-            raw=False,
-            strict_map_key=False,
-            max_array_len=most,
-            max_map_len=most,
-            max_ext_len=0,
-        )
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        return _DECODER.decode(raw)
+    except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"header is not msgpack: {type(error).__name__}: {error}") from error
 
 
-def _check_nesting(fields: dict[Any, Any], depth: int) -> None:
+def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None:
     """Level by level, and most of it in C: this runs over every item of every message."""
     level: list[Any] = [fields]
-    for _ in range(depth):
+    for _ in range(max_depth - 1):
         deeper: list[Any] = []
         for container in level:
+            if len(container) > max_items:
+                raise WireError(f"expected at most {max_items} items, got {len(container)}")
             values = container
             if type(container) is dict:
                 if not _KEYS.issuperset(map(type, container)):
                     unfit = next(type(key) for key in container if type(key) not in _KEYS)
                     raise WireError(f"expected text or integer keys, got {unfit.__name__}")
                 values = container.values()
-            if not _CONTAINERS.isdisjoint(map(type, values)):
+            kinds = set(map(type, values))
+            if not kinds <= _PLAIN:
+                # Extension types of msgpack, timestamps among them.
+                raise WireError(f"expected plain data, got {(kinds - _PLAIN).pop().__name__}")
+            if not _CONTAINERS.isdisjoint(kinds):
                 deeper += [value for value in values if type(value) in _CONTAINERS]
         if not deeper:
             return

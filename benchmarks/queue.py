@@ -1,8 +1,10 @@
 """The queue beside raw pyzmq, Redis streams and Ray's queue: groups/s, MB/s, latency, and the CPU that a group costs.
 
-Every side moves the same bytes from one producer process to one consumer process over TCP on loopback, through a
-server process of its own (but for raw pyzmq over one hop); rounds of all sides alternate, medians are printed. The
-product runs as users run it: ``async-rl queue``, a generator, a learner that takes 32 groups a step (1 for latency).
+Every side moves the same bytes from one producer process to one consumer process on one machine, through a server
+process of its own (but for raw pyzmq over one hop); rounds of all sides alternate, medians are printed. The product
+runs as users run it: ``async-rl queue``, a generator, a learner that takes 32 groups a step (1 for latency). On one
+machine it hands large groups over in shared memory, as Ray's object store does; "socket" is the product as it is
+between machines (``queue.shared_memory = false``), over TCP like pyzmq and Redis.
 
     python -m benchmarks.queue [--sizes 4,32,256] [--rounds 3] [--seconds 3] [--journal-dir .] [--only TEXT]
 
@@ -47,14 +49,16 @@ class Side:
 
 
 def all_sides(journal_dir: Path) -> list[Side]:
-    """The product's four, then the peers'."""
+    """The product's six, then the peers'."""
     no_redis = "" if peers.find_redis_server() else "not installed"
     no_ray = "" if peers.has_ray() else "not installed"
     return [
-        Side(PRODUCT, _product(journal_dir, has_journal=False, has_keys=False)),
-        Side(PRODUCT_JOURNAL, _product(journal_dir, has_journal=True, has_keys=False)),
-        Side(f"{PRODUCT}, CURVE", _product(journal_dir, has_journal=False, has_keys=True)),
-        Side(f"{PRODUCT_JOURNAL}, CURVE", _product(journal_dir, has_journal=True, has_keys=True)),
+        Side(PRODUCT, _product(journal_dir)),
+        Side(PRODUCT_JOURNAL, _product(journal_dir, has_journal=True)),
+        Side(f"{PRODUCT}, socket", _product(journal_dir, shares_memory=False)),
+        Side(f"{PRODUCT_JOURNAL}, socket", _product(journal_dir, has_journal=True, shares_memory=False)),
+        Side(f"{PRODUCT}, CURVE", _product(journal_dir, has_keys=True, shares_memory=False)),
+        Side(f"{PRODUCT_JOURNAL}, CURVE", _product(journal_dir, has_journal=True, has_keys=True, shares_memory=False)),
         Side("pyzmq, one hop", lambda load: peers.measure_raw(load, has_relay=False)),
         Side(RELAY, lambda load: peers.measure_raw(load, has_relay=True)),
         Side(f"{RELAY}, CURVE", lambda load: peers.measure_raw(load, has_relay=True, has_keys=True)),
@@ -65,8 +69,10 @@ def all_sides(journal_dir: Path) -> list[Side]:
     ]  # fmt: skip
 
 
-def _product(journal_dir: Path, *, has_journal: bool, has_keys: bool) -> Callable[[Load], Measured]:
-    options = ProductOptions(journal_dir, has_journal=has_journal, has_keys=has_keys)
+def _product(
+    journal_dir: Path, *, has_journal: bool = False, has_keys: bool = False, shares_memory: bool = True
+) -> Callable[[Load], Measured]:
+    options = ProductOptions(journal_dir, has_journal=has_journal, has_keys=has_keys, shares_memory=shares_memory)
 
     def measure(load: Load) -> Measured:
         if load.rate is None:
@@ -165,7 +171,10 @@ def latency_table(sides: Sequence[Side], load: Load, num_rounds: int) -> None:
 
 def depth_table(journal_dir: Path, num_rounds: int) -> None:
     print("\nbuffer and journal, CPU us a group by groups queued (2 KiB each)")
-    costs = {depth: [cost_us(depth, journal_dir) for _ in range(num_rounds)] for depth in DEPTHS}
+    costs: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    for _ in range(num_rounds):
+        for depth, found in costs.items():
+            found.append(cost_us(depth, journal_dir))
     for depth, found in costs.items():
         print(f"{depth:10d}{median(found):10.0f}")
     few, many = (median(found) for found in costs.values())

@@ -6,6 +6,7 @@ their own.
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing as mp
 import socket
 import time
@@ -68,7 +69,8 @@ class RawSocket:
 
 
 def _raw_receiver(pipe: Connection, port: int, size: int) -> None:
-    view = memoryview(bytearray(size))
+    # On a page of its own: 16 bytes behind one, where a bytearray lies, copies were a tenth slower.
+    view = memoryview(mmap.mmap(-1, size))
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while True:
             filled = 0

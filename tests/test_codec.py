@@ -1,17 +1,16 @@
 """Leases and groups survive the wire; groups that don't fit together are refused."""
 
-from dataclasses import replace
-
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec import structs, to_builtins
+from msgspec.structs import replace
 
-from async_rl.codec import decode_group, encode_group, leases_fields, leases_from_fields
+from async_rl.codec import decode_group, encode_group, read_as
 from async_rl.errors import WireError
 from async_rl.kept_tokens import KeptTokens, pack_ids
+from async_rl.queue.messages import LeasesGranted
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence, Turn
 from async_rl.wire import decode, encode
 
@@ -37,20 +36,34 @@ PROMPT = Prompt(5, 3, 1, ({"role": "user", "content": "1+1"},), {"gt_answer": "2
 LEASE = Lease("id", "eval", PROMPT, 8, Sampling(0.6, 1.0, 0, 10, 20, ("</answer>",)), "l", 2, 4, 1, 2**62)
 
 
-def test_leases_survive_msgpack_and_share_what_they_sample_with():
+def test_leases_survive_the_wire_as_they_are():
     greedy = replace(LEASE, lease_id="other", sampling=Sampling(1.0, 1.0, 0, 10, 20, ()))
-    leases = (LEASE, greedy, replace(LEASE, lease_id="third"))
-    fields = leases_fields(leases)
-    assert ([entry["sampling"] for entry in fields["leases"]], len(fields["samplings"])) == ([0, 1, 0], 2)
-    assert leases_from_fields(msgpack.unpackb(msgpack.packb(fields))) == leases
+    message = decode(encode("leases", {"granted": LeasesGranted((LEASE, greedy), "why", 3)}))
+    assert read_as(message.fields["granted"], LeasesGranted) == LeasesGranted((LEASE, greedy), "why", 3)
 
 
-@pytest.mark.parametrize("number", [-1, 1, True, "0"])
-def test_a_lease_with_a_sampling_that_did_not_come_is_refused(number: object):
-    fields = leases_fields([LEASE])
-    fields["leases"][0]["sampling"] = number
-    with pytest.raises(WireError, match="expected"):
-        leases_from_fields(fields)
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"kind": "test"}, r"Invalid enum value 'test' - at `\$.kind`"),
+        ({"group_size": True}, r"Expected `int`, got `bool` - at `\$.group_size`"),
+        ({"seed": 1.5}, r"Expected `int`, got `float` - at `\$.seed`"),
+        (
+            {"prompt": {**to_builtins(PROMPT), "messages": [{"role": 1}]}},
+            r"Expected `str`, got `int` - at `\$.prompt.messages\[0\]",
+        ),
+        ({"sampling": None}, r"Expected `object`, got `null` - at `\$.sampling`"),
+    ],
+)
+def test_a_lease_that_is_not_one_is_refused_with_the_place(change: dict[str, object], fault: str):
+    plain = to_builtins(LEASE)
+    assert read_as(plain, Lease) == LEASE
+    assert read_as({**plain, "from_a_newer_peer": 1}, Lease) == LEASE
+    with pytest.raises(WireError, match=f"^not what makes a Lease: {fault}"):
+        read_as({**plain, **change}, Lease)
+    del plain["attempt"]
+    with pytest.raises(WireError, match="missing required field `attempt`"):
+        read_as(plain, Lease)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))

@@ -60,7 +60,8 @@ LIGHT = (
     "doctor.rows", "doctor.running", "doctor.machine", "generator.worker", "generator.backend", "generator.parity",
     "generator.fake_backend", "generator.rollouts", "generator.trajectory", "generator.answering",
     "generator.environment_rollouts", "generator.seat_estimate", "generator.shared_staging", "generator.vllm_plugin",
-    "generator.vllm_engine", "generator.vllm_sampling", "weights.receiver", "weights.stream_server", "weights.delta",
+    "generator.vllm_engine", "generator.vllm_sampling", "generator.vllm_arguments", "generator.vllm_channel",
+    "generator.vllm_core", "weights.receiver", "weights.stream_server", "weights.delta",
     "weights.transport", "eval_figures", "eval_table",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""

@@ -85,6 +85,8 @@ def frame_with(header: object, body: bytes = b"") -> bytes:
         (frame_with([1, "t", {}, [], -1]), "at most 65536 arrays, and parts, got 0 and -1"),
         (frame_with([1, "t", {}, [], 65_537]), "got 0 and 65537"),
         (frame_with([1, "t", {1.5: 2}, [], 0]), "text or integer keys"),
+        (frame_with([1, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]), "expected plain data, got Ext"),
+        (frame_with([1, "t", {"a": msgpack.Timestamp(0)}, [], 0]), "expected plain data, got datetime"),
     ],
 )
 def test_a_malformed_frame_is_refused(frame: bytes, message: str):
@@ -127,9 +129,9 @@ def test_arrays_that_are_not_contiguous_are_sent_by_value():
 
 def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
     for one_deeper in (b"\x91", b"\x81\xa1a"):
-        with pytest.raises(WireError, match="StackError"):
+        with pytest.raises(WireError, match="RecursionError"):
             decode(frame_with(b"\x95\x01\xa1t" + one_deeper * 100_000 + b"\x90\x90\x00"))
-        # 500 levels are within msgpack's own limit.
+        # 500 levels are within the reader's own limit.
         with pytest.raises(WireError, match="nested too deeply"):
             decode(frame_with(b"\x95\x01\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90\x00"))
 
@@ -144,7 +146,7 @@ def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
 )
 def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, after: bytes, message: str):
     with pytest.raises(WireError, match=message):
-        decode(frame_with(before + b"\x91" * 1000 + b"\x90" + after))
+        decode(frame_with(before + b"\x91" * 700 + b"\x90" + after))
 
 
 def test_a_refusal_does_not_quote_megabytes():
@@ -174,14 +176,14 @@ def test_nothing_is_allocated_for_what_a_header_only_claims(claim: bytes):
         tracemalloc.stop()
 
 
-def test_what_a_small_header_claims_is_bounded_by_its_size():
-    # 200 lists in one another, each of a claimed 1,000 items of 8 bytes: 1.6 MB, which are freed at once.
+def test_nothing_is_allocated_for_what_a_small_header_claims():
+    # 200 lists in one another, each of a claimed 1,000 items of 8 bytes: 1.6 MB.
     frame = frame_with((b"\xdd" + struct.pack(">I", 1_000)) * 200)
     tracemalloc.start()
     try:
         with pytest.raises(WireError, match="not msgpack"):
             decode(frame)
-        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+        assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
 
@@ -198,10 +200,9 @@ def test_parts_make_a_message_whole():
 def test_more_items_than_the_limit_are_refused():
     limits = Limits(max_items=5)
     decode(encode("t", {"x": [0] * 5}), limits)
-    with pytest.raises(WireError, match="not msgpack"):
-        decode(encode("t", {"x": [0] * 6}), limits)
-    with pytest.raises(WireError, match="not msgpack"):
-        decode(encode("t", {"x": {str(i): 0 for i in range(6)}}), limits)
+    for six in ([0] * 6, {str(i): 0 for i in range(6)}):
+        with pytest.raises(WireError, match="expected at most 5 items, got 6"):
+            decode(encode("t", {"x": six}), limits)
 
 
 @settings(max_examples=300)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -99,4 +99,21 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release the engine."""
+        ...
+
+
+@runtime_checkable
+class PreparingBackend(Protocol):
+    """What a backend has beside ``Backend`` if it can make a version ready while it samples on with another."""
+
+    def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
+        """Whether ``activate`` of this version is short by now; called between steps, again and again, until it is.
+
+        The first call begins, and others may go on with other things meanwhile. ``weights`` is the same object each
+        time, and of no use any more once the first call has returned False. Another version, or another object, takes
+        the place of the one before. Without any call ``activate`` does this, too.
+
+        Raises:
+            WeightsError: a tensor is missing, unknown, or of another shape, or the engine could not take it.
+        """
         ...

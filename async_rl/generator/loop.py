@@ -17,7 +17,7 @@ import numpy as np
 from async_rl.config import Config
 from async_rl.errors import QueueError
 from async_rl.faults import fault_point
-from async_rl.generator.backend import Backend
+from async_rl.generator.backend import Backend, PreparingBackend
 from async_rl.generator.grading import Graded, Grader
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.partners import Queue, Staged, WeightsReceiver
@@ -95,6 +95,7 @@ class Worker:
         self._expected_group_size = config.sampling.group_size
         self._announced: Announcement | None = None
         self._active: Staged | None = None
+        self._preparing: Staged | None = None
         self._probes: dict[int, bytes] = {}
         self._lineage = ""
         self._digests: dict[int, str] = {}
@@ -130,15 +131,19 @@ class Worker:
             self._check_waits()
 
     def _receive_weights(self) -> None:
-        """Activate the newest staged version, between two decode steps."""
+        """Activate the newest staged version, between two decode steps; beside them, what can be prepared first."""
         trouble = self._receiver.error
         if trouble != self._receiver_trouble:
             self._receiver_trouble = trouble
             logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "all is well again")
-        staged = self._receiver.poll()
+        staged, self._preparing = self._preparing or self._receiver.poll(), None
         if staged is None or self._announced is None or staged.lineage != self._announced.lineage:
             return
         if staged.lineage == self._lineage and staged.version <= self._backend.version:
+            return
+        backend = self._backend
+        if isinstance(backend, PreparingBackend) and not backend.prepare(staged.version, staged.tensors):
+            self._preparing = staged  # a newer one waits until this one is active
             return
         fault_point("generator.activating")
         self._pause_s += self._backend.activate(staged.version, staged.tensors)

@@ -8,6 +8,7 @@ continued over keys and values of older weights than it was accepted under.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ from async_rl.generator.causal_model import WeightTable, describe_model, end_of_
 from async_rl.generator.parity import Way
 from async_rl.generator.seat_estimate import SeatEstimate
 from async_rl.generator.shared_staging import SharedStaging
+from async_rl.generator.vllm_arguments import engine_arguments
 from async_rl.generator.vllm_engine import Piece, VllmEngine, check_installed, prepare_environment
-from async_rl.generator.vllm_plugin import TRANSFER_NAME
 from async_rl.generator.vllm_sampling import (
     Gathered,
     logprob_of,
@@ -42,10 +43,11 @@ from async_rl.records import NO_VERSION, FinishReason, Lease
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _STEP_S = 0.02
 """How long a step waits for news of the engine."""
 _SCORE_LIMIT_S = 120.0
-_CPU_KV_BYTES = 1 << 30
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -82,12 +84,16 @@ class VllmBackend:
         num_seats: int,
         max_length: int,
         recompute: bool,
+        prepares: bool,
     ) -> None:
         self._engine, self._table = engine, table
         self._tokenizer: Any = tokenizer
         self._eos_ids = eos_ids
         self._max_length = max_length
         self._recompute = recompute
+        self._prepares = prepares
+        self._preparing: tuple[int, Mapping[str, Any]] | None = None
+        self._is_set_up = False
         self._estimate = SeatEstimate(num_seats)
         self._staging = SharedStaging()
         self._version = NO_VERSION
@@ -129,6 +135,8 @@ class VllmBackend:
             num_seats=config.generator.batch_size,
             max_length=max_length,
             recompute=config.generator.kv_after_swap == "recompute",
+            # Elsewhere a version is copied into the tensors that are there: compiled graphs hold their addresses.
+            prepares=device == "cpu" and config.generator.vllm.prepare_weights,
         )
 
     @property
@@ -205,12 +213,62 @@ class VllmBackend:
             for lease_id, lease in self._leases.items()
         }
 
-    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+    def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
+        """See ``backend.PreparingBackend``: the workers make the version ready in memory of their own.
+
+        True at once where they can't, or shall not; ``activate`` does everything then.
+
+        Raises:
+            EngineError: the engine has died.
+            WeightsError: a tensor is missing, unknown, or of another shape, or a worker could not prepare the version;
+                the active one stays.
+        """
+        if not self._prepares:
+            return True
+        if self._preparing is None or self._preparing[0] != version or self._preparing[1] is not weights:
+            if self._preparing is not None and self._is_preparing():
+                return False  # another one, which reads the memory that this one is to be written to
+            self._stage(weights)
+            if not self._prepares:
+                return True
+            self._engine.start_preparing()
+            self._preparing = (version, weights)
+        return not self._is_preparing()
+
+    def _is_preparing(self, timeout_s: float = 0.0) -> bool:
+        try:
+            return self._engine.preparing(timeout_s)
+        except WeightsError:
+            self._preparing = None
+            raise
+
+    def _stage(self, weights: Mapping[str, Any]) -> None:
+        """Copy ``weights`` to where the engine's workers can see them; it goes on decoding meanwhile."""
         self._table.check(weights)
-        # The engine goes on decoding while the bytes are copied to where it can see them.
         self._staging.write(weights)
-        transfer = {"path": self._staging.path, "size_bytes": self._staging.size_bytes, "rows": self._staging.rows}
-        pause_s = self._engine.swap(transfer, version, recompute=self._recompute)
+        if not self._is_set_up:
+            transfer = {"path": self._staging.path, "size_bytes": self._staging.size_bytes, "rows": self._staging.rows}
+            self._engine.set_up_transfer(transfer)
+            self._is_set_up = True
+            if self._prepares and (obstacle := self._engine.preparing_obstacle()):
+                self._prepares = False
+                logger.warning("vLLM is paused while it loads a version, which it can't prepare: %s", obstacle)
+
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        """See ``backend.Backend``; what is not prepared yet, is prepared first.
+
+        The pause is how long vLLM's engine core was kept from running a decode step: see ``VllmEngine.swap``, and
+        ``VllmEngine.load_paused`` for an engine that does not prepare.
+        """
+        while not self.prepare(version, weights):
+            self._early += self._engine.poll(0.0)
+            self._is_preparing(_STEP_S)
+        if self._prepares:
+            pause_s = self._engine.swap(version, recompute=self._recompute)
+        else:
+            self._stage(weights)
+            pause_s = self._engine.load_paused(version, recompute=self._recompute)
+        self._preparing = None
         self._version = version
         self._num_activations += 1
         return pause_s
@@ -321,54 +379,3 @@ class VllmBackend:
             text=text,
             kept=rollout.gathered.kept(),
         )
-
-
-def engine_arguments(directory: Path, config: Config, *, device: str, max_length: int) -> dict[str, Any]:
-    """vLLM's ``AsyncEngineArgs`` for this run."""
-    engine = config.generator
-    is_cpu = device == "cpu"
-    dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if is_cpu else "bfloat16"
-    kv_bytes = engine.vllm.kv_cache_bytes or (_CPU_KV_BYTES if is_cpu else None)
-    from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
-
-    return {
-        "model": str(directory),
-        "tokenizer": str(tokenizer_directory(directory)),
-        "skip_tokenizer_init": not config.sampling.stop,
-        "load_format": "dummy",  # weights come from the learner, never from a file
-        "dtype": dtype,
-        # Sampling parameters that a model's author left in generation_config.json are none of ours.
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
-        "max_model_len": max_length,
-        "max_num_seqs": engine.batch_size,
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "gpu_memory_utilization": engine.memory_fraction,
-        **({} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}),
-        "enforce_eager": is_cpu if engine.vllm.enforce_eager is None else engine.vllm.enforce_eager,
-        "enable_prefix_caching": True,
-        # A prompt that is read in parts has its random numbers wound back, which torch's generators on a CPU can't do:
-        # the engine would die of it.
-        **({"enable_chunked_prefill": False} if is_cpu else {}),
-        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME),
-        "worker_extension_cls": "async_rl.generator.vllm_weights.HeldDigests",
-        "disable_log_stats": True,
-        "seed": 0,
-    }
-
-
-def tokenizer_directory(directory: Path) -> Path:
-    """Where vLLM finds the tokenizer of ``directory`` as it is.
-
-    Beside a ``config.json`` the loader goes by the model's type and would rebuild a generic tokenizer with that
-    model's own splitting; so it gets a directory without one.
-    """
-    target = directory / "tokenizer"
-    target.mkdir(exist_ok=True)
-    for path in directory.iterdir():
-        if path.is_file() and path.name not in ("config.json", "generation_config.json"):
-            link = target / path.name
-            if not link.exists():
-                link.symlink_to(path.resolve())
-    return target

@@ -17,6 +17,8 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from async_rl.errors import EngineError, ModelError, WeightsError
+from async_rl.generator.vllm_channel import PrepareChannel
+from async_rl.generator.vllm_core import SWAP
 from async_rl.generator.vllm_plugin import OWNED, TRANSFER_NAME
 
 SUPPORTED = "0.32"
@@ -105,7 +107,7 @@ class VllmEngine:
         self._pieces: list[Piece] = []
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
-        self._can_receive = False
+        self._channel = PrepareChannel(int(llm.vllm_config.parallel_config.world_size), limit_s=_SWAP_LIMIT_S)
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any]) -> VllmEngine:
@@ -200,32 +202,73 @@ class VllmEngine:
             self._tasks.pop(name, None)
         self._pieces = [piece for piece in self._pieces if piece.request_id not in gone]
 
-    def swap(self, transfer: Mapping[str, Any], version: int, *, recompute: bool) -> float:
-        """Take over the version that lies in shared memory, between two decode steps; the pause in seconds.
+    def set_up_transfer(self, transfer: Mapping[str, Any]) -> None:
+        """Have the workers map the memory that versions come by; once, before the first.
 
         Args:
-            transfer: fields of ``vllm_weights.SharedInit``, the same every time.
+            transfer: fields of ``vllm_weights.SharedInit``, but for the pipes.
+
+        Raises:
+            WeightsError: they can't.
+        """
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferInitRequest,
+        )
+
+        request = WeightTransferInitRequest(init_info={**transfer, **self._channel.paths})
+        self._call("map the memory of weights", self._llm.init_weight_transfer_engine(request))
+
+    def preparing_obstacle(self) -> str:
+        """Why this engine can't prepare versions beside decoding; empty: it can."""
+        found = self._call("look at the model's layers", self._llm.collective_rpc("preparing_obstacle"))
+        return next(filter(None, found), "")
+
+    def start_preparing(self) -> None:
+        """Have the workers make the version ready that lies in shared memory, beside decoding; see ``preparing``."""
+        self._channel.prepare()
+
+    def preparing(self, timeout_s: float) -> bool:
+        """Whether a worker is still at it; waits for the last one for at most ``timeout_s``.
+
+        Raises:
+            EngineError: the engine has died.
+            WeightsError: a worker has failed, or takes for ever; the engine goes on with the weights that it has.
+        """
+        if self._llm.errored:
+            raise EngineError("vLLM has died while it prepared weights; the reason is in the lines above")
+        return self._channel.wait(timeout_s)
+
+    def swap(self, version: int, *, recompute: bool) -> float:
+        """Take over what is prepared; seconds for which no decode step could run because of it.
+
+        They are measured in the engine's core, from the begin of its one call between two steps to the end. While that
+        call waits for the step under way, and while its answer travels, the engine decodes.
+
+        Args:
             version: what tokens are stamped with from now on.
             recompute: compute the keys and values of running sequences anew, and forget all cached ones.
 
         Raises:
-            WeightsError: the engine did not take them; it is of no use any more.
+            WeightsError: the engine did not take it; it is of no use any more.
         """
-        try:
-            return self._run(asyncio.wait_for(self._swap(transfer, version, recompute=recompute), _SWAP_LIMIT_S))
-        except Exception as error:
-            raise WeightsError(f"vLLM did not take over version {version}: {type(error).__name__}: {error}") from error
+        swapped = self._llm.engine_core.call_utility_async(SWAP, self._channel.number, str(version), recompute)
+        pause_s = self._call(f"take over version {version}", swapped)
+        self._channel.release()
+        return pause_s
 
-    async def _swap(self, transfer: Mapping[str, Any], version: int, *, recompute: bool) -> float:
+    def load_paused(self, version: int, *, recompute: bool) -> float:
+        """Load the version that lies in shared memory while the engine is paused; the pause in seconds.
+
+        It is counted from the request that stops the engine to the answer that it goes on. See ``swap`` for the rest.
+        """
+        return self._call(f"take over version {version}", self._load_paused(version, recompute=recompute))
+
+    async def _load_paused(self, version: int, *, recompute: bool) -> float:
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
-            WeightTransferInitRequest,
             WeightTransferUpdateRequest,
         )
 
         llm = self._llm
-        if not self._can_receive:
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(transfer)))
-            self._can_receive = True
         started_s = time.perf_counter()
         # AsyncLLM.pause_generation does the same, then sleeps for 20 ms.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
@@ -234,6 +277,13 @@ class VllmEngine:
         await llm.finish_weight_update(str(version))
         await llm.resume_generation()
         return time.perf_counter() - started_s
+
+    def _call(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
+        """The answer of a call that has to do with weights."""
+        try:
+            return self._run(asyncio.wait_for(call, _SWAP_LIMIT_S))
+        except Exception as error:
+            raise WeightsError(f"vLLM did not {what}: {type(error).__name__}: {error}") from error
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
@@ -251,6 +301,7 @@ class VllmEngine:
             self._run(asyncio.wait_for(asyncio.sleep(0), 1.0))
         self._loop.close()
         self._llm = None  # it would shut down once more, and fail, when the interpreter ends
+        self._channel.close()
 
 
 def _stat_logger(load: Load) -> Any:

@@ -1,7 +1,8 @@
 """What vLLM loads of async-rl in each of its processes, by the entry point ``vllm.general_plugins``. No torch.
 
 ``register`` makes our weight transfer known, by name only. In the processes of an engine that a generator started it
-also ties the process to its parent: vLLM's engine process would outlive a generator that was killed.
+also adds our call to vLLM's engine core, and ties the process to its parent: vLLM's engine process would outlive a
+generator that was killed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+
+from async_rl.generator.vllm_core import add_swap
 
 TRANSFER_NAME = "async_rl"
 OWNED = "ASYNC_RL_VLLM_ENGINE"
@@ -23,6 +26,9 @@ def register() -> None:
 
     WeightTransferEngineFactory.register_engine(TRANSFER_NAME, "async_rl.generator.vllm_weights", "SharedWeights")
     if os.environ.get(OWNED):
+        from vllm.v1.engine.core import EngineCore  # pyright: ignore[reportMissingImports]
+
+        add_swap(EngineCore)
         end_with_parent()
 
 

@@ -1,7 +1,8 @@
 """Our weight transfer inside vLLM's worker processes: from the generator's shared memory into the model.
 
 Built by vLLM, by the name that ``vllm_plugin`` registers. The bytes are there before the engine is paused, received
-and verified by the generator; an update only copies.
+and verified by the generator. There are two ways to take them over: *prepared* beside decoding and swapped in by
+pointers (``vllm_prepare``; on the CPU), or *loaded* by vLLM's own update while the engine is paused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,11 +25,21 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 from async_rl.generator.shared_staging import map_tensors
+from async_rl.generator.vllm_prepare import Preparer
+from async_rl.generator.vllm_shadow import obstacle
 from async_rl.weights.manifest import digest_bytes
 
 
-class HeldDigests:
-    """Mixed into vLLM's workers: what they hold at this moment, to be compared with what they hold after a swap."""
+class WorkerCalls:
+    """Mixed into vLLM's workers: what ``vllm_core`` and the generator call in them."""
+
+    def preparing_obstacle(self) -> str:
+        """Why versions can't be prepared here; empty: they can."""
+        return _transfer(self).obstacle
+
+    def swap_weights(self, number: int) -> None:
+        """See ``Preparer.swap``."""
+        _transfer(self).swap(number)
 
     def held_digests(self) -> dict[str, str]:
         """Name -> digest of each parameter's bytes; of what it does to an input where a kernel has packed it away."""
@@ -38,6 +50,10 @@ class HeldDigests:
             is_packed = parameter.numel() == 0 and hasattr(layer, "input_size_per_partition")
             held[name] = digest_bytes(_bytes_of(_effect(layer, parameter) if is_packed else parameter))
         return held
+
+
+def _transfer(worker: Any) -> SharedWeights:
+    return worker.weight_transfer_engine
 
 
 @torch.inference_mode()
@@ -53,11 +69,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """Where the memory is and what lies in it: see ``shared_staging``."""
+    """Where the memory is and what lies in it (see ``shared_staging``), and the pipes of ``vllm_channel``."""
 
     path: str
     size_bytes: int
     rows: list[Any]
+    command_paths: list[str]
+    report_path: str
 
 
 @dataclass
@@ -76,13 +94,36 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
         # It warns of every layer without weights of its own, at every version; we look for missing ones ourselves.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._tensors: dict[str, torch.Tensor] = {}
+        self._preparer: Preparer | None = None
         self._parameters = {name for name, _ in self.model.named_parameters()}
         every_name = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         tied = [name.rpartition(".")[0] for name in every_name if name not in self._parameters]
         self._tied_layers = [self.model.get_submodule(name) for name in tied]
 
     def init_transfer_engine(self, init_info: SharedInit) -> None:
-        self._tensors = map_tensors(init_info.path, init_info.size_bytes, init_info.rows)
+        self._tensors.clear()
+        self._tensors |= map_tensors(init_info.path, init_info.size_bytes, init_info.rows)
+        if self._preparer is None and not self.obstacle:
+            rank = self.vllm_config.parallel_config.rank
+            self._preparer = Preparer(
+                self.model,
+                self.vllm_config,
+                self._tensors,
+                rank=rank,
+                command_path=init_info.command_paths[rank],
+                report_path=init_info.report_path,
+            )
+
+    @cached_property
+    def obstacle(self) -> str:
+        """See ``vllm_shadow.obstacle``."""
+        return obstacle(self.model, self.device)
+
+    def swap(self, number: int) -> None:
+        """See ``Preparer.swap``."""
+        if self._preparer is None:
+            raise RuntimeError(f"no version can be prepared here: {self.obstacle or 'the transfer is not set up yet'}")
+        self._preparer.swap(number)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -108,4 +149,4 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        self._tensors = {}
+        self._tensors.clear()

@@ -34,6 +34,7 @@ from async_rl.learner.publishing import HeldBackWeights, StagedWeights, WeightsP
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
 from async_rl.local_code import DIGESTS_FILE, write_digests
+from async_rl.memory import reuse_freed_memory
 from async_rl.metrics import MetricsWriter, check_wandb, read_metrics
 from async_rl.queue.client import LearnerQueue
 from async_rl.queue.server import Reviver, ensure_queue, finish_queue
@@ -86,6 +87,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
         finish_queue(config, run_dir.run_id)
         return
     check_wandb(config)
+    reuse_freed_memory()
     ranks = init_ranks(config)
     if not ranks.is_leader:
         FsdpEngine(config, ranks).follow()

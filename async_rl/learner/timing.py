@@ -70,7 +70,7 @@ class StepClock:
         if self._generators is None or now.seats == 0 or tuple(roster) != tuple(self._generators[0]):
             return {}
         before = self._generators[1]
-        shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__slots__)
+        shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__struct_fields__)
         if shrunk or now.seats != before.seats or now.wall_s <= before.wall_s:
             return {}
         # Readings come with heartbeats, which may be rarer than steps: what they tell of is a rate, never this step's

@@ -11,9 +11,10 @@ their count, is within it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import xxhash
+from msgspec.structs import replace
 
 from async_rl.config import Config, OnStale
 from async_rl.errors import ConfigError

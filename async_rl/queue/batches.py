@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from async_rl.errors import QueueError
 from async_rl.queue import report, restore
-from async_rl.queue.bodies import Bytes
+from async_rl.queue.bodies import Body
 from async_rl.queue.messages import NotReady, TrainedFacts
 from async_rl.queue.state import LearnerSide, QueueState
 from async_rl.records import Prompt
@@ -24,7 +24,7 @@ class TakenBody:
     queued_s: float
     arrival_version: int
     masked: bool
-    body: Bytes
+    body: Body
 
 
 def take(state: QueueState, lineage: str, step: int, version: int, num_groups: int) -> tuple[TakenBody, ...] | NotReady:

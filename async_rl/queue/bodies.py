@@ -7,12 +7,16 @@ bodies in segment files, so that they outlive it, and ``RecentBodies`` saves rea
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 import xxhash
 
+from async_rl.queue.arena import Block
+
 Bytes = bytes | bytearray | memoryview
+Body = Bytes | Block
 _COPY_BELOW_BYTES = 32 << 10
 
 
@@ -28,12 +32,12 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 class BodyStore(Protocol):
     """Keeps bodies until they are released."""
 
-    def keep(self, body: Bytes) -> Place:
+    def keep(self, body: Body) -> Place:
         """Store ``body``, which must not change any more."""
         ...
 
-    def read(self, place: Place) -> Bytes:
-        """The bytes at ``place``.
+    def read(self, place: Place) -> Body:
+        """The body at ``place``.
 
         Raises:
             QueueError: they are gone or damaged.
@@ -45,14 +49,33 @@ class BodyStore(Protocol):
         ...
 
 
-def owned(body: Bytes) -> Bytes:
-    """``body`` in memory that may be kept: its own where it fills all of it, else a copy.
+def plain(body: Body) -> Bytes:
+    """The bytes themselves; of a block, a view that is good until the block is freed."""
+    return body.view if isinstance(body, Block) else body
+
+
+def owned(body: Body) -> Body:
+    """``body`` in memory that may be kept: its own where it fills all of it, else a copy. A block is kept as it is.
 
     A part would keep its whole message. So may a small message: libzmq lets several share a buffer.
     """
+    if isinstance(body, Block):
+        body.is_kept = True
+        return body
     whole = body.obj if isinstance(body, memoryview) else body
     is_whole = len(body) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(body)
     return body if is_whole else bytes(body)
+
+
+def as_sent(bodies: Iterable[Body], *, by_reference: bool) -> list[Bytes]:
+    """What goes into a message for these bodies, to who can read the blocks' arena or to who can't."""
+    return [body if not isinstance(body, Block) else body.reference if by_reference else bytes(body) for body in bodies]
+
+
+def let_go(body: Body) -> None:
+    """What ``owned`` gave is not needed any more."""
+    if isinstance(body, Block):
+        body.free()
 
 
 def digest_of(body: Bytes) -> int:
@@ -64,22 +87,22 @@ class MemoryBodies:
     """Bodies in memory; they die with the process."""
 
     def __init__(self) -> None:
-        self._bodies: dict[int, Bytes] = {}
+        self._bodies: dict[int, Body] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._bodies)
 
-    def keep(self, body: Bytes) -> Place:
+    def keep(self, body: Body) -> Place:
         number = next(self._numbers)
         self._bodies[number] = owned(body)
         return Place(0, number, len(body), digest=0)
 
-    def read(self, place: Place) -> Bytes:
+    def read(self, place: Place) -> Body:
         return self._bodies[place.offset]
 
     def release(self, place: Place) -> None:
-        del self._bodies[place.offset]
+        let_go(self._bodies.pop(place.offset))
 
 
 class RecentBodies:
@@ -87,21 +110,22 @@ class RecentBodies:
 
     def __init__(self, store: BodyStore, max_bytes: int) -> None:
         self._store, self._max_bytes = store, max_bytes
-        self._recent: dict[Place, Bytes] = {}
+        self._recent: dict[Place, Body] = {}
         self.num_bytes = 0
 
-    def keep(self, body: Bytes) -> Place:
+    def keep(self, body: Body) -> Place:
         place = self._store.keep(body)
         if self.num_bytes + place.length <= self._max_bytes:
             self._recent[place] = owned(body)
             self.num_bytes += place.length
         return place
 
-    def read(self, place: Place) -> Bytes:
+    def read(self, place: Place) -> Body:
         body = self._recent.get(place)
         return self._store.read(place) if body is None else body
 
     def release(self, place: Place) -> None:
         self._store.release(place)
-        if self._recent.pop(place, None) is not None:
+        if (body := self._recent.pop(place, None)) is not None:
+            let_go(body)
             self.num_bytes -= place.length

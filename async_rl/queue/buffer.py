@@ -15,7 +15,7 @@ from async_rl.errors import LineageError, QueueError
 from async_rl.queue import batches, grants, report, restore, returns, saved
 from async_rl.queue.admission import BufferSettings
 from async_rl.queue.batches import TakenBody
-from async_rl.queue.bodies import BodyStore, Bytes, MemoryBodies, Place
+from async_rl.queue.bodies import Body, BodyStore, MemoryBodies, Place
 from async_rl.queue.changes import Changes, Kind
 from async_rl.queue.evals import EvalBook, EvalKey, Evaluation, Row
 from async_rl.queue.facts import GroupFacts
@@ -43,7 +43,7 @@ class EvalBodies:
 
     dataset: str
     step: int
-    answers: tuple[tuple[Prompt, Bytes | None], ...]
+    answers: tuple[tuple[Prompt, Body | None], ...]
 
 
 class Buffer:
@@ -285,11 +285,11 @@ class Buffer:
         """Leases that this generator was not yet told to stop sampling."""
         return tuple(sorted(self._state.generators.pop_cancelled(generator_id)))
 
-    def put(self, generator_id: str, group: GroupFacts, body: Bytes, now: float) -> Verdict:
+    def put(self, generator_id: str, group: GroupFacts, body: Body, now: float) -> Verdict:
         """A returned group: what was read of it, and its ``body``, which is kept."""
         return self.put_explained(generator_id, group, body, now)[0]
 
-    def put_explained(self, generator_id: str, group: GroupFacts, body: Bytes, now: float) -> tuple[Verdict, str]:
+    def put_explained(self, generator_id: str, group: GroupFacts, body: Body, now: float) -> tuple[Verdict, str]:
         """``put``, with a line that says why a group was refused."""
         self._state.at(now)
         self._state.generators.seen(generator_id, self._state.now)

@@ -13,21 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.codec import decode_group, field, prompt_from_fields
+from async_rl.codec import decode_group, field, read_as
 from async_rl.errors import QueueError, WireError
 from async_rl.keys import ClientKeys
 from async_rl.parity import Answer, decode_answer
 from async_rl.queue.connection import Connection, raise_error
 from async_rl.queue.generator_client import GeneratorQueue
-from async_rl.queue.messages import Acked, Announcement, Batch, EvalResult, NotReady, TakenGroup, TrainedFacts
-from async_rl.queue.protocol import (
-    announcement_fields,
-    as_array,
-    facts_fields,
-    not_ready_from_fields,
-    stats_from_fields,
-    strings,
+from async_rl.queue.messages import (
+    Acked,
+    Announcement,
+    Batch,
+    EvalResult,
+    NotReady,
+    QueueStats,
+    TakenEntry,
+    TakenGroup,
+    TrainedFacts,
 )
+from async_rl.queue.protocol import as_array
 from async_rl.records import Group, Prompt
 from async_rl.wire import Message
 
@@ -113,6 +116,7 @@ class LearnerQueue:
             "has_snapshot": snapshot is not None,
         }
         self._call("attach", fields, arrays)
+        self._connection.share_memory()
         self._lineage = lineage
         if self._keep_alive is not None:
             self._keep_alive.close()
@@ -120,13 +124,13 @@ class LearnerQueue:
 
     def announce(self, announcement: Announcement) -> None:
         """A version was published. Returns at once; if the queue refuses it, the next method that blocks raises."""
-        fields = {"announcement": announcement_fields(announcement), "lineage": announcement.lineage}
+        fields = {"announcement": announcement, "lineage": announcement.lineage}
         self._unheeded.add(self._connection.post("announce", fields))
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
         """Every generator's newest answer to a probe, of version ``since`` or later, by generator."""
         reply = self._call("parity_answers", {"lineage": lineage, "since": since})
-        names = strings(field(reply.fields, "generators", list))
+        names = read_as(reply.fields.get("generators"), list[str])
         if len(names) != len(reply.arrays):
             raise WireError(f"answers of {len(names)} generators came with {len(reply.arrays)}")
         return {name: decode_answer(a.tobytes()) for name, a in zip(names, reply.arrays, strict=True)}
@@ -144,7 +148,9 @@ class LearnerQueue:
         keys = [[dataset, step] for dataset, step in received]
         reply = self._call("eval_results", {"lineage": lineage, "received": keys})
         bodies = iter(reply.parts)
-        return [_eval_result(entry, bodies, lineage) for entry in field(reply.fields, "results", list)]
+        return [
+            _eval_result(entry, bodies, lineage) for entry in read_as(reply.fields.get("results"), list[dict[str, Any]])
+        ]
 
     def await_eval(self, lineage: str, wait_s: float) -> str:
         """Wait for a finished evaluation that was not handed over yet: empty if there is one, else the reason."""
@@ -169,7 +175,7 @@ class LearnerQueue:
                 return Batch(tuple(groups))
             # A part of it was lost with its connection. The queue hands the same batch over again.
             request_id = self._connection.post("take", fields, wait_s=wait_s)
-        return not_ready_from_fields(reply.fields)
+        return read_as(reply.fields.get("answer"), NotReady)
 
     def ack(
         self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
@@ -183,7 +189,7 @@ class LearnerQueue:
         fields = {
             "lineage": lineage, "step": step, "version": version, "snapshot": snapshot, "lease_bound": lease_bound,
         }  # fmt: skip
-        request_id = self._connection.post("ack", {**fields, "facts": facts_fields(facts)})
+        request_id = self._connection.post("ack", {**fields, "facts": facts}, with_next=next_take_s is not None)
         if next_take_s is not None:
             self.begin_take(lineage, step + 1, version, next_take_s)
         return _acked(self._await(request_id, "ack", 0.0))
@@ -259,14 +265,18 @@ class LearnerQueue:
     def _note(self, request_id: str, answer: Message) -> None:
         """Keep an answer, or a part of a batch: decoded at once, while the next part is on its way."""
         if answer.type == "batch":
-            entries, first = field(answer.fields, "groups", list), field(answer.fields, "first", int)
+            entries = read_as(answer.fields.get("groups"), list[TakenEntry])
+            first = field(answer.fields, "first", int)
             if len(entries) != len(answer.parts):
                 raise WireError(f"{len(entries)} groups of a batch came with {len(answer.parts)} bodies")
             arrived = self._arrived.setdefault(request_id, [])
             # One that was asked for twice may come twice; it is the same then, from its first group on.
             del arrived[first:]
             if first == len(arrived):
-                arrived += [_taken(entry, body) for entry, body in zip(entries, answer.parts, strict=True)]
+                arrived += [
+                    TakenGroup(decode_group(body), entry.prompt, entry.queued_s, entry.arrival_version, entry.masked)
+                    for entry, body in zip(entries, answer.parts, strict=True)
+                ]
             if field(answer.fields, "more", bool):
                 return
         self._answers[request_id] = answer
@@ -293,27 +303,15 @@ class LearnerQueue:
         return True
 
 
-def _taken(entry: Any, body: memoryview) -> TakenGroup:
-    if not isinstance(entry, dict):
-        raise WireError(f"expected a taken group to be a map, got {type(entry).__name__}")
-    return TakenGroup(
-        group=decode_group(body),
-        prompt=prompt_from_fields(field(entry, "prompt", dict)),
-        queued_s=field(entry, "queued_s", float),
-        arrival_version=field(entry, "arrival_version", int),
-        masked=field(entry, "masked", bool),
-    )
-
-
 def _acked(reply: Message) -> Acked:
-    stats = stats_from_fields(field(reply.fields, "stats", dict))
+    stats = read_as(reply.fields.get("stats"), QueueStats)
     return Acked(stats, reply.arrays[0].tobytes() if reply.arrays else None)
 
 
 def _eval_result(entry: Any, bodies: Iterator[memoryview], lineage: str) -> EvalResult:
     groups: list[tuple[Prompt, Group]] = []
-    for item in field(entry, "prompts", list):
-        prompt = prompt_from_fields(item)
+    for item in read_as(entry.get("prompts"), list[dict[str, Any]]):
+        prompt = read_as(item.get("prompt"), Prompt)
         if field(item, "answered", bool):
             group = decode_group(next(bodies))
         else:

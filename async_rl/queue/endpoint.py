@@ -19,14 +19,18 @@ from async_rl.address import check_address, refuse_open_bind
 from async_rl.config import QueueConfig
 from async_rl.errors import AddressError, QueueError
 from async_rl.keys import DEFAULT_CLIENT, AllowList, Guard, ServerKeys
+from async_rl.queue.arena import make_arena
 from async_rl.queue.bodies import Bytes
-from async_rl.queue.frames import send_frames
+from async_rl.queue.frames import is_readable, send_frames
 from async_rl.queue.gate import BLOCKED_S, Gate, Sizes
+from async_rl.queue.neighbours import Neighbours
 from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
+_SHARED_BYTES = 256 << 20
+"""Of groups in memory that clients on this machine can read."""
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -61,6 +65,8 @@ class Endpoint:
             max_messages_per_s=config.max_messages_per_s, max_malformed_per_minute=config.max_malformed_per_minute
         )
         self.sizes = Sizes(config.max_bytes)
+        arena = make_arena(min(config.max_bytes, _SHARED_BYTES)) if config.shared_memory else None
+        self.neighbours = Neighbours(arena, config.shared_memory_from)
         self._current: zmq.Frame | None = None
         self._refused, self._untaken = _Tally(), _Tally()
         self._guard: Guard | None = None
@@ -83,10 +89,9 @@ class Endpoint:
     def receive(self, most: int, now: float) -> Iterator[tuple[bytes, list[memoryview]]]:
         """Up to ``most`` messages that are there, those of peers over their rates left out: (peer, its frames)."""
         for _ in range(most):
-            try:
-                frames: Sequence[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not is_readable(self._socket):
                 return
+            frames: Sequence[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             peer = bytes(frames[0].buffer)
             if self._gate.lets_in(peer, now):
                 self._current = frames[-1]
@@ -94,6 +99,10 @@ class Endpoint:
                     yield peer, [memoryview(frame.buffer) for frame in frames[1:]]
                 finally:
                     self._current = None
+
+    def lets_in_another(self, peer: bytes, now: float) -> bool:
+        """Whether one more message that came together with the peer's last is looked at."""
+        return self._gate.lets_in(peer, now)
 
     def note_malformed(self, peer: bytes, now: float) -> None:
         """A message of this peer was malformed; one that sends too many is not heard for a while."""
@@ -120,7 +129,7 @@ class Endpoint:
 
     def note_refused(self, now: float) -> None:
         """Count handshakes that were refused since the last call; say so now and then."""
-        while self._monitor.poll(0):
+        while is_readable(self._monitor):
             parse_monitor_message(self._monitor.recv_multipart())
             self._refused.count += 1
         if news := self._refused.news(now):
@@ -151,6 +160,7 @@ class Endpoint:
         if self._guard is not None:
             self._guard.stop()
         self._context.term()
+        self.neighbours.close()
 
     def _sender(self) -> str:
         """The key, or without keys the address, behind the message that is being handled."""

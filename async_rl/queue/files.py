@@ -10,6 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.address import check_address
+from async_rl.queue.buffer import Buffer
+
+LEDGER_EVERY_S = 1.0
+_LEDGER_GAP_S = 0.25
+"""Steps that come faster share one writing of the ledger."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueueRecord:
@@ -34,6 +41,14 @@ def read_record(run_dir: Path) -> QueueRecord | None:
             return QueueRecord(run_id, pid, address)
         case _:
             return None
+
+
+def last_port(run_dir: Path, run_id: str) -> int | None:
+    """The port of this run's last server, which generators still know."""
+    record = read_record(run_dir)
+    if record is None or (run_id and record.run_id != run_id):
+        return None
+    return check_address(record.address)[1]
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:
@@ -70,3 +85,39 @@ class BackgroundFile:
         self._thread.shutdown()
         if self._writing is not None:
             self._writing.result()
+
+
+class RunFiles:
+    """Both files of a server at ``address``, kept true."""
+
+    def __init__(self, run_dir: Path, address: str) -> None:
+        self._run_dir, self._address = run_dir, address
+        self._ledger = BackgroundFile(run_dir / "ledger.json")
+        self._recorded_run_id: str | None = None
+        self._written_revision, self._written_at, self._written_step = -1, 0.0, -1
+
+    def record(self, run_id: str) -> None:
+        """Say in ``queue.json`` where the server is."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
+        self._recorded_run_id = run_id
+
+    def write(self, run_id: str, buffer: Buffer, now: float) -> None:
+        """Both files, if there is something new, and the last writing is long enough ago."""
+        if self._recorded_run_id != run_id:
+            self.record(run_id)
+        step = buffer.learner.step if buffer.learner is not None else -1
+        is_due = now - self._written_at >= (_LEDGER_GAP_S if step != self._written_step else LEDGER_EVERY_S)
+        if self._written_revision == buffer.revision or not is_due or self._ledger.is_busy:
+            return
+        self._written_revision, self._written_at, self._written_step = buffer.revision, now, step
+        self._ledger.write(_ledger_of(run_id, buffer))
+
+    def write_last(self, run_id: str, buffer: Buffer) -> None:
+        """The ledger as it is at the end."""
+        self._ledger.close()
+        write_json(self._run_dir / "ledger.json", _ledger_of(run_id, buffer))
+
+
+def _ledger_of(run_id: str, buffer: Buffer) -> dict[str, Any]:
+    return {"run_id": run_id, **buffer.ledger_file()}

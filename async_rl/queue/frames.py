@@ -1,4 +1,4 @@
-"""The frames of one multipart message to a zmq socket, for both of its ends. Copies only what is cheaper to copy."""
+"""Sockets of zmq at both ends: what is there to be read, and the frames of one multipart message."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ COPY_BELOW_BYTES = 1 << 20
 """Smaller frames are copied into the socket: telling Python that a shared one was sent takes a thread its turn."""
 # As plain numbers: zmq's own are combined in Python, for every frame.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_READABLE = int(zmq.POLLIN)
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is there. To find out by an exception costs twice as much, by a poller nearly."""
+    return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Bytes]) -> None:
-    """All frames or none.
+    """All frames or none; copies only what is cheaper to copy.
 
     Raises:
         zmq.Again: the socket has no room; only the first frame can meet this.

@@ -7,6 +7,7 @@ that goes wrong must not silence the others. The server asks for every message, 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,14 +104,17 @@ class Sizes:
         claimed = sum(array.nbytes for array in message.arrays)
         if claimed > num_bytes:
             raise WireError(f"arrays overlap: they claim {claimed} bytes, the frame has {num_bytes}")
-        _check_numbers(message.fields)
+        _check_numbers(message.fields.values())
 
 
-def _check_numbers(value: Any) -> None:
+def _check_numbers(values: Iterable[Any]) -> None:
     """What sums, clocks, JSON and the journal can't carry is kept out: NaN, infinities, integers near 64 bits."""
-    if isinstance(value, float | int):
-        if not -_LARGEST <= value <= _LARGEST:
-            raise WireError(f"expected numbers within {_LARGEST}, got {value}")
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_numbers(item)
+    for value in values:
+        kind = type(value)
+        if kind is int or kind is float:
+            if not -_LARGEST <= value <= _LARGEST:
+                raise WireError(f"expected numbers within {_LARGEST}, got {value}")
+        elif kind is dict:
+            _check_numbers(value.values())
+        elif kind is list:
+            _check_numbers(value)

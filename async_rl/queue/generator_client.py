@@ -9,13 +9,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, get_args
 
-from async_rl.codec import encode_group, field
+from async_rl.codec import field, group_pieces, read_as
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.keys import ClientKeys
 from async_rl.parity import Answer, encode_answer
+from async_rl.queue.bodies import Body
 from async_rl.queue.connection import Connection, Outstanding, raise_error
 from async_rl.queue.messages import (
     Announced,
@@ -25,20 +24,21 @@ from async_rl.queue.messages import (
     Finished,
     GeneratorEvent,
     GeneratorStats,
+    LeasesGranted,
     Returned,
     Verdict,
     Welcome,
 )
-from async_rl.queue.protocol import announcement_from_fields, granted_from_fields, strings
 from async_rl.records import Group
 from async_rl.wire import Message
 
 _HELLO_WAIT_S = 5.0
 _HELLO_MARGIN_S = 0.5
 """The last answer is asked for so long before the wait is over, so that its reason is heard."""
-_VERDICTS: frozenset[Any] = frozenset(get_args(Verdict))
 _RETURN_BYTES = 1 << 20
-_RETURN_GROUPS = 64
+_SHARED_BYTES = 64 << 20
+"""Memory for groups on their way to a queue on this machine; what has no room in it takes the socket."""
+_RETURN_GROUPS = 16
 """Groups that finish between two polls share a message, up to so many bytes and groups: most of what a small group
 costs everyone is its message."""
 
@@ -57,7 +57,7 @@ class GeneratorQueue:
         self._finished = False
         self._is_known = False
         self._early: list[GeneratorEvent] = []
-        self._returning: dict[str, bytes] = {}
+        self._returning: dict[str, Body] = {}
         self._num_unanswered = 0
 
     def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
@@ -80,6 +80,7 @@ class GeneratorQueue:
             message = self._answer_to(request_id, min(deadline, time.monotonic() + 2 * _HELLO_WAIT_S))
             if message is not None and message.type == "welcome":
                 self._is_known = True
+                self._connection.share_memory(_SHARED_BYTES)
                 return _welcome(message)
             if message is not None:
                 reason = field(message.fields, "reason", str)
@@ -129,12 +130,12 @@ class GeneratorQueue:
     def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
         """Report progress by lease: numbers that must grow. Does nothing while one heartbeat is outstanding."""
         if not self.heartbeat_outstanding:
-            fields = {"generator_id": self.generator_id, "progress": dict(progress), "stats": asdict(stats)}
+            fields = {"generator_id": self.generator_id, "progress": dict(progress), "stats": stats}
             self._connection.post("heartbeat", fields)
 
     def return_group(self, group: Group) -> None:
         """Hand a finished group over: sent with the next ``poll``. A ``Returned`` event says what became of it."""
-        self._returning[group.lease_id] = encode_group(group)
+        self._returning[group.lease_id] = self._connection.body_of(group_pieces(group))
         self._num_unanswered += 1
         num_bytes = sum(map(len, self._returning.values()))
         if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:
@@ -191,7 +192,7 @@ class GeneratorQueue:
         raise_error(message)
         events = self._notice(message)
         if message.type == "leases":
-            events.append(granted_from_fields(message.fields))
+            events.append(read_as(message.fields.get("granted"), LeasesGranted))
         elif message.type == "returned":
             returned = _returned(message)
             self._num_unanswered -= len(returned)
@@ -202,12 +203,12 @@ class GeneratorQueue:
         """What any message may carry besides its answer."""
         events: list[GeneratorEvent] = []
         announced = message.fields.get("announcement")
-        if isinstance(announced, dict):
-            announcement = announcement_from_fields(announced)
+        if announced is not None:
+            announcement = read_as(announced, Announcement)
             if announcement != self._announcement:
                 self._announcement = announcement
                 events.append(Announced(announcement))
-        cancelled = strings(message.fields.get("cancelled", []))
+        cancelled = read_as(message.fields.get("cancelled", ()), tuple[str, ...])
         if cancelled:
             events.append(Cancelled(cancelled))
         if message.fields.get("finished") and not self._finished:
@@ -217,15 +218,12 @@ class GeneratorQueue:
 
 
 def _returned(message: Message) -> list[Returned]:
-    verdicts = field(message.fields, "verdicts", dict)
-    for verdict in verdicts.values():
-        if not isinstance(verdict, str) or verdict not in _VERDICTS:
-            raise WireError(f"unknown verdict {verdict!r}")
+    verdicts = read_as(message.fields.get("verdicts"), dict[str, Verdict])
     return [Returned(lease_id, verdict) for lease_id, verdict in verdicts.items()]
 
 
 def _welcome(message: Message) -> Welcome:
-    names = strings(field(message.fields, "files", list))
+    names = read_as(message.fields.get("files"), list[str])
     if len(names) != len(message.arrays):
         raise WireError(f"a welcome of {len(names)} files came with {len(message.arrays)}")
     files = {name: array.tobytes() for name, array in zip(names, message.arrays, strict=True)}

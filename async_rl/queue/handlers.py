@@ -12,30 +12,26 @@ from typing import Any, get_args
 
 import numpy as np
 
-from async_rl.codec import field, prompt_fields
+from async_rl.codec import Count, field, read_as
 from async_rl.config import Config
 from async_rl.errors import QueueError, WireError
 from async_rl.queue.admission import eval_sampling
-from async_rl.queue.bodies import Bytes
+from async_rl.queue.bodies import Body, plain
 from async_rl.queue.buffer import Buffer
 from async_rl.queue.evals import Row
 from async_rl.queue.facts import read_facts
-from async_rl.queue.messages import Acked, FailureCause, LeasesGranted, NotReady, Verdict
-from async_rl.queue.parity_answers import ParityAnswers
-from async_rl.queue.protocol import (
-    announcement_fields,
-    announcement_from_fields,
-    as_array,
-    counts,
-    eval_keys,
-    facts_from_fields,
-    generator_stats_from_fields,
-    granted_fields,
-    name,
-    not_ready_fields,
-    stats_fields,
-    strings,
+from async_rl.queue.messages import (
+    Acked,
+    Announcement,
+    FailureCause,
+    GeneratorStats,
+    LeasesGranted,
+    NotReady,
+    TrainedFacts,
+    Verdict,
 )
+from async_rl.queue.parity_answers import ParityAnswers
+from async_rl.queue.protocol import as_array, name
 from async_rl.queue.replies import Reply, Waiting, batch_reply
 from async_rl.queue.roster import Roster
 from async_rl.versions import package_versions
@@ -106,7 +102,7 @@ class Handlers:
 
     def _on_attach(self, message: Message, now: float) -> Reply:
         fields = message.fields
-        run_id, names = field(fields, "run_id", str), strings(field(fields, "files", list))
+        run_id, names = field(fields, "run_id", str), read_as(fields.get("files"), tuple[str, ...])
         if self.run_id and run_id != self.run_id:
             raise QueueError(f"expected a learner of run {self.run_id}, got one of run {run_id}; use another queue")
         has_snapshot = field(fields, "has_snapshot", bool)
@@ -141,7 +137,7 @@ class Handlers:
         return Reply("ok", {})
 
     def _on_announce(self, message: Message, now: float) -> Reply:
-        self.buffer.announce(announcement_from_fields(field(message.fields, "announcement", dict)))
+        self.buffer.announce(read_as(message.fields.get("announcement"), Announcement))
         return Reply("ok", {})
 
     def _on_evaluate(self, message: Message, now: float) -> Reply:
@@ -164,11 +160,12 @@ class Handlers:
 
     def _on_eval_results(self, message: Message, now: float) -> Reply:
         lineage = field(message.fields, "lineage", str)
-        results = self.buffer.eval_results(lineage, eval_keys(field(message.fields, "received", list)))
+        received = read_as(message.fields.get("received"), list[tuple[str, int]])
+        results = self.buffer.eval_results(lineage, received)
         plain: list[dict[str, Any]] = []
-        parts: list[Bytes] = []
+        parts: list[Body] = []
         for result in results:
-            prompts = [{**prompt_fields(p), "answered": body is not None} for p, body in result.answers]
+            prompts = [{"prompt": prompt, "answered": body is not None} for prompt, body in result.answers]
             plain.append({"dataset": result.dataset, "step": result.step, "prompts": prompts})
             parts += [body for _, body in result.answers if body is not None]
         return Reply("eval_results", {"results": plain}, parts=parts)
@@ -197,7 +194,7 @@ class Handlers:
             answer = self.buffer.take(lineage, step, version, num_groups, now)
             if isinstance(answer, NotReady):
                 is_final = last or answer.stop or answer.exhausted
-                return Reply("not_ready", not_ready_fields(answer)) if is_final else None
+                return Reply("not_ready", {"answer": answer}) if is_final else None
             return batch_reply(answer)
 
         return Waiting(_wait_s(message), attempt)
@@ -209,7 +206,7 @@ class Handlers:
             field(fields, "lineage", str),
             field(fields, "step", int),
             field(fields, "version", int),
-            facts_from_fields(field(fields, "facts", dict)),
+            read_as(fields.get("facts"), TrainedFacts),
             snapshot=field(fields, "snapshot", bool),
             now=now,
             lease_bound=field(fields, "lease_bound", int) if has_bound else None,
@@ -263,7 +260,7 @@ class Handlers:
         known = member.granted
         # The reply to this very request was lost: its leases are this generator's already.
         if known is not None and known[0] == request_id:
-            return Reply("leases", granted_fields(known[1]))
+            return Reply("leases", {"granted": known[1]})
 
         def attempt(now: float, last: bool) -> Reply | None:
             granted = self.buffer.lease(generator_id, active, max_leases, now)
@@ -273,21 +270,21 @@ class Handlers:
             if not (granted.leases or is_news or last or self.buffer.finished):
                 return None
             member.told = told
-            member.granted = (request_id, granted)
-            return Reply("leases", granted_fields(granted))
+            self.roster.grant(member, request_id, granted)
+            return Reply("leases", {"granted": granted})
 
         return Waiting(_wait_s(message), attempt)
 
     def _on_heartbeat(self, message: Message, now: float) -> Reply:
         fields = message.fields
-        stats = generator_stats_from_fields(field(fields, "stats", dict))
-        progress = counts(field(fields, "progress", dict))
+        stats = read_as(fields.get("stats"), GeneratorStats)
+        progress = read_as(fields.get("progress"), dict[str, Count])
         cancelled = self.buffer.heartbeat(field(fields, "generator_id", str), progress, stats, now)
         return Reply("heartbeat", {"cancelled": list(cancelled)})
 
     def _on_return(self, message: Message, now: float) -> Reply:
         generator_id = field(message.fields, "generator_id", str)
-        lease_ids = strings(field(message.fields, "lease_ids", list))
+        lease_ids = read_as(message.fields.get("lease_ids"), list[str])
         if len(message.parts) != len(lease_ids):
             raise WireError(f"expected {len(lease_ids)} parts, the encoded groups, got {len(message.parts)}")
         verdicts: dict[str, Verdict] = {}
@@ -298,9 +295,9 @@ class Handlers:
                 why[lease_id] = reason
         return Reply("returned", {"verdicts": verdicts, "why": why})
 
-    def _receive_group(self, generator_id: str, lease_id: str, body: Bytes, now: float) -> tuple[Verdict, str]:
+    def _receive_group(self, generator_id: str, lease_id: str, body: Body, now: float) -> tuple[Verdict, str]:
         try:
-            group = read_facts(body)
+            group = read_facts(plain(body))
             if group.lease_id != lease_id:
                 raise WireError(f"expected the group of lease {lease_id}, got {group.lease_id}")
         except WireError as error:
@@ -328,6 +325,11 @@ class Handlers:
         self.roster.leave(generator_id)
         return Reply("ok", {})
 
+    @property
+    def saved_key(self) -> tuple[Any, ...]:
+        """Changes when what ``save`` gives does."""
+        return self.run_id, self.learner_gone, self.roster.num_changes
+
     def save(self) -> dict[str, Any]:
         """What a restarted server must know to answer repeated requests, as plain data."""
         granted = {
@@ -342,7 +344,7 @@ class Handlers:
         for generator_id, (request_id, lease_ids) in plain["granted"].items():
             leases = tuple(lease for lease_id in lease_ids if (lease := self.buffer.lease_of(lease_id)) is not None)
             if leases:
-                self.roster.seen(generator_id, now).granted = (request_id, LeasesGranted(leases))
+                self.roster.grant(self.roster.seen(generator_id, now), request_id, LeasesGranted(leases))
         if welcome is not None:
             files = tuple(as_array(data) for data in welcome["files"])
             self.welcome = WelcomePack(welcome["config_toml"], tuple(welcome["names"]), files)
@@ -354,15 +356,21 @@ class Handlers:
         files = [array.tobytes() for array in pack.files]
         return {"config_toml": pack.config_toml, "names": list(pack.names), "files": files}
 
-    def notice(self, generator_id: str | None) -> dict[str, Any]:
-        """What any message to a client may carry: the newest version, void leases, the end of the run."""
+    @property
+    def news(self) -> tuple[Announcement | None, bool]:
+        """What every generator is to know: the newest version, and whether the run is over."""
         learner = self.buffer.learner
+        return None if learner is None else learner.announcement, self.buffer.finished
+
+    def notice(self, generator_id: str) -> dict[str, Any]:
+        """What any message to a generator may carry: the news, and its void leases."""
+        announcement, finished = self.news
         notice: dict[str, Any] = {}
-        if learner is not None and learner.announcement is not None:
-            notice["announcement"] = announcement_fields(learner.announcement)
-        if self.buffer.finished:
+        if announcement is not None:
+            notice["announcement"] = announcement
+        if finished:
             notice["finished"] = True
-        if generator_id is not None and (cancelled := self.buffer.pop_cancelled(generator_id)):
+        if cancelled := self.buffer.pop_cancelled(generator_id):
             notice["cancelled"] = list(cancelled)
         return notice
 
@@ -373,4 +381,4 @@ def _wait_s(message: Message) -> float:
 
 def _acked(acked: Acked) -> Reply:
     arrays = [as_array(acked.snapshot)] if acked.snapshot is not None else []
-    return Reply("acked", {"stats": stats_fields(acked.stats)}, arrays)
+    return Reply("acked", {"stats": acked.stats}, arrays)

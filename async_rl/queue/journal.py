@@ -23,7 +23,7 @@ from typing import Any, get_args
 import msgspec
 
 from async_rl.errors import ConfigError, QueueError
-from async_rl.queue.bodies import Bytes, Place
+from async_rl.queue.bodies import Body, Place, plain
 from async_rl.queue.changes import Change, Kind
 from async_rl.queue.segments import Move, Segments, Spot, disk_error
 from async_rl.wire import pack_plain
@@ -37,7 +37,7 @@ _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.
 """The rest of what runs under FUSE mostly reaches over the network, and is refused with it."""
 
 _ELSEWHERE = "choose another queue.journal_dir, or start over with --fresh"
-_FORMAT = 1
+_FORMAT = 2
 """To be raised with every change of the tables, or of the kinds and fields of records."""
 _PRAGMAS = (
     # One owner: no shared-memory file, and no file locks to take in every transaction.
@@ -112,13 +112,13 @@ class Journal:
 
     # Bodies.
 
-    def keep(self, body: Bytes) -> Place:
+    def keep(self, body: Body) -> Place:
         """Append a body. After a restart it is there if a committed record names it.
 
         Raises:
             QueueError: the disk refuses it (full, say).
         """
-        return self._segments.keep(body)
+        return self._segments.keep(plain(body))
 
     def read(self, place: Place) -> bytes:
         """The body at ``place``. Raises QueueError: it was released, or is damaged."""

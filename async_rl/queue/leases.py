@@ -177,7 +177,9 @@ class GeneratorTable:
         self._forget_at = 0.0
 
     def seen(self, generator_id: str, now: float) -> GeneratorEntry:
-        entry = self._entries.setdefault(generator_id, GeneratorEntry(generator_id, now))
+        entry = self._entries.get(generator_id)
+        if entry is None:
+            entry = self._entries[generator_id] = GeneratorEntry(generator_id, now)
         entry.seen_at = max(now, entry.seen_at)
         return entry
 
@@ -217,7 +219,7 @@ class GeneratorTable:
 
     def total(self, now: float) -> GeneratorStats:
         """The sum of the stats of those alive."""
-        names = GeneratorStats.__slots__
+        names = GeneratorStats.__struct_fields__
         alive = self.alive(now)
         return GeneratorStats(**{name: sum(getattr(e.stats, name) for e in alive) for name in names})
 
@@ -230,7 +232,7 @@ class GeneratorTable:
                 "active": list(e.active) if e.active else None,
                 "seen_s_ago": now - e.seen_at,
                 "alive": now - e.seen_at <= self._timeout_s,
-                "stats": {name: getattr(e.stats, name) for name in GeneratorStats.__slots__},
+                "stats": msgspec.structs.asdict(e.stats),
             }
             for e in self._entries.values()
         ]

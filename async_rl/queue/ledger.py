@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -34,6 +34,20 @@ class Account:
     failed: int = 0
     masked: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+
+    def save(self) -> list[Any]:
+        """The terms in their order, as plain data."""
+        return [
+            self.entered, self.in_flight, self.queued, self.taken, self.done, self.filtered, self.failed,
+            dict(self.masked), dict(self.dropped),
+        ]  # fmt: skip
+
+    @classmethod
+    def load(cls, plain: Sequence[Any]) -> Self:
+        """The inverse of ``save``."""
+        account = cls(*plain)
+        account.masked, account.dropped = Counter(account.masked), Counter(account.dropped)
+        return account
 
     @property
     def accounted(self) -> int:
@@ -193,6 +207,17 @@ class Ledger:
             setattr(ledger, name, account)
         return ledger
 
+    def save(self) -> list[Any]:
+        """As ``as_dict``, but without names: written with every commit."""
+        return [self.groups.save(), self.rollouts.save(), self.tokens.save()]
+
+    @classmethod
+    def load(cls, plain: Sequence[Any], final: str = "trained") -> Self:
+        """The inverse of ``save``."""
+        ledger = cls(final)
+        ledger.groups, ledger.rollouts, ledger.tokens = map(Account.load, plain)
+        return ledger
+
     def _leave(self, source: Place, rollouts: int, tokens: int, groups: int = 1) -> None:
         self.groups.move(source, groups)
         self.rollouts.move(source, rollouts)
@@ -240,11 +265,15 @@ class Outcomes:
         sums.reward += reward
         sums.accuracy += accuracy
 
+    def save(self) -> list[list[float]]:
+        """The sums of each fate in their order."""
+        return [[s.groups, s.rollouts, s.tokens, s.reward, s.accuracy] for s in self._sums.values()]
+
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Mapping[str, Any]]) -> Self:
-        """The inverse of ``as_dict``."""
+    def load(cls, plain: Sequence[Sequence[Any]]) -> Self:
+        """The inverse of ``save``."""
         outcomes = cls()
-        outcomes._sums |= {fate: Sums(**sums) for fate, sums in plain.items()}
+        outcomes._sums = {fate: Sums(*sums) for fate, sums in zip(cls.FATES, plain, strict=True)}
         return outcomes
 
     def as_dict(self) -> dict[str, dict[str, float]]:

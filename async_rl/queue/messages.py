@@ -1,4 +1,5 @@
-"""What passes between the queue server and its clients, as records. No torch, no sockets.
+"""What passes between the queue server and its clients, as records: written into messages as they are, and checked
+against their types when they are read (``codec.read_as``). No torch, no sockets.
 
 One ROUTER socket serves everyone. Every request carries ``request_id`` and gets one reply with the same id; a request
 is repeated under the same id until it is answered, so every handler is idempotent.
@@ -7,9 +8,11 @@ is repeated under the same id until it is answered, so every handler is idempote
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
+from async_rl.codec import Count
 from async_rl.records import Group, Lease, Prompt
 
 DropCause = Literal[
@@ -28,8 +31,7 @@ FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "envir
 """Why a generator gives a lease back unsampled. A prompt that is too long is refused at once, never tried again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
+class Announcement(msgspec.Struct, frozen=True):
     """The newest published version. ``channel`` is the learner's weights address, ``digest`` the manifest's.
 
     ``probe`` is what generators are to score at this version (``parity.decode_probe``); empty: nothing.
@@ -42,8 +44,7 @@ class Announcement:
     probe: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(msgspec.Struct, frozen=True):
     """Everything a stateless generator needs. ``files`` are the model config and the tokenizer, name -> bytes."""
 
     run_id: str
@@ -51,8 +52,7 @@ class Welcome:
     files: Mapping[str, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorStats:
+class GeneratorStats(msgspec.Struct, frozen=True):
     """Cumulative since the generator started; seconds are wall-clock, seat-seconds sum over occupied seats."""
 
     seats: int = 0
@@ -64,8 +64,7 @@ class GeneratorStats:
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LeasesGranted:
+class LeasesGranted(msgspec.Struct, frozen=True):
     """Answer to a lease request. With no lease, ``reason`` says what is waited for; ``activate`` names a version."""
 
     leases: tuple[Lease, ...]
@@ -73,38 +72,42 @@ class LeasesGranted:
     activate: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True):
     """These leases can't be trained any more: stop sampling them."""
 
     lease_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(msgspec.Struct, frozen=True):
     """What became of a returned (or failed) lease."""
 
     lease_id: str
     verdict: Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
+class Announced(msgspec.Struct, frozen=True):
     """A version (or a learner) that the generator did not know."""
 
     announcement: Announcement
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """The run is over; exit 0."""
 
 
 GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TakenGroup:
+class TakenEntry(msgspec.Struct, frozen=True):
+    """A taken group as its message has it, beside its encoded body; see ``TakenGroup``."""
+
+    prompt: Prompt
+    queued_s: float
+    arrival_version: int
+    masked: bool
+
+
+class TakenGroup(msgspec.Struct, frozen=True, eq=False):
     """A group handed to the learner. ``queued_s`` is its time in the queue; ``masked`` marks ``refill = false``.
 
     ``arrival_version`` is the newest announced version when the group arrived, so that staleness in flight
@@ -118,8 +121,7 @@ class TakenGroup:
     masked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class QueueStats:
+class QueueStats(msgspec.Struct, frozen=True):
     """The queue at one instant. ``generators`` is the sum over those alive (``roster``) of their cumulative stats."""
 
     depth: int
@@ -133,15 +135,13 @@ class QueueStats:
     roster: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """Answer to a take: exactly ``num_groups`` groups, in order of (named version, stream position)."""
 
     groups: tuple[TakenGroup, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NotReady:
+class NotReady(msgspec.Struct, frozen=True):
     """Answer to a take that can't be filled yet; ``reason`` is one line for the watchdog.
 
     ``stop`` is a diagnosis when the run can't go on; ``exhausted`` says that the stream has ended and fewer groups
@@ -154,8 +154,7 @@ class NotReady:
     exhausted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedFacts:
+class TrainedFacts(msgspec.Struct, frozen=True):
     """What the learner did with a taken step, for the ledger of rollouts and tokens (sums over its groups).
 
     Every rollout and every received token of the step is trained or masked (by its first cause).
@@ -163,21 +162,19 @@ class TrainedFacts:
 
     stepped: bool
     rollouts_trained: int
-    rollouts_masked: Mapping[str, int] = field(default_factory=dict)
+    rollouts_masked: Mapping[str, Count] = msgspec.field(default_factory=dict)
     tokens_trained: int = 0
-    tokens_masked: Mapping[str, int] = field(default_factory=dict)
+    tokens_masked: Mapping[str, Count] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Acked:
+class Acked(msgspec.Struct, frozen=True):
     """Answer to an ack. ``snapshot`` is opaque; the checkpoint keeps it and the next attach gives it back."""
 
     stats: QueueStats
     snapshot: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EvalResult:
+class EvalResult(msgspec.Struct, frozen=True, eq=False):
     """One finished evaluation: every row's group with its prompt, in row order."""
 
     dataset: str

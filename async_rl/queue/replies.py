@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.codec import prompt_fields
 from async_rl.queue.batches import TakenBody
-from async_rl.queue.bodies import Bytes
+from async_rl.queue.bodies import Body
+from async_rl.queue.messages import TakenEntry
 
 _MESSAGE_BYTES = 1 << 20
 _MAX_MESSAGES = 64
@@ -27,7 +27,7 @@ class Reply:
     type: str
     fields: Mapping[str, Any]
     arrays: Sequence[np.ndarray] = ()
-    parts: Sequence[Bytes] = ()
+    parts: Sequence[Body] = ()
     further: Sequence[Reply] = ()
 
 
@@ -53,15 +53,7 @@ def batch_reply(groups: Sequence[TakenBody]) -> Reply:
 
 
 def _part(groups: Sequence[TakenBody], first: int, num_groups: int) -> Reply:
-    entries = [
-        {
-            "prompt": prompt_fields(g.prompt),
-            "queued_s": g.queued_s,
-            "arrival_version": g.arrival_version,
-            "masked": g.masked,
-        }
-        for g in groups
-    ]
+    entries = [TakenEntry(g.prompt, g.queued_s, g.arrival_version, g.masked) for g in groups]
     more = first + len(groups) < num_groups
     fields = {"groups": entries, "first": first, "num_groups": num_groups, "more": more}
     return Reply("batch", fields, parts=[g.body for g in groups])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.queue.bodies import Bytes
+from async_rl.queue.bodies import Body
 from async_rl.queue.evals import Answer
 from async_rl.queue.facts import GroupFacts, why_unfit
 from async_rl.queue.held import HeldGroup
@@ -14,7 +14,7 @@ _RETURNED = "returned"
 """Fate of a lease whose group came; a second one is a duplicate."""
 
 
-def receive(state: QueueState, generator_id: str, group: GroupFacts, body: Bytes) -> tuple[Verdict, str]:
+def receive(state: QueueState, generator_id: str, group: GroupFacts, body: Body) -> tuple[Verdict, str]:
     """Take a group in, ``body`` with its facts. The verdict, and a line when it is refused."""
     held, learner = state.leases.get(group.lease_id), state.learner
     if held is None or learner is None or held.generator_id != generator_id:
@@ -64,7 +64,7 @@ def _lose_returned(state: QueueState, held: HeldLease, cause: DropCause, tokens:
     state.leases.set_fate(held.lease.lease_id, _RETURNED)
 
 
-def _receive_answer(state: QueueState, held: HeldLease, group: GroupFacts, body: Bytes) -> Verdict:
+def _receive_answer(state: QueueState, held: HeldLease, group: GroupFacts, body: Body) -> Verdict:
     assert held.evaluation is not None
     evaluation = state.evals.get(held.evaluation)
     if evaluation is None:
@@ -82,7 +82,7 @@ def _receive_answer(state: QueueState, held: HeldLease, group: GroupFacts, body:
 
 
 def _receive_training(
-    state: QueueState, learner: LearnerSide, held: HeldLease, group: GroupFacts, body: Bytes
+    state: QueueState, learner: LearnerSide, held: HeldLease, group: GroupFacts, body: Body
 ) -> Verdict:
     settings = state.settings
     accuracy = group.accuracy / group.num_rollouts

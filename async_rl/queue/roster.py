@@ -34,6 +34,8 @@ class Roster:
         self._max_members = max_members
         self._members: dict[str, Member] = {}
         self._by_peer: dict[bytes, str] = {}
+        self.num_changes = 0
+        """Of what ``granted`` says."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -63,6 +65,11 @@ class Roster:
         member = self._members.get(generator_id)
         return None if member is None else member.identity
 
+    def grant(self, member: Member, request_id: str, answer: LeasesGranted) -> None:
+        """This answers the member's last lease request."""
+        member.granted = (request_id, answer)
+        self.num_changes += 1
+
     def granted(self) -> dict[str, tuple[str, LeasesGranted]]:
         """The last lease request of each, with its answer."""
         return {name: m.granted for name, m in self._members.items() if m.granted is not None}
@@ -72,6 +79,7 @@ class Roster:
         if member is not None:
             self._unbind(member)
             member.has_left, member.granted, member.told = True, None, None
+            self.num_changes += 1
 
     def has_left(self, generator_id: str) -> bool:
         member = self._members.get(generator_id)
@@ -81,6 +89,7 @@ class Roster:
         """Another learner came: what was said in its predecessor's time is not repeated."""
         for member in self._members.values():
             member.granted = member.told = None
+        self.num_changes += 1
 
     def _unbind(self, member: Member) -> None:
         if member.identity is not None:
@@ -93,6 +102,7 @@ class Roster:
         for name, member in list(self._members.items()):
             if member.has_left or now - member.seen_at > FORGET_S:
                 self._unbind(self._members.pop(name))
+                self.num_changes += 1
         if len(self._members) >= self._max_members:
             raise QueueError(
                 f"expected at most {self._max_members} generators, and so many are known here; those that were silent "

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from async_rl.errors import QueueError
 from async_rl.queue import grants
 from async_rl.queue.bodies import Place
@@ -38,9 +40,9 @@ def save(state: QueueState) -> dict[str, Any]:
         "set_aside": dict(state.set_aside),
         "set_aside_last": state.set_aside_last,
         "old_lineages": sorted(state.old_lineages),
-        "ledger": state.ledger.as_dict(),
-        "eval_ledger": state.eval_ledger.as_dict(),
-        "outcomes": state.outcomes.as_dict(),
+        "ledger": state.ledger.save(),
+        "eval_ledger": state.eval_ledger.save(),
+        "outcomes": state.outcomes.save(),
         "received_evals": state.evals.received,
         "filtered_since_step": state.filtered_since_step,
         "filtered_right_since_step": state.filtered_right_since_step,
@@ -86,7 +88,7 @@ def _learner_fields(learner: LearnerSide) -> dict[str, Any]:
         "version": learner.version,
         "fork_version": learner.fork_version,
         "lease_bound": learner.lease_bound,
-        "announcement": None if announced is None else {n: getattr(announced, n) for n in Announcement.__slots__},
+        "announcement": None if announced is None else msgspec.structs.asdict(announced),
         "taken": [group.lease_id for group in learner.taken],
         "acked": learner.acked,
         "finished": learner.finished,
@@ -99,9 +101,9 @@ def _load_counters(state: QueueState, small: Mapping[str, Any]) -> None:
     state.set_aside = Counter(small["set_aside"])
     state.set_aside_last = small["set_aside_last"]
     state.old_lineages = set(small["old_lineages"])
-    state.ledger = Ledger.from_dict(small["ledger"])
-    state.eval_ledger = Ledger.from_dict(small["eval_ledger"], "delivered")
-    state.outcomes = Outcomes.from_dict(small["outcomes"])
+    state.ledger = Ledger.load(small["ledger"])
+    state.eval_ledger = Ledger.load(small["eval_ledger"], "delivered")
+    state.outcomes = Outcomes.load(small["outcomes"])
     state.filtered_since_step = small["filtered_since_step"]
     state.filtered_right_since_step = small["filtered_right_since_step"]
     state.prompts_too_long = small["prompts_too_long"]

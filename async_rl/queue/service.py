@@ -22,20 +22,21 @@ from typing import Any
 
 import zmq
 
-from async_rl.address import check_address
 from async_rl.chat import vocabulary_size
 from async_rl.config import Config
 from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
 from async_rl.faults import fault_point
 from async_rl.queue.admission import BufferSettings, eval_sampling
-from async_rl.queue.bodies import RecentBodies
+from async_rl.queue.bodies import Body, RecentBodies
 from async_rl.queue.buffer import Buffer
 from async_rl.queue.changes import Changes
 from async_rl.queue.endpoint import Endpoint
 from async_rl.queue.evals import Row
-from async_rl.queue.files import BackgroundFile, QueueRecord, read_record, write_json
+from async_rl.queue.files import LEDGER_EVERY_S, RunFiles, last_port
 from async_rl.queue.handlers import OF_LEARNERS, Handlers, WelcomePack
 from async_rl.queue.journal import Journal, pack, unpack
+from async_rl.queue.messages import Announcement
+from async_rl.queue.neighbours import NotSharedError, OutdatedError, free_unkept
 from async_rl.queue.outbox import Outbox
 from async_rl.queue.parking import Parking, Request
 from async_rl.queue.protocol import name
@@ -49,9 +50,6 @@ LEARNER_SILENCE_S = 20.0
 """A learner that said nothing for so long, not even that it is alive, is gone."""
 FINISH_GRACE_S = 10.0
 """After the end, generators have so long to hear of it."""
-LEDGER_EVERY_S = 1.0
-_LEDGER_GAP_S = 0.25
-"""Steps that come faster share one writing of the ledger."""
 _DRAIN_S = 0.003
 """Messages are handled for so long before their replies go out. Longer, and the learner waits behind generators'
 returns; shorter, and every message pays for a commit of its own."""
@@ -83,9 +81,9 @@ class QueueServer:
             len(train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
         )
         settings = BufferSettings.from_config(config, vocab_size=_vocabulary_size(config))
-        self._run_dir = Path(config.run.dir)
+        run_dir = Path(config.run.dir)
         # A server that is refused its address leaves no journal behind.
-        self._endpoint = Endpoint(config.queue, insecure=insecure, last_port=_last_port(self._run_dir, run_id))
+        self._endpoint = Endpoint(config.queue, insecure=insecure, last_port=last_port(run_dir, run_id))
         self.address = self._endpoint.address
         try:
             self._journal = open_journal() if open_journal is not None else None
@@ -105,15 +103,14 @@ class QueueServer:
         self._outbox = Outbox()
         self._has_batch = False
         self._committed = -1
-        self._told: tuple[Any, ...] = ()
+        self._told: tuple[Announcement | None, bool] = None, False
         self._saved_welcome: WelcomePack | None = None
+        self._saved_handlers: tuple[Any, ...] = ()
         self._wake_read, self._wake_write = os.pipe()
         self._stop_reason = ""
         self._started = self._learner_seen = time.monotonic()
         self._finished_at: float | None = None
-        self._ledger_file = BackgroundFile(self._run_dir / "ledger.json")
-        self._ledger_written, self._ledger_step = (-1, 0.0), -1
-        self._recorded_run_id = ""
+        self._files = RunFiles(run_dir, self.address)
         self._poller = zmq.Poller()
         self._endpoint.register(self._poller)
         for fd in (self._wake_read, lifeline_fd):
@@ -133,7 +130,7 @@ class QueueServer:
 
     def run(self) -> str:
         """Serve; the reason why it ended."""
-        self._write_record()
+        self._files.record(self._handlers.run_id)
         if self._on_ready is not None:
             self._on_ready(self.address)
         # The rows stay for good: no collection needs to look at them again.
@@ -143,16 +140,20 @@ class QueueServer:
             while not (reason := self._why_end(time.monotonic())):
                 self._wait()
                 self._drain()
+                if self._has_batch:
+                    # The learner does nothing until it comes, and what else is there to answer takes a while.
+                    self._commit()
+                    self._send_outbox()
                 now = time.monotonic()
                 self._buffer.expire(now)
                 self._parking.answer(now)
                 self._push_notices()
                 self._commit()
                 self._send_outbox()
-                self._write_ledger(now)
+                self._files.write(self._handlers.run_id, self._buffer, now)
             logger.info("the queue ends: %s", reason)
             self._commit()
-            self._write_last_ledger()
+            self._files.write_last(self._handlers.run_id, self._buffer)
             return reason
         finally:
             self._close()
@@ -178,23 +179,43 @@ class QueueServer:
         for identity, frames in self._endpoint.receive(_MAX_DRAIN, now):
             self._receive(identity, frames)
             self._parking.answer_only("take")
-            # The learner does nothing until its batch comes.
             if self._has_batch or time.monotonic() - now >= _DRAIN_S:
                 break
         self._endpoint.note_refused(now)
+        self._endpoint.neighbours.look(now)
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
+        """What a client sent together: one message, or some behind one another, each with its parts."""
+        left = self._receive_first(identity, frames)
+        while left and self._endpoint.lets_in_another(identity, time.monotonic()):
+            left = self._receive_first(identity, left)
+
+    def _receive_first(self, identity: bytes, frames: list[memoryview]) -> list[memoryview]:
+        """Handle the first message; the frames behind it, none if it did not tell where it ends."""
         request_id: str | None = None
+        bodies: list[Body] = []
+        left: list[memoryview] = []
         try:
             if not frames:
                 raise WireError("expected a frame, got none")
-            message = decode(frames[0], self._endpoint.sizes.limits)
+            sizes = self._endpoint.sizes
+            message = decode(frames[0], sizes.limits)
             request_id = _request_id(message)
-            message = message.with_parts(frames[1:])
-            self._endpoint.sizes.check(message, sum(map(len, frames)))
+            end = 1 + message.num_parts
+            bodies = self._endpoint.neighbours.fetch(identity, frames[1:end], sizes.limits.max_bytes)
+            message = message.with_parts(bodies)
+            left = frames[end:]
+            sizes.check(message, len(frames[0]) + sum(map(len, bodies)))
             self._handle(identity, request_id, message)
+        except NotSharedError:
+            self._send(Request(identity, request_id, None, "unshared"), Reply("unshared", {}))
+        except OutdatedError:
+            logger.debug("a late repeat of %s, whose groups were received before, is left out", request_id)
         except Exception as error:
             self._send(Request(identity, request_id, None, "malformed"), self._failed(identity, error))
+        finally:
+            free_unkept(bodies)
+        return left
 
     def _failed(self, identity: bytes, error: Exception) -> Reply:
         """The server outlives bad requests, and its own bugs: the request is refused, and the log has the place."""
@@ -210,7 +231,7 @@ class QueueServer:
             self._endpoint.refuse_strangers(message.type)
         generator_id = self._handlers.generator_of(message, identity, now)
         self._note_learner(message, now)
-        answer = self._handlers.handle(message, now)
+        answer = self._endpoint.neighbours.answer(identity, message) or self._handlers.handle(message, now)
         request = Request(identity, request_id, generator_id, message.type)
         if isinstance(answer, Reply):
             self._send(request, answer)
@@ -227,22 +248,27 @@ class QueueServer:
         self._has_batch |= reply.type == "batch"
         if reply.type == "status":
             reply = self._whole_status(reply)
-        notice = self._notice(request.generator_id, reply)
+        notice = {} if request.generator_id is None else self._notice(request.generator_id, reply)
         for message in (reply, *reply.further):
             fields = {**message.fields, "request_id": request.request_id, **notice}
             frame = encode(message.type, fields, message.arrays, num_parts=len(message.parts))
-            self._outbox.add(request.identity, [frame, *message.parts])
+            parts = self._endpoint.neighbours.outgoing(request.identity, message.parts)
+            self._outbox.add(request.identity, [frame, *parts])
 
     def _whole_status(self, reply: Reply) -> Reply:
         """With what the server knows beside the buffer."""
         waits = self._parking.waits(time.monotonic())
-        extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
+        extra = {
+            "address": self.address, "pid": os.getpid(), "waits": waits,
+            "shared_memory": self._endpoint.neighbours.status(), **self._endpoint.counters(),
+        }  # fmt: skip
         return replace(reply, fields={**reply.fields, "status": {**reply.fields["status"], **extra}})
 
-    def _notice(self, generator_id: str | None, reply: Reply) -> dict[str, Any]:
+    def _notice(self, generator_id: str, reply: Reply) -> dict[str, Any]:
         notice = self._handlers.notice(generator_id)
-        own = reply.fields.get("cancelled", [])
-        return {**notice, "cancelled": [*own, *notice.get("cancelled", [])]}
+        if own := reply.fields.get("cancelled"):
+            notice["cancelled"] = [*own, *notice.get("cancelled", [])]
+        return notice
 
     def _send_outbox(self) -> None:
         self._has_batch = False
@@ -255,7 +281,10 @@ class QueueServer:
         """Write down what changed since the last turn."""
         if self._journal is None or self._committed == self._buffer.revision:
             return
-        state = {"queue": pack({"buffer": self._buffer.save(), "handlers": self._handlers.save()})}
+        state = {"queue": pack(self._buffer.save())}
+        if (key := self._handlers.saved_key) != self._saved_handlers:
+            self._saved_handlers = key
+            state["handlers"] = pack(self._handlers.save())
         if self._handlers.welcome is not self._saved_welcome:
             self._saved_welcome = self._handlers.welcome
             state["welcome"] = pack(self._handlers.save_welcome())
@@ -268,12 +297,11 @@ class QueueServer:
         found = journal.load()
         if found is None:
             return
-        plain = unpack(found.state["queue"])
         welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
         rows, now = self._handlers.eval_rows, time.monotonic()
         samplings = {name: eval_sampling(self._config, name) for name in rows}
-        journal.adopt(self._buffer.load(found.entries, plain["buffer"], rows, samplings, now))
-        self._handlers.load(plain["handlers"], welcome, now)
+        journal.adopt(self._buffer.load(found.entries, unpack(found.state["queue"]), rows, samplings, now))
+        self._handlers.load(unpack(found.state["handlers"]), welcome, now)
         self._saved_welcome = self._handlers.welcome
         # Loading is no change of its own.
         self._changes.drain()
@@ -283,17 +311,16 @@ class QueueServer:
 
     def _push_notices(self) -> None:
         """Tell generators unasked of a new version, the end, and leases to stop."""
-        news = self._handlers.notice(None)
-        key = (repr(news.get("announcement")), news.get("finished"))
-        everyone = key != self._told and bool(news)
-        self._told = key
+        news = self._handlers.news
+        everyone = news != self._told and news != (None, False)
+        self._told = news
         told = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_tell()
         for generator_id in told:
             identity = self._handlers.roster.identity(generator_id)
             if identity is not None:
                 self._outbox.add(identity, [encode("notice", self._handlers.notice(generator_id))])
 
-    # Life and files.
+    # Life.
 
     def _why_end(self, now: float) -> str:
         if self._stop_reason:
@@ -316,41 +343,9 @@ class QueueServer:
             return f"the learner is gone for {now - self._learner_seen:.0f} s (queue.linger_s = {linger_s:.0f})"
         return ""
 
-    def _write_record(self) -> None:
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        record = QueueRecord(self._handlers.run_id, os.getpid(), self.address)
-        write_json(self._run_dir / "queue.json", record.as_dict())
-        self._recorded_run_id = self._handlers.run_id
-
-    def _write_ledger(self, now: float) -> None:
-        if self._recorded_run_id != self._handlers.run_id:
-            self._write_record()
-        revision, written_at = self._ledger_written
-        acked = self._buffer.learner.step if self._buffer.learner is not None else -1
-        is_due = now - written_at >= (_LEDGER_GAP_S if acked != self._ledger_step else LEDGER_EVERY_S)
-        if revision == self._buffer.revision or not is_due or self._ledger_file.is_busy:
-            return
-        self._ledger_written, self._ledger_step = (self._buffer.revision, now), acked
-        self._ledger_file.write(self._ledger())
-
-    def _write_last_ledger(self) -> None:
-        self._ledger_file.close()
-        write_json(self._run_dir / "ledger.json", self._ledger())
-
-    def _ledger(self) -> dict[str, Any]:
-        return {"run_id": self._handlers.run_id, **self._buffer.ledger_file()}
-
 
 def _request_id(message: Message) -> str | None:
     return None if message.fields.get("request_id") is None else name(message.fields, "request_id")
-
-
-def _last_port(run_dir: Path, run_id: str) -> int | None:
-    """The port of this run's last server, which generators still know."""
-    record = read_record(run_dir)
-    if record is None or (run_id and record.run_id != run_id):
-        return None
-    return check_address(record.address)[1]
 
 
 def _is_broken(fd: int) -> bool:

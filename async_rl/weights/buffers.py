@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import WeightsError
-from async_rl.weights.manifest import Manifest
+from async_rl.weights.manifest import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +37,15 @@ class StagedWeights:
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Flat byte buckets, uint8 [N] each; ``manifest`` is the version that is in them, once all of it is."""
+    """Flat byte buckets, uint8 [N] each; ``manifest`` is the version that is in them, once all of it is.
+
+    ``tensors`` are views into them, laid out by ``specs``: made once, for versions seldom differ in their layout.
+    """
 
     buckets: list[Tensor]
     manifest: Manifest | None = None
+    specs: tuple[TensorSpec, ...] | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Buffers:
@@ -74,6 +79,10 @@ class Buffers:
             buffer.buckets += [
                 torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in manifest.bucket_sizes
             ]
+            buffer.specs = None
+        if buffer.specs != manifest.tensors:
+            buffer.tensors = tensor_views(manifest, buffer.buckets)
+            buffer.specs = manifest.tensors
         return buffer
 
     def _pick(self) -> Buffer:
@@ -97,10 +106,9 @@ class Buffers:
         Raises:
             WeightsError: the buffer is not the reserved one.
         """
-        tensors = tensor_views(manifest, buffer.buckets)
         staged = StagedWeights(
-            manifest.lineage, manifest.version, manifest.digest, tensors, manifest, receive_s, buffer
-        )  # fmt: skip
+            manifest.lineage, manifest.version, manifest.digest, buffer.tensors, manifest, receive_s, buffer
+        )
         with self._lock:
             if self._writing is not buffer:
                 raise WeightsError("a buffer was committed that is not the reserved one")

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 from async_rl.errors import WeightsError
 
 _NCCL_POLL_S = 0.001
+_NUM_UNDER_WAY = 2
+"""Chunks that travel at once over gloo: one is agreed upon while the other moves."""
 # The group's own watchdog would end the whole process; waits are bounded here instead.
 _NCCL_GROUP_TIMEOUT = timedelta(days=1)
 
@@ -86,24 +90,34 @@ class CollectiveGroup:
             ) from error
         raise WeightsError(f"expected transport 'gloo' or 'nccl', got {backend!r}")
 
-    def broadcast(self, bucket: Tensor, *, chunk_bytes: int, deadline: float) -> None:
+    def broadcast(
+        self, bucket: Tensor, *, chunk_bytes: int, deadline: float, done: Callable[[Tensor], None] | None = None
+    ) -> None:
         """Rank 0's bytes into everyone's ``bucket``: uint8 [N], host memory. ``deadline`` is on the monotonic clock.
+
+        ``done`` gets the chunks in their order, each when it is there; over gloo the next one travels meanwhile.
 
         Raises:
             WeightsError: a peer died or stalled, or the deadline passed; the group is of no use any more.
         """
-        for start in range(0, bucket.numel(), chunk_bytes):
-            chunk = bucket[start : start + chunk_bytes]
-            remaining_s = min(self._stall_s, deadline - time.monotonic())
-            if remaining_s <= 0:
-                raise WeightsError("broadcast: the deadline of this version has passed (weights.deadline_s)")
-            try:
-                if self._device is None:
-                    self._broadcast_once(chunk, remaining_s).wait()
-                else:
+        under_way: deque[tuple[Any, Tensor]] = deque()
+        try:
+            for start in range(0, bucket.numel(), chunk_bytes):
+                chunk = bucket[start : start + chunk_bytes]
+                remaining_s = min(self._stall_s, deadline - time.monotonic())
+                if remaining_s <= 0:
+                    raise WeightsError("broadcast: the deadline of this version has passed (weights.deadline_s)")
+                if self._device is not None:
                     self._broadcast_by_device(chunk, remaining_s)
-            except RuntimeError as error:
-                raise WeightsError(f"broadcast failed: {_first_line(error)}") from error
+                    _say_done(done, chunk)
+                    continue
+                under_way.append((self._broadcast_once(chunk, remaining_s), chunk))
+                if len(under_way) == _NUM_UNDER_WAY:
+                    _finish_one(under_way, done)
+            while under_way:
+                _finish_one(under_way, done)
+        except RuntimeError as error:
+            raise WeightsError(f"broadcast failed: {_first_line(error)}") from error
 
     def _broadcast_once(self, tensor: Tensor, timeout_s: float) -> Any:
         options = BroadcastOptions()
@@ -136,13 +150,24 @@ class CollectiveGroup:
             group.abort()
 
 
+def _finish_one(under_way: deque[tuple[Any, Tensor]], done: Callable[[Tensor], None] | None) -> None:
+    work, chunk = under_way.popleft()
+    work.wait()
+    _say_done(done, chunk)
+
+
+def _say_done(done: Callable[[Tensor], None] | None, chunk: Tensor) -> None:
+    if done is not None:
+        done(chunk)
+
+
 def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta, local_host: str) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [ProcessGroupGloo.create_device(hostname=local_host)]
     options._timeout = timeout
-    options._threads = 1
+    options._threads = _NUM_UNDER_WAY
     return ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.weights import control
 from async_rl.weights.buffers import Buffer, Buffers
-from async_rl.weights.manifest import Manifest, digest_bytes
+from async_rl.weights.manifest import Manifest
 from async_rl.weights.transport import Filled, bucket_received
 
 if TYPE_CHECKING:
@@ -55,12 +58,20 @@ class CollectiveInlet:
             self._epoch = go.epoch
         if self._group is None or self._epoch != go.epoch:
             raise WeightsError(f"expected the communicator of epoch {go.epoch} to be here still, got {self._epoch}")
+        digests: list[str] = []
         for bucket in buffer.buckets:
-            self._group.broadcast(bucket, chunk_bytes=go.chunk_bytes, deadline=deadline)
+            hasher = xxhash.xxh3_128()
+            self._group.broadcast(
+                bucket, chunk_bytes=go.chunk_bytes, deadline=deadline, done=lambda c, h=hasher: h.update(c.numpy().data)
+            )
+            digests.append(hasher.hexdigest())
             bucket_received()
-        # All of them first: a rank that digests in between would keep the others waiting.
-        _check_digests(buffer, manifest)
+        # All of them first: a rank that leaves in between would break the collective for the others.
+        _check_digests(digests, manifest)
         return Filled(manifest.size_bytes)
+
+    def acknowledge(self, order: CollectiveOrder, ack: control.Ack) -> bool:
+        return False
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -69,11 +80,11 @@ class CollectiveInlet:
             group.close()
 
 
-def _check_digests(buffer: Buffer, manifest: Manifest) -> None:
+def _check_digests(digests: Sequence[str], manifest: Manifest) -> None:
     wrong = [
         f"bucket {index}: expected {expected}, got {got}"
-        for index, (bucket, expected) in enumerate(zip(buffer.buckets, manifest.bucket_digests, strict=True))
-        if (got := digest_bytes(bucket.numpy().data)) != expected
+        for index, (got, expected) in enumerate(zip(digests, manifest.bucket_digests, strict=True))
+        if got != expected
     ]
     if wrong:
         raise CorruptWeightsError("digest mismatch in " + "; ".join(wrong[:3]))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from async_rl.weights import control
 from async_rl.weights.background import JobThread
 from async_rl.weights.collective import CollectiveGroup, listening_socket
-from async_rl.weights.transport import Delivery
+from async_rl.weights.manifest import manifest_fields
+from async_rl.weights.transport import Delivery, Tell
 
 Done = Callable[[Delivery, float, Exception | None], None]
 """Called in the sender's thread: seconds that the send took, and why it failed, if it did."""
@@ -49,20 +50,21 @@ class CollectiveSender:
         self._group: CollectiveGroup | None = None
         self._jobs = JobThread("weights-send")
 
-    def deliver(self, delivery: Delivery) -> Mapping[bytes, control.PublisherMessage]:
+    def deliver(self, delivery: Delivery, tell: Tell) -> None:
         """Broadcast to all members at once, in the background."""
         port = self._listen() if delivery.build else 0
         size = len(delivery.members) + 1
+        manifest = manifest_fields(delivery.staged.manifest) if delivery.is_first else {}
         remaining_s = control.seconds_until(delivery.deadline)
-        messages = {
-            member.member_id: control.Go(
-                delivery.attempt, delivery.epoch, rank, size, port, self._stall_s, remaining_s, self._chunk_bytes
-            )
-            for rank, member in enumerate(delivery.members, start=1)
-        }
+        for rank, member in enumerate(delivery.members, start=1):
+            go = control.Go(
+                delivery.attempt, delivery.epoch, rank, size, port, self._stall_s, remaining_s, self._chunk_bytes,
+                self._transport, manifest,
+            )  # fmt: skip
+            tell(member.member_id, go)
+        # Only now: they take longer to come than the thread that sends takes to begin.
         listener, self._listener = self._listener, None
         self._jobs.submit(lambda: self._send(delivery, listener, size))
-        return messages
 
     def end(self, attempt: int, *, intact: bool) -> None:
         """Let go of the communicator, unless it is as good as before."""

@@ -3,17 +3,19 @@
 A receiver says ``Join`` and then ``Alive`` every second; the publisher answers each with ``Check``, or with
 ``Unknown`` where it knows no such member. One attempt at a version by a collective: ``Enter`` -> ``Ready`` -> ``Go``
 -> (broadcast) -> ``Ack`` or ``Failed``; by the stream: ``Fetch`` -> (pull) -> ``Ack`` or ``Failed``. An epoch names a
-communicator; it is kept over attempts while membership stays the same.
+communicator; it is kept over attempts while membership stays the same, and an ``Ack`` in it says ``Ready`` for the next
+attempt as well, which then begins with its ``Go``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar
 
-from async_rl.codec import field
+import msgspec
+
+from async_rl.codec import read_as
 from async_rl.errors import WeightsError, WireError
 from async_rl.keys import ClientKeys
 from async_rl.wire import Limits, decode, encode
@@ -21,12 +23,12 @@ from async_rl.wire import Limits, decode, encode
 HEARTBEAT_S = 1.0
 
 TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=64, max_depth=3)
-TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0)
+TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
+"""The publisher is believed: the queue vouches for its key. What is read of it is checked against its type."""
 _MAX_REASON = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(msgspec.Struct, frozen=True):
     """I want every version. ``host`` is where my collectives listen, if I take part in any (``collectives``: which).
     ``digest`` is of the newest weights that I hold, empty without any.
     """
@@ -38,25 +40,21 @@ class Join:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Alive:
+class Alive(msgspec.Struct, frozen=True):
     """Still here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     """I am ending; don't wait for me."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True):
     """Buffers for this attempt are there; ``Go`` may follow."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(msgspec.Struct, frozen=True):
     """Every byte of this version is here and matches its digest (said at ``Enter`` where it was here before).
 
     ``wire_bytes`` came for it, ``num_corrupt`` buckets of them twice, since what came first did not match.
@@ -69,8 +67,7 @@ class Ack:
     num_corrupt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """This attempt did not bring me the version; ``corrupt``: bytes came, but not those of the manifest."""
 
     attempt: int
@@ -78,26 +75,22 @@ class Failed:
     corrupt: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """The publisher knows you and is alive itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(msgspec.Struct, frozen=True):
     """You are no member (any more): say ``Join``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(msgspec.Struct, frozen=True):
     """You are no member any more; ``Join`` again after ``retry_s``."""
 
     reason: str
     retry_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(msgspec.Struct, frozen=True):
     """Make room for this version. ``manifest`` as in ``manifest_fields``; ``backend`` is ``gloo`` or ``nccl``."""
 
     attempt: int
@@ -105,12 +98,12 @@ class Enter:
     manifest: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Go:
+class Go(msgspec.Struct, frozen=True):
     """Receive now, as ``rank`` of ``size``. A new ``epoch`` is built over the store at ``store_port`` of my host; port
     0 says to use the one that is there.
 
     ``stall_s`` bounds every single collective, ``deadline_s`` the whole; buckets travel ``chunk_bytes`` at a time.
+    A ``manifest`` that is not empty: there was no ``Enter`` before. Who does not take part leaves the communicator.
     """
 
     attempt: int
@@ -121,14 +114,17 @@ class Go:
     stall_s: float
     deadline_s: float
     chunk_bytes: int
+    backend: str
+    manifest: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Pull this version from ``port`` of my host, showing ``token``, within ``deadline_s``. A ``key``: it is sealed.
 
     ``delta_sizes[l][b]`` is the size of bucket b's delta in link l of a chain from the weights with digest ``base``
     (-1: none); an empty ``base`` means that there is no chain. A chain of no links: you hold these very weights.
+    A ``next_token``: say what came of it to the server, and stand there with it; the version after this one then comes
+    without another ``Fetch`` here.
     """
 
     attempt: int
@@ -139,6 +135,7 @@ class Fetch:
     base: str
     delta_sizes: list[list[int]]
     deadline_s: float
+    next_token: bytes
 
 
 def seconds_until(deadline: float) -> float:
@@ -179,23 +176,11 @@ TO_MEMBER: tuple[type[PublisherMessage], ...] = (Check, Unknown, Dropped, Enter,
 _T = TypeVar("_T")
 
 
-def _plain_type(hint: Any) -> type:
-    """What a field of this annotation is on the wire."""
-    return {Mapping: dict, list: list}.get(get_origin(hint), hint)
-
-
-_KINDS: dict[type, dict[str, Any]] = {
-    record: {name: _plain_type(hint) for name, hint in get_type_hints(record).items()}
-    for record in (*TO_PUBLISHER, *TO_MEMBER)
-}
-
-
 def encode_message(message: MemberMessage | PublisherMessage) -> bytes:
     """One frame."""
-    values = {f.name: getattr(message, f.name) for f in fields(message)}
-    if "reason" in values:
-        values["reason"] = values["reason"][:_MAX_REASON]
-    return encode(type(message).__name__, values)
+    if isinstance(message, Failed | Dropped):
+        message = msgspec.structs.replace(message, reason=message.reason[:_MAX_REASON])
+    return encode(type(message).__name__, message)
 
 
 def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limits: Limits) -> _T:
@@ -207,5 +192,5 @@ def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limi
     message = decode(frame, limits)
     for record in expected:
         if record.__name__ == message.type:
-            return record(**{name: field(message.fields, name, kind) for name, kind in _KINDS[record].items()})
+            return read_as(message.fields, record)
     raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from async_rl.weights import control
 from async_rl.weights.collective_sender import CollectiveSender
@@ -16,9 +15,8 @@ from async_rl.weights.manifest import manifest_fields
 from async_rl.weights.rounds import DropAction, EnterAction, FinishAction, GoAction, PullAction, Rounds
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.stream_sender import StreamSender
-from async_rl.weights.transport import Delivery, Outlet, TransportName
+from async_rl.weights.transport import Delivery, Outlet, Tell, TransportName
 
-Tell = Callable[[bytes, control.PublisherMessage], None]
 _RETRY_S = 2.0
 
 
@@ -74,9 +72,15 @@ class Deliveries:
                         self._tell(member_id, control.Dropped(reason, _RETRY_S))
             self._end_pulls()
         self._end_pulls()
+        self._stream.keep(self._rounds.members)
         if self._newest is not None:
             # Who pulls keeps its version by a pin; staging waits for the others only.
             self._newest.mark_delivered(not self._rounds.collecting())
+
+    def lost(self, member_id: bytes, attempt: int) -> None:
+        """What was pushed is to be offered again."""
+        self._counts["lost"] += 1
+        self._rounds.lost(member_id, attempt)
 
     def version_of(self, attempt: int) -> StagedVersion | None:
         """What is sent in this attempt; the newest version, if it is over."""
@@ -116,13 +120,16 @@ class Deliveries:
 
     def _go(self, action: GoAction) -> None:
         assert self._collective is not None
+        if action.is_first and self._pin(action.attempt) is None:
+            self._rounds.withdraw(action.attempt)
+            return
         members = tuple(self._rounds.members[member_id] for member_id in action.participants)
         delivery = Delivery(
-            action.attempt, self._pinned[action.attempt], members, action.deadline, action.epoch, action.build
-        )
+            action.attempt, self._pinned[action.attempt], members, action.deadline, action.epoch, action.build,
+            action.is_first,
+        )  # fmt: skip
         self._counts["attempts"] += 1
-        for member_id, message in self._collective.deliver(delivery).items():
-            self._tell(member_id, message)
+        self._collective.deliver(delivery, self._tell)
 
     def _finish(self, action: FinishAction) -> None:
         assert self._collective is not None
@@ -141,8 +148,7 @@ class Deliveries:
         self._counts["pulls"] += 1
         self._pulls[action.attempt] = (action, time.monotonic())
         delivery = Delivery(action.attempt, staged, (member,), action.deadline)
-        for member_id, message in self._stream.deliver(delivery).items():
-            self._tell(member_id, message)
+        self._stream.deliver(delivery, self._tell)
 
     def _end_pulls(self) -> None:
         """Let go of what the pulls that are over have kept."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import field as record_field
+from typing import Any
 
-import msgpack
+import msgspec
 import xxhash
 
-from async_rl.codec import field
+from async_rl.codec import Count, field, read_as
 from async_rl.errors import WeightsError, WireError
+from async_rl.wire import pack_plain
 
 ALIGNMENT = 64
 _DIGEST_PIECE_BYTES = 4 << 20
@@ -29,16 +31,18 @@ ITEM_SIZES: Mapping[str, int] = {
 """Bytes of one element, by torch's name of the dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor and its place: ``size_bytes`` bytes from ``offset`` of bucket number ``bucket``."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    bucket: int
-    offset: int
-    size_bytes: int
+    shape: tuple[Count, ...]
+    bucket: Count
+    offset: Count
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +59,26 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version's layout and digests. ``bucket_digests[i]`` is of all ``bucket_sizes[i]`` bytes of bucket ``i``."""
+    """A version's layout and digests. ``bucket_digests[i]`` is of all ``bucket_sizes[i]`` bytes of bucket ``i``.
+
+    ``digest`` is of the weights as a whole: names, dtypes, shapes, layout and bytes. Lineage and version are left out,
+    so equal weights have equal digests across a learner's restart.
+    """
 
     lineage: str
     version: int
     tensors: tuple[TensorSpec, ...]
     bucket_sizes: tuple[int, ...]
     bucket_digests: tuple[str, ...]
+    digest: str = record_field(init=False)
+
+    def __post_init__(self) -> None:
+        content = pack_plain([self.tensors, self.bucket_sizes, self.bucket_digests])
+        object.__setattr__(self, "digest", digest_bytes(content))
 
     @property
     def size_bytes(self) -> int:
         return sum(self.bucket_sizes)
-
-    @property
-    def digest(self) -> str:
-        """Digest of the weights as a whole: names, dtypes, shapes, layout and bytes.
-
-        Lineage and version are left out, so equal weights have equal digests across a learner's restart.
-        """
-        content = [[_spec_row(spec) for spec in self.tensors], list(self.bucket_sizes), list(self.bucket_digests)]
-        return digest_bytes(cast(bytes, msgpack.packb(content)))
 
 
 class LayoutPlan:
@@ -101,7 +105,7 @@ class LayoutPlan:
             self._closed_sizes.append(self._end)
             self._closed_bytes += self._end
             offset = 0
-        spec = TensorSpec(name, dtype, tuple(shape), len(self._closed_sizes), offset, size)
+        spec = TensorSpec(name, dtype, tuple(shape), len(self._closed_sizes), offset)
         self._end = offset + size
         self._tensors.append(spec)
         return spec
@@ -148,9 +152,9 @@ def manifest_fields(manifest: Manifest) -> dict[str, Any]:
     return {
         "lineage": manifest.lineage,
         "version": manifest.version,
-        "tensors": [_spec_row(spec) for spec in manifest.tensors],
-        "bucket_sizes": list(manifest.bucket_sizes),
-        "bucket_digests": list(manifest.bucket_digests),
+        "tensors": manifest.tensors,
+        "bucket_sizes": manifest.bucket_sizes,
+        "bucket_digests": manifest.bucket_digests,
     }
 
 
@@ -160,30 +164,26 @@ def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
     Raises:
         WireError: a field is missing or of another type, or tensors and buckets don't fit together.
     """
-    sizes, digests = field(fields, "bucket_sizes", list), field(fields, "bucket_digests", list)
-    if not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) > _MAX_VERSION_BYTES:
-        raise WireError("expected 'bucket_sizes' to be byte counts")
-    if len(digests) != len(sizes) or not all(isinstance(digest, str) for digest in digests):
+    sizes = read_as(fields.get("bucket_sizes"), tuple[Count, ...])
+    digests = read_as(fields.get("bucket_digests"), tuple[str, ...])
+    tensors = read_as(fields.get("tensors"), tuple[TensorSpec, ...])
+    if sum(sizes) > _MAX_VERSION_BYTES:
+        raise WireError(f"expected buckets of at most {_MAX_VERSION_BYTES} bytes in all, got {sum(sizes)}")
+    if len(digests) != len(sizes):
         raise WireError(f"expected {len(sizes)} bucket digests, got {len(digests)}")
-    tensors = tuple(_spec_from_row(row, sizes) for row in field(fields, "tensors", list))
+    for spec in tensors:
+        _check_place(spec, sizes)
     if len({spec.name for spec in tensors}) != len(tensors):
         raise WireError("expected every tensor once, got a name twice")
-    return Manifest(field(fields, "lineage", str), field(fields, "version", int), tensors, tuple(sizes), tuple(digests))
+    return Manifest(field(fields, "lineage", str), field(fields, "version", int), tensors, sizes, digests)
 
 
-def _spec_row(spec: TensorSpec) -> list[Any]:
-    return [spec.name, spec.dtype, list(spec.shape), spec.bucket, spec.offset]
-
-
-def _spec_from_row(row: Any, bucket_sizes: Sequence[int]) -> TensorSpec:
-    match row:
-        case [str(name), str(dtype), list(shape), int(bucket), int(offset)] if dtype in ITEM_SIZES:
-            pass
-        case _:
-            raise WireError(f"expected a tensor [name, dtype, shape, bucket, offset], got {str(row)[:80]}")
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise WireError(f"impossible shape {str(shape)[:80]} of tensor {name!r}")
-    size = math.prod(shape) * ITEM_SIZES[dtype]
-    if not 0 <= bucket < len(bucket_sizes) or offset < 0 or offset % ALIGNMENT or offset + size > bucket_sizes[bucket]:
-        raise WireError(f"tensor {name!r} lies outside its bucket: bucket {bucket}, offset {offset}, {size} bytes")
-    return TensorSpec(name, dtype, tuple(shape), bucket, offset, size)
+def _check_place(spec: TensorSpec, bucket_sizes: Sequence[int]) -> None:
+    if spec.dtype not in ITEM_SIZES:
+        raise WireError(f"expected tensor {spec.name!r} to be one of {sorted(ITEM_SIZES)}, got {spec.dtype[:80]!r}")
+    size = spec.size_bytes
+    is_inside = spec.bucket < len(bucket_sizes) and spec.offset + size <= bucket_sizes[spec.bucket]
+    if not is_inside or spec.offset % ALIGNMENT:
+        raise WireError(
+            f"tensor {spec.name!r} lies outside its bucket: bucket {spec.bucket}, offset {spec.offset}, {size} bytes"
+        )

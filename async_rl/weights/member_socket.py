@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import zmq
 
@@ -40,6 +41,10 @@ class MemberSocket:
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
+
+    def is_among(self, ready: Mapping[Any, int]) -> bool:
+        """Of what a poller returned."""
+        return self._socket in ready
 
     def receive(self) -> Iterator[tuple[bytes, control.MemberMessage]]:
         """All that came: who said it, and what. What is malformed is counted."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -26,13 +26,16 @@ from async_rl.weights.deliveries import Deliveries
 from async_rl.weights.member_socket import WILDCARDS, MemberSocket
 from async_rl.weights.rounds import Rounds
 from async_rl.weights.staging import StagedVersion
-from async_rl.weights.stream_sender import StreamSender
+from async_rl.weights.stream_sender import Heard, Lost, StreamSender
 from async_rl.weights.transport import Delivery, TransportName
 
 _POLL_MS = 100
 _MAX_STALL_S = 10.0
 _MAX_READY_S = 5.0
 _MAX_SILENT_S = 10.0
+_GLOO_CHUNK_BYTES = 8 << 20
+"""Each is digested while the next one travels; smaller ones cost more to agree upon than that spares."""
+_FRESH_S = 1.5 * control.HEARTBEAT_S
 _PROBE_S = 0.25
 _JOIN_THREAD_S = 5.0
 
@@ -44,7 +47,8 @@ class PublisherStats:
     ``transfer_s`` is the time spent in collectives, ``sent_bytes`` counts a broadcast once, whatever its audience.
     ``pulled_bytes`` went through the stream where full copies would have been ``pulled_full_bytes``; ``delta_bytes``
     and ``delta_s`` are of the newest delta. ``last_transfer_s`` is of the last collective, or of the last pull from
-    its offer to its end. ``superseded`` versions were replaced by a newer one before every member had them.
+    its offer to its end. ``superseded`` versions were replaced by a newer one before every member had them. What was
+    ``lost`` went out to a member that stood, found nobody, and was offered again.
     """
 
     members: int = 0
@@ -66,6 +70,7 @@ class PublisherStats:
     dropped: int = 0
     superseded: int = 0
     malformed: int = 0
+    lost: int = 0
     last_drop: str = ""
 
 
@@ -80,7 +85,7 @@ class Publisher:
         keys: of the control channel, which then lets in listed clients only; none: it is not encrypted.
         transport: ``tcp``, ``gloo``, or ``nccl`` where learner and generators have CUDA devices of their own.
         device: rank 0's CUDA device, for ``nccl``.
-        chunk_bytes: bytes of one collective; also the device buffer of ``nccl``.
+        chunk_bytes: bytes of one collective, at most (gloo's are smaller); also the device buffer of ``nccl``.
         has_deltas: with ``tcp``, send differences to who holds the version before; None: beyond loopback.
         is_sealed: encrypt the stream (needs ``keys``); None: beyond loopback with keys, unless ``insecure``.
 
@@ -115,6 +120,7 @@ class Publisher:
             deadline_s=deadline_s,
             ready_s=min(_MAX_READY_S, deadline_s / 4),
             silent_s=min(_MAX_SILENT_S, deadline_s / 2),
+            fresh_s=_FRESH_S,
         )
         self._published: deque[StagedVersion] = deque()
         self._results: deque[Callable[[], None]] = deque()
@@ -131,11 +137,12 @@ class Publisher:
         self._context = zmq.Context()
         self._socket = MemberSocket(self._context, bind_host, host, keys)
         listen_host = "0.0.0.0" if bind_host == "*" else bind_host
-        if is_sealed is None:
-            is_sealed = keys is not None and not insecure and not is_local
-        if has_deltas is None:
-            has_deltas = not is_local
-        self._stream = StreamSender(listen_host, is_sealed=is_sealed, has_deltas=has_deltas and transport == "tcp")
+        self._stream = StreamSender(
+            listen_host,
+            is_sealed=keys is not None and not insecure and not is_local if is_sealed is None else is_sealed,
+            has_deltas=transport == "tcp" and (not is_local if has_deltas is None else has_deltas),
+            may_stand=keys is None and transport == "tcp",
+        )
         collective = None
         if transport != "tcp":
             local_host = host if bind_host in WILDCARDS else bind_host
@@ -160,7 +167,7 @@ class Publisher:
             bind_host=listen_host,
             local_host=local_host,
             stall_s=min(_MAX_STALL_S, deadline_s / 3),
-            chunk_bytes=chunk_bytes,
+            chunk_bytes=chunk_bytes if transport == "nccl" else min(chunk_bytes, _GLOO_CHUNK_BYTES),
             device=device,
             done=self._collective_done,
         )
@@ -231,13 +238,16 @@ class Publisher:
                 poller.unregister(server)
                 self._wake.clear()
                 if server in ready:
-                    self._stream.poll()
+                    self._hear(self._stream.poll())
                 while self._published:
                     self._deliveries.publish(self._published.popleft())
                 while self._results:
                     self._results.popleft()()
-                for member_id, message in self._socket.receive():
-                    self._handle(member_id, message)
+                if self._socket.is_among(ready):
+                    for member_id, message in self._socket.receive():
+                        self._handle(member_id, message)
+                # Who waits for a version shall not wait for what there is to do next.
+                self._note()
                 self._probe()
                 self._deliveries.act()
                 self._note()
@@ -252,6 +262,14 @@ class Publisher:
         self._deliveries.close(_JOIN_THREAD_S)
         self._socket.close()
         self._context.term()
+
+    def _hear(self, events: Sequence[Heard | Lost]) -> None:
+        for event in events:
+            match event:
+                case Heard(member_id, ack):
+                    self._handle(member_id, ack)
+                case Lost(member_id, attempt):
+                    self._deliveries.lost(member_id, attempt)
 
     def _handle(self, member_id: bytes, message: control.MemberMessage) -> None:
         now = time.monotonic()
@@ -279,6 +297,8 @@ class Publisher:
                 self._fail(member_id, attempt, reason)
 
     def _ack(self, member_id: bytes, ack: control.Ack) -> None:
+        if self._rounds.has_acked(member_id, ack.attempt):
+            return
         staged = self._deliveries.version_of(ack.attempt)
         manifest = None if staged is None else staged.manifest
         if manifest is not None and manifest.version == ack.version and manifest.digest != ack.digest:
@@ -338,7 +358,7 @@ class Publisher:
             transfer_s=self._transfer_s,
             last_transfer_s=self._last_transfer_s,
             last_drop=self._deliveries.last_drop,
-            malformed=self._socket.num_malformed,
+            malformed=self._socket.num_malformed + self._stream.num_malformed,
             delta_bytes=stream.delta_bytes,
             delta_s=stream.delta_s,
             server_starts=stream.server_starts,
@@ -353,5 +373,5 @@ class Publisher:
 
 _COUNTED = (
     "sent_bytes", "attempts", "pulls", "pulled_bytes", "pulled_full_bytes", "failures", "corrupt", "joined", "dropped",
-    "superseded",
+    "superseded", "lost",
 )  # fmt: skip

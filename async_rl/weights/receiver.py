@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -28,7 +27,7 @@ from async_rl.weights.buffers import Buffers, StagedWeights
 from async_rl.weights.collective_inlet import CollectiveOrder
 from async_rl.weights.manifest import Manifest, manifest_from_fields
 from async_rl.weights.stream_inlet import StreamOrder
-from async_rl.weights.transfers import ReceiverStats, Transfers
+from async_rl.weights.transfers import ReceiverStats, Reply, Transfers
 
 __all__ = ["Receiver", "ReceiverStats"]
 
@@ -84,7 +83,7 @@ class Receiver:
         self._next_beat = 0.0
         self._joined = False
         self._attempt: _Attempt | None = None
-        self._transfers = Transfers(self._buffers, self._arrived.set, device)
+        self._transfers = Transfers(self._buffers, self._arrived.set, self._lacks, device)
 
     def follow(self, announcement: Announcement) -> None:
         """Receive from this learner. Returns at once; a new channel or lineage makes it connect anew."""
@@ -277,8 +276,8 @@ class Receiver:
             return []
         return ["gloo"] if self._device is None else ["gloo", "nccl"]
 
-    def _lacks(self, attempt: int, manifest: Manifest) -> bool:
-        """Whether what is offered is to be received; if not, the publisher is told why."""
+    def _lacks(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:
+        """Whether what is offered is to be received; if not, the publisher is told why. In both threads."""
         target = self._target
         told = (manifest.lineage, manifest.version)
         self._offer_error = None
@@ -286,19 +285,27 @@ class Receiver:
             self._offer_error = (
                 f"version {told[1]} was announced with digest {target.digest}, offered with {manifest.digest}"
             )
-            self._say(control.Failed(attempt, self._offer_error, True))
+            reply(control.Failed(attempt, self._offer_error, True))
             return False
         if self._buffers.holds(manifest):
-            self._say(control.Ack(attempt, manifest.version, manifest.digest, 0, 0))
+            reply(control.Ack(attempt, manifest.version, manifest.digest, 0, 0))
             return False
         return True
 
     def _enter(self, number: int, backend: str, manifest: Manifest) -> None:
-        if self._lacks(number, manifest):
+        reply = self._replying()
+        if self._lacks(number, manifest, reply):
             self._attempt = _Attempt(number, backend, manifest)
-            self._transfers.prepare(manifest, number, self._replying())
+            self._transfers.prepare(manifest, number, reply)
 
     def _go(self, go: control.Go) -> None:
+        if go.manifest:
+            manifest = manifest_from_fields(go.manifest)
+            if not self._lacks(go.attempt, manifest, self._replying()):
+                # The others must not wait for this rank.
+                self._transfers.disconnect()
+                return
+            self._attempt = _Attempt(go.attempt, go.backend, manifest)
         attempt = self._attempt
         if attempt is None or attempt.number != go.attempt:
             return
@@ -306,20 +313,20 @@ class Receiver:
         self._transfers.collect(order, attempt.manifest, self._replying())
 
     def _fetch(self, fetch: control.Fetch) -> None:
-        manifest = manifest_from_fields(fetch.manifest)
-        if not self._lacks(fetch.attempt, manifest):
+        manifest, reply = manifest_from_fields(fetch.manifest), self._replying()
+        if not self._lacks(fetch.attempt, manifest, reply):
             return
         if not fetch.key and not self._insecure and not is_loopback(self._host):
             self._offer_error = (
                 f"the learner offers weights in the clear at {self._host}; this generator takes them so only with "
                 f"--insecure or weights.trusted_network = true"
             )
-            self._say(control.Failed(fetch.attempt, self._offer_error, False))
+            reply(control.Failed(fetch.attempt, self._offer_error, False))
             return
-        self._transfers.pull(StreamOrder(fetch, self._host), manifest, self._replying())
+        self._transfers.pull(StreamOrder(fetch, self._host), manifest, reply)
 
-    def _replying(self) -> Callable[[control.MemberMessage], None]:
-        """For the transfer thread: says it to the publisher of now, or to none if that is another one by then."""
+    def _replying(self) -> Reply:
+        """For both threads: says it to the publisher of now, or to none if that is another one by then."""
         channel = self._channel
 
         def reply(message: control.MemberMessage) -> None:

@@ -3,7 +3,8 @@
 The publisher feeds it what happened and does what ``advance`` returns. A member takes one of two ways to the wanted
 version. *Collective*: one attempt at a time; the members that lack it are told to *enter*; when all are ready (or
 after ``ready_s``, without the others) it *goes*; it is *finished* when the sender is done and every participant has
-answered or is lost. A communicator (an epoch) is kept while attempts succeed with the same participants. *Stream*: a
+answered or is lost. A communicator (an epoch) is kept while attempts succeed with the same participants. By its
+acknowledgement each of them is ready for the next: where all are heard of, that *goes* at once. *Stream*: a
 *pull* for each member by itself, as long as it takes it.
 
 With a collective a member still begins by the stream: whoever is new, was late, or was in an attempt that failed pulls
@@ -12,8 +13,8 @@ what it lacks, and is in the collective again for the next version. Without one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_FAILURES = 3
@@ -31,7 +32,10 @@ class EnterAction:
 
 @dataclass(frozen=True, slots=True)
 class GoAction:
-    """Send ``version`` to ``participants`` (rank 1, 2, ...) until ``deadline``; ``build`` a communicator first?"""
+    """Send ``version`` to ``participants`` (rank 1, 2, ...) until ``deadline``; ``build`` a communicator first?
+
+    ``is_first``: they were told of nothing yet.
+    """
 
     attempt: int
     version: int
@@ -39,6 +43,7 @@ class GoAction:
     build: bool
     participants: tuple[bytes, ...]
     deadline: float
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Member:
 
     ``digest`` is of the newest weights that it is known to hold, perhaps of no version of ours. ``collects``: it can
     take part in collectives. ``pulls``: it gets the next version by the stream; ``pull`` is the one under way.
+    ``acked`` is the newest attempt that it acknowledged.
     """
 
     member_id: bytes
@@ -88,6 +94,7 @@ class Member:
     entered: float | None = None
     pulls: bool = True
     pull: PullAction | None = None
+    acked: int = 0
     num_failures: int = 0
     num_broken: int = 0
     rests_until: int = 0
@@ -105,12 +112,14 @@ class Rounds:
         deadline_s: a member that has not got a version so long after it was first told of one is dropped.
         ready_s: how long an attempt waits for members to be ready.
         silent_s: a member that was not heard of for so long is dropped.
+        fresh_s: one that was heard of so shortly ago is as ready as it last said; None: ask every time.
     """
 
-    def __init__(self, *, deadline_s: float, ready_s: float, silent_s: float) -> None:
+    def __init__(self, *, deadline_s: float, ready_s: float, silent_s: float, fresh_s: float | None = None) -> None:
         self._deadline_s = deadline_s
         self._ready_s = ready_s
         self._silent_s = silent_s
+        self._fresh_s = fresh_s
         self.members: dict[bytes, Member] = {}
         self.wanted: int | None = None
         self._num_wanted = 0
@@ -164,8 +173,9 @@ class Rounds:
     def ack(self, member_id: bytes, attempt: int, version: int, digest: str = "") -> None:
         """The member proved that it holds ``version``."""
         member = self.members.get(member_id)
-        if member is None:
+        if member is None or self.has_acked(member_id, attempt):
             return
+        member.acked = attempt
         member.version, member.digest = version, digest
         member.num_failures = 0
         if member.pull is not None and member.pull.attempt == attempt:
@@ -178,6 +188,11 @@ class Rounds:
             self._answered(member_id)
         if member_id not in self._invited | self._outstanding:
             member.entered = None
+
+    def has_acked(self, member_id: bytes, attempt: int) -> bool:
+        """Whether it did, this attempt or a later one: it may say so twice, when it can't know that it was heard."""
+        member = self.members.get(member_id)
+        return member is not None and attempt <= member.acked
 
     def failed(self, member_id: bytes, attempt: int, reason: str) -> None:
         """The member did not get what was sent in this attempt, or what it pulled."""
@@ -200,6 +215,18 @@ class Rounds:
         if member_id in self.members:
             member = self.members[member_id]
             member.pull = member.entered = None
+
+    def lost(self, member_id: bytes, attempt: int) -> None:
+        """The member may not know of this pull; it is offered another one, until the same deadline."""
+        member = self.members.get(member_id)
+        if member is not None and member.pull is not None and member.pull.attempt == attempt:
+            member.pull = None
+
+    def withdraw(self, attempt: int) -> None:
+        """What was to go at once can't be sent; nobody was told of it."""
+        if attempt == self._attempt:
+            self._outstanding.clear()
+            self._sender_done = True
 
     def sent(self, attempt: int, *, ok: bool) -> None:
         """The sender is done with this attempt, well or not."""
@@ -269,7 +296,16 @@ class Rounds:
         for member in invited:
             if member.entered is None:
                 member.entered = now
+        if self._are_ready(invited, now):
+            self._ready |= self._invited
+            return [replace(self._go(now), is_first=True)]
         return [EnterAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
+
+    def _are_ready(self, members: Sequence[Member], now: float) -> bool:
+        """Whether all have said so already: their communicator is as they left it, and they were heard of since."""
+        if self._fresh_s is None or self._communicator != tuple(sorted(m.member_id for m in members)):
+            return False
+        return all(now - member.heard <= self._fresh_s for member in members)
 
     def _advance_entering(self, now: float) -> list[Action]:
         if self.wanted != self._version or not self._invited:

@@ -9,26 +9,26 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import msgspec
+
+from async_rl.codec import read_as
 from async_rl.errors import WireError
 from async_rl.weights.delta import Runs
 from async_rl.wire import Limits, decode, encode
 
 _LENGTH = struct.Struct("<Q")
-_LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, max_items=1 << 22)
+_LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, max_depth=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Listen:
+class Listen(msgspec.Struct, frozen=True):
     """Take connections at any port of ``host``."""
 
     host: str
 
 
-@dataclass(frozen=True, slots=True)
-class MapSlot:
+class MapSlot(msgspec.Struct, frozen=True):
     """A staging buffer; its descriptor comes with this."""
 
     slot: int
@@ -36,25 +36,28 @@ class MapSlot:
     offsets: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSession:
-    """Whoever shows ``token`` may pull ``slot``'s buckets and the deltas of ``jobs``. A ``key``: sealed."""
+class OpenSession(msgspec.Struct, frozen=True):
+    """Whoever shows ``token`` may pull ``slot``'s buckets and the deltas of ``jobs``. A ``key``: sealed.
+
+    A ``head`` goes at once, and all buckets behind it, to who stands with ``token``; ``Unanswered`` where nobody does.
+    ``next_token`` is what one may stand with until the session after this one.
+    """
 
     token: bytes
     slot: int
     jobs: list[int]
     key: bytes
+    head: bytes
+    next_token: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EndSession:
-    """Nothing more under this token; who still pulls is cut off."""
+class EndSession(msgspec.Struct, frozen=True):
+    """Nothing more under this token; who still pulls, or stands with it, is cut off."""
 
     token: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Encode:
+class Encode(msgspec.Struct, frozen=True):
     """Compute the deltas from one slot's bytes to another's. ``runs``: (end, width, end, width, ...) of each bucket."""
 
     job: int
@@ -66,22 +69,19 @@ class Encode:
         return [list(zip(flat[::2], flat[1::2], strict=True)) for flat in self.runs]
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(msgspec.Struct, frozen=True):
     """No new session will want this job's deltas."""
 
     job: int
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
+class Listening(msgspec.Struct, frozen=True):
     """At this port."""
 
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True):
     """Bytes of each bucket's delta, -1 where the bucket itself is no larger; empty: given up for a newer job."""
 
     job: int
@@ -89,10 +89,23 @@ class Encoded:
     elapsed_s: float
 
 
+class Said(msgspec.Struct, frozen=True):
+    """``frame`` is what was said by who stands with ``token`` now."""
+
+    token: bytes
+    frame: bytes
+
+
+class Unanswered(msgspec.Struct, frozen=True):
+    """Nobody stood with this session's token, or its connection ended before anything was said about it."""
+
+    token: bytes
+
+
 LearnerMessage = Listen | MapSlot | OpenSession | EndSession | Encode | Forget
-ServerMessage = Listening | Encoded
+ServerMessage = Listening | Encoded | Said | Unanswered
 TO_SERVER: tuple[type[LearnerMessage], ...] = (Listen, MapSlot, OpenSession, EndSession, Encode, Forget)
-TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, Encoded)
+TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, Encoded, Said, Unanswered)
 
 _T = TypeVar("_T")
 
@@ -103,9 +116,11 @@ def send(link: socket.socket, message: LearnerMessage | ServerMessage, fd: int |
     Raises:
         OSError: the other side is gone.
     """
-    frame = encode(type(message).__name__, {f.name: getattr(message, f.name) for f in fields(message)})
-    socket.send_fds(link, [_LENGTH.pack(len(frame))], [] if fd is None else [fd])
-    link.sendall(frame)
+    frame = encode(type(message).__name__, message)
+    data = _LENGTH.pack(len(frame)) + frame
+    sent = socket.send_fds(link, [data], [] if fd is None else [fd])
+    if sent < len(data):
+        link.sendall(data[sent:])
 
 
 def receive(link: socket.socket, expected: Sequence[type[_T]]) -> tuple[_T, int | None] | None:
@@ -123,10 +138,10 @@ def receive(link: socket.socket, expected: Sequence[type[_T]]) -> tuple[_T, int 
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-    message: Any = decode(frame, _LIMITS)
+    message = decode(frame, _LIMITS)
     for record in expected:
         if record.__name__ == message.type:
-            return record(**message.fields), descriptors[0] if descriptors else None
+            return read_as(message.fields, record), descriptors[0] if descriptors else None
     raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")
 
 

@@ -52,7 +52,7 @@ class StreamHost:
         """How often it was started; sessions and deltas of the starts before are gone."""
         return self._num_starts
 
-    def poll(self) -> link.Encoded | None:
+    def poll(self) -> link.Encoded | link.Said | link.Unanswered | None:
         """What the server said, if anything. Call only when readable.
 
         Raises:
@@ -74,8 +74,8 @@ class StreamHost:
             self._mapped[number] = memory
             self._say(link.MapSlot(number, memory.sizes, memory.offsets), memory.fd)
 
-    def open_session(self, token: bytes, slot: int, jobs: list[int], key: bytes) -> None:
-        self._say(link.OpenSession(token, slot, jobs, key))
+    def open_session(self, session: link.OpenSession) -> None:
+        self._say(session)
 
     def end_session(self, token: bytes) -> None:
         self._say(link.EndSession(token))

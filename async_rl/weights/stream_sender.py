@@ -3,24 +3,29 @@
 Every pull is a session of the server with a token of its own (and a key, where it is sealed). When a version is
 published, the server computes the deltas from the one before; a member that holds the beginning of the chain of
 deltas is let wait for that. The chain never grows larger than a full copy, which would then be the better choice.
+
+In the clear and without deltas a member *stands* when it has a version: its next request is at the server already, and
+its acknowledgement came along with it. The next version then goes out as soon as it is published, without a word over
+the control channel. Whatever goes wrong with that is ``Lost``, and offered again the ordinary way.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 
+from async_rl.errors import WireError
 from async_rl.weights import control
 from async_rl.weights.delta import element_runs
 from async_rl.weights.manifest import manifest_fields
 from async_rl.weights.rounds import Member
-from async_rl.weights.server_link import Encode, Encoded
+from async_rl.weights.server_link import Encode, Encoded, OpenSession, Said, Unanswered
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.stream_host import StreamHost
 from async_rl.weights.stream_wire import KEY_BYTES, TOKEN_BYTES
-from async_rl.weights.transport import Delivery
+from async_rl.weights.transport import Delivery, Tell
 
 MAX_PULLED_VERSIONS = 2
 
@@ -43,6 +48,40 @@ class _Job:
     target: StagedVersion
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Session:
+    """An attempt under way; ``is_pushed`` to a member that stands."""
+
+    token: bytes
+    staged: StagedVersion
+    member_id: bytes
+    is_pushed: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where a member may stand, with which token, and whether it does."""
+
+    token: bytes
+    is_taken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A member said this by the stream."""
+
+    member_id: bytes
+    ack: control.Ack
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What was pushed in this attempt did not reach the member, or nobody knows."""
+
+    member_id: bytes
+    attempt: int
+
+
 @dataclass(frozen=True, slots=True)
 class StreamStats:
     """``delta_bytes`` and ``delta_s``: size of the newest link and the server's time for it; 0 without one."""
@@ -59,14 +98,18 @@ class StreamSender:
         bind_host: where the stream server listens.
         is_sealed: encrypt and authenticate what it sends, by keys that go over the control channel.
         has_deltas: compute the difference to the version before.
+        may_stand: members may stand: what is theirs on the control channel may go over the stream as well.
     """
 
-    def __init__(self, bind_host: str, *, is_sealed: bool, has_deltas: bool) -> None:
+    def __init__(self, bind_host: str, *, is_sealed: bool, has_deltas: bool, may_stand: bool = False) -> None:
         self._host = StreamHost(bind_host)
         self._is_sealed = is_sealed
         self._has_deltas = has_deltas
         self._num_starts = self._host.num_starts
-        self._sessions: dict[int, tuple[bytes, StagedVersion]] = {}
+        self._may_stand = may_stand and not is_sealed and not has_deltas
+        self._sessions: dict[int, _Session] = {}
+        self._places: dict[bytes, _Place] = {}
+        self.num_malformed = 0
         self._chain: deque[_Link] = deque()
         self._job: _Job | None = None
         self._last_job = 0
@@ -84,20 +127,30 @@ class StreamSender:
     def stats(self) -> StreamStats:
         return self._stats
 
-    def poll(self) -> None:
+    def poll(self) -> list[Heard | Lost]:
         """Hear what the server said. Call when readable.
 
         Raises:
             WeightsError: the server died, and can't be started again.
         """
-        encoded = self._host.poll()
+        message = self._host.poll()
         if self._host.num_starts != self._num_starts:
-            # Who pulled from the one before reports a failure, and is offered another pull.
+            # Who asked the one before reports a failure, and is offered another pull; who stood there knows of nothing.
             self._num_starts = self._host.num_starts
             self._chain.clear()
             self._job = None
-        if encoded is not None:
-            self._note(encoded)
+            self._places.clear()
+            return [Lost(session.member_id, attempt) for attempt, session in self._pushed()]
+        match message:
+            case Encoded():
+                self._note(message)
+            case Said(token, frame):
+                return self._said(token, frame)
+            case Unanswered(token):
+                return [Lost(s.member_id, attempt) for attempt, s in self._pushed() if s.token == token]
+            case None:
+                pass
+        return []
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
         """This is the newest version now, to be offered."""
@@ -117,22 +170,28 @@ class StreamSender:
         newest, job = self._newest, self._job
         if newest is None or self._host.port is None:
             return False
-        pulled = {staged.slot for _, staged in self._sessions.values()} | {newest.slot}
+        pulled = {session.staged.slot for session in self._sessions.values()} | {newest.slot}
         if len(pulled) > min(MAX_PULLED_VERSIONS, max(1, newest.num_buffers - 1)):
             return False
         if job is None:
             return True
         return member.digest != job.base.manifest.digest and all(link.base != member.digest for link in self._chain)
 
-    def deliver(self, delivery: Delivery) -> Mapping[bytes, control.PublisherMessage]:
+    def deliver(self, delivery: Delivery, tell: Tell) -> None:
         """Open a session for the one member."""
         (member,) = delivery.members
         staged, port = delivery.staged, self._host.port
         assert port is not None, "a pull before the server is up"
-        token, key = os.urandom(TOKEN_BYTES), os.urandom(KEY_BYTES) if self._is_sealed else b""
+        place = self._places.pop(member.member_id, None)
+        is_pushed = place is not None and place.is_taken
+        token = place.token if place is not None and is_pushed else os.urandom(TOKEN_BYTES)
+        if place is not None and not is_pushed:
+            self._host.end_session(place.token)
+        key = os.urandom(KEY_BYTES) if self._is_sealed else b""
+        next_token = os.urandom(TOKEN_BYTES) if self._may_stand else b""
+        if next_token:
+            self._places[member.member_id] = _Place(next_token)
         links = self._links_from(member.digest, staged.manifest.digest)
-        self._host.open_session(token, staged.slot, [link.job for link in links or ()], key)
-        self._sessions[delivery.attempt] = (token, staged)
         fetch = control.Fetch(
             attempt=delivery.attempt,
             manifest=manifest_fields(staged.manifest),
@@ -142,16 +201,43 @@ class StreamSender:
             base="" if links is None else member.digest,
             delta_sizes=[link.sizes for link in links or ()],
             deadline_s=control.seconds_until(delivery.deadline),
+            next_token=next_token,
         )
-        return {member.member_id: fetch}
+        head = control.encode_message(fetch) if is_pushed else b""
+        jobs = [link.job for link in links or ()]
+        self._host.open_session(OpenSession(token, staged.slot, jobs, key, head, next_token))
+        self._sessions[delivery.attempt] = _Session(token, staged, member.member_id, is_pushed)
+        if not is_pushed:
+            tell(member.member_id, fetch)
 
     def end(self, attempt: int, *, intact: bool) -> None:
-        token, _ = self._sessions.pop(attempt)
-        self._host.end_session(token)
+        self._host.end_session(self._sessions.pop(attempt).token)
+
+    def keep(self, member_ids: Container[bytes]) -> None:
+        """Nobody else stands any more."""
+        for member_id in [m for m in self._places if m not in member_ids]:
+            self._host.end_session(self._places.pop(member_id).token)
 
     def close(self, timeout_s: float) -> bool:
         self._host.close()
         return True
+
+    def _pushed(self) -> list[tuple[int, _Session]]:
+        return [(attempt, session) for attempt, session in self._sessions.items() if session.is_pushed]
+
+    def _said(self, token: bytes, frame: bytes) -> list[Heard | Lost]:
+        """A member stands now, and says what became of the version before."""
+        for member_id, place in self._places.items():
+            if place.token == token:
+                try:
+                    ack = control.decode_message(frame, (control.Ack,), control.TO_PUBLISHER_LIMITS)
+                except WireError:
+                    self.num_malformed += 1
+                    self._host.end_session(token)
+                    return []
+                place.is_taken = True
+                return [Heard(member_id, ack)]
+        return []
 
     def _links_from(self, base: str, digest: str) -> list[_Link] | None:
         """The chain from one to the other; None without one, and where it leads to nothing smaller."""

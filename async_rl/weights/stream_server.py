@@ -15,6 +15,7 @@ import contextlib
 import logging
 import mmap
 import os
+import queue
 import signal
 import socket
 import struct
@@ -29,7 +30,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.weights import server_link as link
 from async_rl.weights.delta import Runs, encode_delta
-from async_rl.weights.stream_wire import NONCE_BYTES, RECORD_BYTES, Request, Seal, read_request
+from async_rl.weights.stream_wire import NONCE_BYTES, RECORD_BYTES, Request, Seal, encode_head, read_request
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +56,24 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What one generator may pull, until it is ended. ``chain[l][b]``: the delta of bucket b in link l, if any."""
+    """What one generator may pull, until it is ended. ``chain[l][b]``: the delta of bucket b in link l, if any.
+
+    ``head`` is still to be sent before everything else.
+    """
 
     slot: _Slot
     chain: Sequence[Sequence[bytes | None]]
     key: bytes
+    head: bytes = b""
     connections: set[socket.socket] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stand:
+    """A connection whose receiver stands; its thread waits for ``session``, None if there will be none."""
+
+    connection: socket.socket
+    session: queue.SimpleQueue[_Session | None] = field(default_factory=queue.SimpleQueue)
 
 
 class StreamServer:
@@ -72,6 +85,8 @@ class StreamServer:
         self._tell_lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._sessions: dict[bytes, _Session] = {}
+        self._expected: set[bytes] = set()
+        self._standing: dict[bytes, _Stand] = {}
         self._deltas: dict[int, list[bytes | None]] = {}
         self._num_connections = 0
         self._newest_job = -1
@@ -86,11 +101,8 @@ class StreamServer:
                 case link.MapSlot(slot, sizes, offsets):
                     assert fd is not None, "a slot without memory"
                     self._map(slot, fd, sizes, offsets)
-                case link.OpenSession(token, slot, jobs, key):
-                    with self._lock:
-                        chain = [self._deltas[job] for job in jobs]
-                        self._sessions[token] = _Session(self._slots[slot], chain, key)
-                        self._lock.notify_all()
+                case link.OpenSession():
+                    self._open_session(message)
                 case link.EndSession(token):
                     self._end_session(token)
                 case link.Encode():
@@ -116,10 +128,33 @@ class StreamServer:
         with self._lock:
             self._slots[slot] = _Slot(fd, buckets, sizes, offsets)
 
+    def _open_session(self, order: link.OpenSession) -> None:
+        with self._lock:
+            chain = [self._deltas[job] for job in order.jobs]
+            session = _Session(self._slots[order.slot], chain, order.key)
+            self._sessions[order.token] = session
+            if order.next_token:
+                self._expected.add(order.next_token)
+            self._expected.discard(order.token)
+            stand = self._standing.pop(order.token, None)
+            if stand is not None:
+                session.connections.add(stand.connection)
+            self._lock.notify_all()
+        if stand is not None:
+            # Its receiver wakes up and reads the head while the thread that sends the rest does.
+            session.head = _send_some(stand.connection, encode_head(order.head))
+            stand.session.put(session)
+        elif order.head:
+            self._tell(link.Unanswered(order.token))
+
     def _end_session(self, token: bytes) -> None:
         with self._lock:
+            self._expected.discard(token)
             session = self._sessions.pop(token, None)
             connections = list(session.connections) if session is not None else []
+            stand = self._standing.pop(token, None)
+            if stand is not None:
+                stand.session.put(None)
         for connection in connections:
             _hang_up(connection)
 
@@ -145,13 +180,19 @@ class StreamServer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The session that was answered unasked, until its receiver says what became of it.
+        pushed = b""
         try:
             with connection:
                 while (request := read_request(connection)) is not None:
-                    session = self._enter(request.token, connection)
+                    if request.said:
+                        pushed, session = b"", self._stand(request, connection)
+                    else:
+                        session = self._enter(request.token, connection)
                     if session is None:
                         return
                     try:
+                        pushed = request.token if request.said else pushed
                         _answer(connection, session, request)
                     finally:
                         with self._lock:
@@ -160,8 +201,21 @@ class StreamServer:
             # Strangers, the dead and the slow: theirs alone. The generator reports what it lacks, if it lives.
             logger.info("a weights connection ended: %s", error)
         finally:
+            if pushed:
+                # It may not even know what it lacks.
+                self._tell(link.Unanswered(pushed))
             with self._lock:
                 self._num_connections -= 1
+
+    def _stand(self, request: Request, connection: socket.socket) -> _Session | None:
+        """The session for which the receiver stands, once it is opened; None if it will not be."""
+        stand = _Stand(connection)
+        with self._lock:
+            if request.token not in self._expected:
+                return None
+            self._standing[request.token] = stand
+        self._tell(link.Said(request.token, request.said))
+        return stand.session.get()
 
     def _enter(self, token: bytes, connection: socket.socket) -> _Session | None:
         """The session of this token; None if there is none, and none comes."""
@@ -196,7 +250,12 @@ def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes |
 
 
 def _answer(connection: socket.socket, session: _Session, request: Request) -> None:
-    """All items of a request, in its order."""
+    """All items of a request, in its order; to who stands the head and all buckets."""
+    if request.said:
+        connection.sendall(session.head)
+        for bucket in range(len(session.slot.sizes)):
+            connection.sendall(session.slot.bucket(bucket).data)
+        return
     if not session.key:
         for item in request.items:
             connection.sendall(_delta_or_bucket(session, item))
@@ -219,6 +278,13 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
     if delta is None:
         raise OSError(f"there is no item {item} in this session")
     return memoryview(delta)
+
+
+def _send_some(connection: socket.socket, data: bytes) -> bytes:
+    """What is left of ``data`` after as much was sent as could be at once; all of it where the connection is broken."""
+    with contextlib.suppress(OSError):  # whoever sends the rest meets it too
+        return data[connection.send(data, socket.MSG_DONTWAIT) :]
+    return data
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -5,6 +5,10 @@ by index. The answer is those items' bytes, one after the other, nothing between
 Item ``b`` is bucket ``b`` whole; with ``B`` buckets, item ``B + l * B + b`` is the delta of bucket ``b`` in link ``l``
 of the session's chain.
 
+A receiver that *stands* asks before there is a session: its request has no items, and a token that the session before
+brought it. When the session is opened, a head (the control message that would have announced it) and all buckets come
+without another word. What the receiver has to say of what came before (``said``) travels with the request.
+
 A session with a key is sealed: the answer begins with a nonce of the server's, and every item is cut into records of
 ``RECORD_BYTES``, each sealed with AES-256-GCM (16 bytes longer than what is in it). Its key is derived from the
 session's, both sides' nonces and the request, so no record can be changed, cut out, moved, repeated or read without
@@ -32,28 +36,30 @@ RECORD_BYTES = 4 << 20
 """Of a sealed stream, and received at a time: smaller ones cost more calls."""
 TAG_BYTES = 16
 MAX_ITEMS = 1 << 20
+MAX_SAID_BYTES = 1 << 16
 
-_MAGIC = b"ARW1"
-_HEAD = struct.Struct(f"<4s{TOKEN_BYTES}s{NONCE_BYTES}sI")
+_MAGIC = b"ARW2"
+_HEAD = struct.Struct(f"<4s{TOKEN_BYTES}s{NONCE_BYTES}sII")
+_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Items of a session, in the order in which they shall come."""
+    """Items of a session, in the order in which they shall come. Who has ``said`` something stands, without items."""
 
     token: bytes
     nonce: bytes
     items: tuple[int, ...]
+    said: bytes = b""
 
     def encode(self) -> bytes:
-        return _HEAD.pack(_MAGIC, self.token, self.nonce, len(self.items)) + struct.pack(
-            f"<{len(self.items)}I", *self.items
-        )
+        head = _HEAD.pack(_MAGIC, self.token, self.nonce, len(self.items), len(self.said))
+        return head + struct.pack(f"<{len(self.items)}I", *self.items) + self.said
 
 
-def make_request(token: bytes, items: Sequence[int]) -> Request:
+def make_request(token: bytes, items: Sequence[int], said: bytes = b"") -> Request:
     """A request with a nonce of its own."""
-    return Request(token, os.urandom(NONCE_BYTES), tuple(items))
+    return Request(token, os.urandom(NONCE_BYTES), tuple(items), said)
 
 
 def read_request(connection: socket.socket) -> Request | None:
@@ -66,12 +72,33 @@ def read_request(connection: socket.socket) -> Request | None:
     head = receive_exactly(connection, _HEAD.size, may_end=True)
     if head is None:
         return None
-    magic, token, nonce, count = _HEAD.unpack(head)
-    if magic != _MAGIC or count > MAX_ITEMS:
+    magic, token, nonce, count, size = _HEAD.unpack(head)
+    if magic != _MAGIC or count > MAX_ITEMS or size > MAX_SAID_BYTES:
         raise WireError("expected a request for weights")
-    body = receive_exactly(connection, 4 * count)
+    body = receive_exactly(connection, 4 * count + size)
     assert body is not None
-    return Request(token, nonce, struct.unpack(f"<{count}I", body))
+    return Request(token, nonce, struct.unpack_from(f"<{count}I", body), body[4 * count :])
+
+
+def encode_head(frame: bytes) -> bytes:
+    """What comes before the buckets for who stands."""
+    return _LENGTH.pack(len(frame)) + frame
+
+
+def receive_head(connection: socket.socket, max_bytes: int) -> bytes | None:
+    """The frame of the next head; None where the other side is done.
+
+    Raises:
+        WireError: it is longer than ``max_bytes``.
+        OSError: the connection broke or the other side is silent.
+    """
+    length = receive_exactly(connection, _LENGTH.size, may_end=True)
+    if length is None:
+        return None
+    (size,) = _LENGTH.unpack(length)
+    if size > max_bytes:
+        raise WireError(f"expected a head of at most {max_bytes} bytes, got {size}")
+    return receive_exactly(connection, size)
 
 
 def receive_exactly(connection: socket.socket, size: int, *, may_end: bool = False) -> bytes | None:

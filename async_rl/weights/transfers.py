@@ -6,21 +6,26 @@ publisher is to hear. The buffers are written to here alone.
 
 from __future__ import annotations
 
+import select
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from async_rl.errors import CorruptWeightsError
+from async_rl.errors import CorruptWeightsError, WireError
 from async_rl.weights import control
-from async_rl.weights.background import JobThread
+from async_rl.weights.background import Wake
 from async_rl.weights.buffers import Buffers
 from async_rl.weights.collective_inlet import CollectiveInlet, CollectiveOrder
-from async_rl.weights.manifest import Manifest
+from async_rl.weights.manifest import Manifest, manifest_from_fields
 from async_rl.weights.stream_inlet import StreamInlet, StreamOrder
 from async_rl.weights.transport import Inlet
 
 Reply = Callable[[control.MemberMessage], None]
+Lacks = Callable[[int, Manifest, Reply], bool]
+"""Whether the version of this attempt is to be received; if not, the publisher is told why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +45,110 @@ class ReceiverStats:
 
 
 class Transfers:
-    """Receives into ``buffers``; ``arrived`` is called in the transfer thread for every version that is whole."""
+    """Receives into ``buffers``; ``arrived`` is called in the transfer thread for every version that is whole.
 
-    def __init__(self, buffers: Buffers, arrived: Callable[[], None], device: str | None) -> None:
+    ``lacks`` is asked there about what comes without having been ordered here.
+    """
+
+    def __init__(self, buffers: Buffers, arrived: Callable[[], None], lacks: Lacks, device: str | None) -> None:
         self._buffers = buffers
         self._arrived = arrived
+        self._lacks = lacks
         self._collective = CollectiveInlet(device)
         self._stream = StreamInlet()
-        self._jobs = JobThread("weights-transfer")
+        self._said: tuple[control.Ack, Reply] | None = None
+        self._jobs: deque[Callable[[], None] | None] = deque()
+        self._wake = Wake()
+        self._thread = threading.Thread(target=self._run, name="weights-transfer", daemon=True)
+        self._thread.start()
         self.stats = ReceiverStats()
         self.error: str | None = None
 
     def prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
         """Make room for a version that will come by the collective."""
-        self._jobs.submit(lambda: self._prepare(manifest, attempt, reply))
+        self._submit(lambda: self._prepare(manifest, attempt, reply))
 
     def collect(self, order: CollectiveOrder, manifest: Manifest, reply: Reply) -> None:
         """Take part in the collective."""
         go = order.go
         deadline = time.monotonic() + go.deadline_s
-        self._jobs.submit(lambda: self._receive(self._collective, order, manifest, go.attempt, deadline, reply))
+        self._submit(lambda: self._receive(self._collective, order, manifest, go.attempt, deadline, reply))
 
     def pull(self, order: StreamOrder, manifest: Manifest, reply: Reply) -> None:
         """Get it from the stream."""
         fetch = order.fetch
         deadline = time.monotonic() + fetch.deadline_s
-        self._jobs.submit(lambda: self._receive(self._stream, order, manifest, fetch.attempt, deadline, reply))
+        self._submit(lambda: self._receive(self._stream, order, manifest, fetch.attempt, deadline, reply))
 
     def disconnect(self) -> None:
-        """The communicator was of an epoch that is over (numbers may come again)."""
-        self._jobs.submit(self._collective.close)
+        """The communicator was of an epoch that is over (numbers may come again); nothing more comes by itself."""
+        self._submit(self._close)
 
     def close(self, timeout_s: float) -> None:
-        self._jobs.close(self._close, timeout_s)
+        """Let go of all connections after the jobs that are left, and end; that is waited for so long."""
+        self._submit(self._close)
+        self._submit(None)
+        self._thread.join(timeout_s)
 
-    # The transfer thread.
+    def _submit(self, job: Callable[[], None] | None) -> None:
+        self._jobs.append(job)
+        self._wake.set()
+
+    # The transfer thread. Jobs hand on what came of them and raise nothing.
+
+    def _run(self) -> None:
+        while True:
+            self._wait()
+            self._wake.clear()
+            while self._jobs:
+                job = self._jobs.popleft()
+                if job is None:
+                    return
+                job()
+
+    def _wait(self) -> None:
+        """Until there is a job, or something came to where this side stands."""
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self._jobs:
+            standing = self._stream.standing()
+            if standing is None:
+                poller.poll()
+                return
+            connection, until = standing
+            remaining_s = until - time.monotonic()
+            if remaining_s <= 0:
+                self._stream.close()
+                continue
+            poller.register(connection, select.POLLIN)
+            ready = dict(poller.poll(1000 * remaining_s))
+            poller.unregister(connection)
+            if connection.fileno() in ready:
+                self._take_pushed()
+            elif ready:
+                return
+
+    def _take_pushed(self) -> None:
+        assert self._said is not None, "standing without having said something"
+        said, reply = self._said
+        try:
+            order = self._stream.receive_order()
+            manifest = None if order is None else manifest_from_fields(order.fetch.manifest)
+        except (OSError, WireError) as error:
+            order = manifest = None
+            self.error = f"what the learner sent without being asked could not be read: {error}"
+        if order is None or manifest is None:
+            # The server may have ended before it passed on what was said to it.
+            self._stream.close()
+            reply(said)
+            return
+        if not self._lacks(order.fetch.attempt, manifest, reply):
+            # What is behind the head is not wanted.
+            self._stream.close()
+            return
+        fetch = order.fetch
+        deadline = time.monotonic() + fetch.deadline_s
+        self._receive(self._stream, order, manifest, fetch.attempt, deadline, reply)
 
     def _prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
         try:
@@ -100,6 +174,10 @@ class Transfers:
             return
         elapsed_s = time.monotonic() - start
         staged = self._buffers.commit(buffer, manifest, elapsed_s)
+        ack = control.Ack(attempt, staged.version, staged.digest, filled.wire_bytes, filled.num_corrupt)
+        self._said = ack, reply
+        if not inlet.acknowledge(order, ack):
+            reply(ack)
         self.error = None
         before = self.stats
         self.stats = replace(
@@ -110,7 +188,6 @@ class Transfers:
             received_bytes=before.received_bytes + manifest.size_bytes,
             wire_bytes=before.wire_bytes + filled.wire_bytes,
         )
-        reply(control.Ack(attempt, staged.version, staged.digest, filled.wire_bytes, filled.num_corrupt))
         self._arrived()
 
     def _failed(self, manifest: Manifest, attempt: int, reason: str, reply: Reply, *, is_corrupt: bool = False) -> None:

@@ -7,7 +7,7 @@ takes which; the receiver does what it is told. Neither knows how the bytes move
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from async_rl.weights.staging import StagedVersion
 
 TransportName = Literal["nccl", "gloo", "tcp"]
+Tell = Callable[[bytes, control.PublisherMessage], None]
+"""Sends to a member over the control channel."""
 
 
 def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> TransportName:
@@ -44,7 +46,8 @@ def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> Trans
 class Delivery:
     """One version to some members, until ``deadline`` (monotonic clock). The publisher keeps its bytes till the end.
 
-    ``epoch`` is the communicator's number where there is one; ``build``: it is to be made first.
+    ``epoch`` is the communicator's number where there is one; ``build``: it is to be made first. ``is_first``: the
+    members were told of nothing yet.
     """
 
     attempt: int
@@ -53,13 +56,14 @@ class Delivery:
     deadline: float
     epoch: int = 0
     build: bool = False
+    is_first: bool = False
 
 
 class Outlet(Protocol):
     """The learner's side. The publisher's thread alone calls it; nothing here waits."""
 
-    def deliver(self, delivery: Delivery) -> Mapping[bytes, control.PublisherMessage]:
-        """Begin; what to tell each member."""
+    def deliver(self, delivery: Delivery, tell: Tell) -> None:
+        """Tell each member what it has to know, and begin."""
         ...
 
     def end(self, attempt: int, *, intact: bool) -> None:
@@ -97,6 +101,10 @@ class Inlet(Protocol, Generic[OrderT]):
             CorruptWeightsError: what came does not match its digests.
             WeightsError: it did not come.
         """
+        ...
+
+    def acknowledge(self, order: OrderT, ack: control.Ack) -> bool:
+        """Tell the publisher by the way by which the version came; False: that is for the control channel."""
         ...
 
     def close(self) -> None:

@@ -6,10 +6,10 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from async_rl.engine_config import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled

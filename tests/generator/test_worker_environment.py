@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from async_rl.environment_config import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
@@ -98,7 +97,7 @@ def test_rollouts_that_wait_for_their_environment_keep_their_seats():
     # 16 seats. Two groups of 6 hold 12: room for one group more, and one in line.
     with scene(lambda _, __: "stop") as made:
         leases = [make_lease(name, group_size=6) for name in "ab"]
-        made.queue.script.extend([made.announce(3), granted(*[replace(lease) for lease in leases])])
+        made.queue.script.extend([made.announce(3), granted(*leases)])
         made.until(lambda: len(made.queue.requests) > 1)
         made.worker.run()
     assert made.queue.requests[1][2] == 2

@@ -56,7 +56,9 @@ class BufferQueue:
     def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
         found = self.buffer.eval_results(lineage, list(received))
         return [
-            EvalResult(e.dataset, e.step, tuple((p, decode_group(body)) for p, body in e.answers if body is not None))
+            EvalResult(
+                e.dataset, e.step, tuple((p, decode_group(bytes(body))) for p, body in e.answers if body is not None)
+            )
             for e in found
         ]
 
@@ -74,7 +76,9 @@ class BufferQueue:
         answer = self.buffer.take(lineage, step, version, self.buffer.settings.groups_per_step, 0.0)
         if isinstance(answer, NotReady):
             return answer
-        groups = [TakenGroup(decode_group(g.body), g.prompt, g.queued_s, g.arrival_version, g.masked) for g in answer]
+        groups = [
+            TakenGroup(decode_group(bytes(g.body)), g.prompt, g.queued_s, g.arrival_version, g.masked) for g in answer
+        ]
         return Batch(tuple(groups))
 
     def ack(

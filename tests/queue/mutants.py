@@ -17,7 +17,7 @@ import numpy as np
 from async_rl.codec import encode_group
 from async_rl.errors import WireError
 from async_rl.queue.messages import Announcement, GeneratorStats, TrainedFacts
-from async_rl.queue.protocol import announcement_fields, as_array, facts_fields
+from async_rl.queue.protocol import as_array
 from async_rl.records import Lease, Prompt
 from async_rl.wire import ALIGNMENT, Limits, decode, encode
 from tests.queue.builders import SAMPLING, group
@@ -26,6 +26,7 @@ Frames = tuple[bytes, ...]
 """A message: its frame, and its parts behind it."""
 
 _PREFIX = struct.Struct("<4sI")
+_REFERENCE = struct.Struct("<8sQQQ")
 _LEAVES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**53, 2**63 - 1, 2**64 - 1, -(2**63), 0.0, -0.5, 1e308, float("nan"),
     float("inf"), "", "x", "x" * 300, "a\0b", "line-f", b"", b"\xff\xfe", [], {}, [[]] * 50, {"a": {"b": {"c": []}}},
@@ -48,7 +49,7 @@ def corpus(
     facts = TrainedFacts(True, 4, {"truncated": 1}, 12, {"stale": 2})
     prompt = Prompt(0, 0, 0, ({"role": "user", "content": "row 0"},), {"gt_answer": "0"})
     lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
-    announcement = announcement_fields(Announcement(lineage, step, "digest", "tcp://127.0.0.1:1"))
+    announcement = Announcement(lineage, step, "digest", "tcp://127.0.0.1:1")
     at = {**own, "step": step, "version": step}
     plain: dict[str, tuple[Mapping[str, Any], Sequence[np.ndarray] | bytes]] = {
         "ping": ({"request_id": "r-1"}, ()),
@@ -67,7 +68,7 @@ def corpus(
         "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
         "await_eval": (own, ()),
         "take": (at, ()),
-        "ack": ({**at, "snapshot": False, "lease_bound": 1, "facts": facts_fields(facts)}, ()),
+        "ack": ({**at, "snapshot": False, "lease_bound": 1, "facts": facts}, ()),
         "snapshot": (own, ()),
         "checkpoint_committed": ({**own, "step": step}, ()),
         "parity_answers": ({**own, "since": 0}, ()),
@@ -75,7 +76,7 @@ def corpus(
         "hello": ({**mine, "host": "host-1", "backend": "fake"}, ()),
         "lease": ({**mine, "lineage": lineage, "version": 0, "max_leases": 2}, ()),
         "heartbeat": (
-            {**mine, "progress": {lease.lease_id: 5}, "stats": {n: getattr(_STATS, n) for n in _STATS.__slots__}}, (),
+            {**mine, "progress": {lease.lease_id: 5}, "stats": _STATS}, (),
         ),
         "return": (
             {**mine, "lease_ids": [lease.lease_id]}, encode_group(group(lease, generator=generator_id)),
@@ -83,6 +84,8 @@ def corpus(
         "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
         "parity": ({**mine, "lineage": lineage, "version": 0, "answer": b"an answer, but bytes" * 9}, ()),
         "bye": (mine, ()),
+        "arena": ({"request_id": "r-1"}, ()),
+        "share": ({"request_id": "r-1", "proof": b"p" * 32, "pid": 1, "fd": 3, "token": b"t" * 32}, ()),
     }  # fmt: skip
     return {type_: _message(type_, fields, rest) for type_, (fields, rest) in plain.items()}
 
@@ -134,9 +137,12 @@ def _mutant(rng: random.Random, frame: bytes, frames: Mapping[str, bytes]) -> by
 
 def _mutated_parts(rng: random.Random, parts: Sequence[bytes]) -> list[bytes]:
     """A valid frame before something broken: mostly a broken group."""
-    match rng.randrange(8):
+    match rng.randrange(9):
         case 0:
             return [*parts, rng.randbytes(9)]
+        case 8:
+            numbers = [rng.choice((0, 1, 64, 1 << 20, 1 << 40, 2**64 - 1, rng.getrandbits(64))) for _ in range(3)]
+            return [_REFERENCE.pack(b"ARLBLOCK", *numbers), *parts[1:]]
         case 1:
             return list(parts[1:])
         case 2:

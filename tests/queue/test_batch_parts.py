@@ -36,7 +36,7 @@ def test_a_message_of_a_batch_ends_with_the_group_that_fills_a_mebibyte():
     assert [part.fields["first"] for part in parts] == [0, 2, 4]
     assert [part.fields["more"] for part in parts] == [True, True, False]
     assert {part.fields["num_groups"] for part in parts} == {6}
-    positions = [entry["prompt"]["position"] for part in parts for entry in part.fields["groups"]]
+    positions = [entry.prompt.position for part in parts for entry in part.fields["groups"]]
     assert positions == list(range(6))
 
 

@@ -755,7 +755,7 @@ def test_without_the_bodies_of_a_snapshot_its_prompts_come_again():
     assert [(lease.prompt.position, lease.attempt) for lease in next_leases] == [(2, 1), (3, 1), (4, 2), (5, 1)]
     # One in flight at the snapshot, and one whose body is gone.
     assert dropped(other) == {"failed": 1, "rolled_back": 2}
-    assert decode_group(put_and_take(other, next_leases)[0].body).lineage == "line-b"
+    assert decode_group(bytes(put_and_take(other, next_leases)[0].body)).lineage == "line-b"
 
 
 def test_without_a_snapshot_the_stream_starts_over():

@@ -14,6 +14,7 @@ from async_rl.queue.changes import Changes, Kind
 from async_rl.queue.facts import GroupFacts
 from async_rl.queue.held import GroupEntry, HeldGroup
 from async_rl.queue.leases import HeldLease, LeaseTable
+from async_rl.queue.ledger import Ledger
 from async_rl.queue.messages import NotReady, TrainedFacts
 from async_rl.queue.stream import PromptStream
 from async_rl.records import Lease
@@ -37,8 +38,10 @@ def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
     small, bodies = make_buffer(num_steps=NUM_MANY, **plain).save(), MemoryBodies()
     small["position"] = num_queued
     # 2 rollouts a group, 3 tokens a rollout.
-    for unit, entered, each in (("groups", "issued", 1), ("rollouts", "issued", 2), ("tokens", "received", 6)):
-        small["ledger"][unit] |= {entered: each * num_queued, "queued": each * num_queued}
+    ledger = Ledger()
+    for account, each in ((ledger.groups, 1), (ledger.rollouts, 2), (ledger.tokens, 6)):
+        account.entered = account.queued = each * num_queued
+    small["ledger"] = ledger.save()
     groups = {}
     for i in range(num_queued):
         held = HeldGroup(f"lease-{i}", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, bodies.keep(b"body"))

@@ -28,6 +28,7 @@ from async_rl.queue.gate import Sizes
 from async_rl.queue.handlers import Handlers, Waiting
 from async_rl.queue.journal import pack
 from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
+from async_rl.queue.neighbours import TYPES
 from async_rl.wire import decode, encode
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_buffer, make_config, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
@@ -45,7 +46,7 @@ MAX_GROWTH_BYTES = 20 << 20
 
 def test_the_corpus_has_every_type_that_the_server_knows():
     known = {name.removeprefix("_on_") for name in dir(Handlers) if name.startswith("_on_")}
-    assert set(corpus()) == known
+    assert set(corpus()) == known | TYPES
 
 
 def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:

@@ -17,6 +17,7 @@ from async_rl.queue.buffer import Buffer
 from async_rl.queue.changes import Changes, Kind
 from async_rl.queue.facts import GroupFacts
 from async_rl.queue.journal import pack, unpack
+from async_rl.queue.ledger import Ledger
 from async_rl.queue.messages import Verdict
 from async_rl.queue.state import LearnerSide
 from async_rl.queue.stream import PromptStream
@@ -166,7 +167,7 @@ class Witness:
         places = [*small["again"], *held, *in_flight, *self.books.ended]
         assert len(set(places)) == len(places), "a prompt is at two places"
         assert all(position < small["position"] for position in places)
-        dropped = small["ledger"]["groups"]["dropped"]
+        dropped = Ledger.load(small["ledger"]).as_dict()["groups"]["dropped"]
         set_aside = dropped["poison"] + dropped["too_slow"] + dropped["unused_at_end"]
         assert len(places) + set_aside == small["position"], "a prompt got lost"
 

@@ -16,8 +16,9 @@ from tests.generator.tiny_model import CHARACTERS
 from tests.vllm.tiny import (
     EOS,
     VOCABULARY,
+    at_version_3,
+    engine,
     full_logprobs,
-    make_config,
     make_model,
     run_all,
     scores,
@@ -43,25 +44,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def started(directory: Path) -> Iterator:
-    from async_rl.generator.vllm_backend import VllmBackend
-
-    torch.set_num_threads(1)
-    backend = VllmBackend.from_files(directory, make_config(), device="cpu")
-    with pytest.raises(RuntimeError, match="before the first activate"):
-        submit(backend, "a")
-    yield backend
-    backend.close()
+    with engine(directory) as backend:
+        with pytest.raises(RuntimeError, match="before the first activate"):
+            submit(backend, "a")
+        yield backend
 
 
 @pytest.fixture
 def backend(started) -> Iterator:
-    """The one engine, with the weights of seed 0 as version 3, and nothing running before and after."""
-    started.activate(3, weights_of(0))
-    yield started
-    for lease_id in list(started.progress()):
-        started.cancel(lease_id)
-    started._recompute = False
-    assert started.num_running == 0
+    yield from at_version_3(started)
 
 
 def steps_until(backend, enough) -> list:

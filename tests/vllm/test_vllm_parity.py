@@ -10,7 +10,7 @@ import torch
 
 from async_rl.generator.parity import answer_probe
 from async_rl.parity import Given, Probe, compare
-from tests.vllm.tiny import make_config, make_model, run_all, scores, submit, weights_of, write_files
+from tests.vllm.tiny import at_version_3, engine, make_model, run_all, scores, submit, weights_of, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -23,22 +23,13 @@ GIVEN = (
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    from async_rl.generator.vllm_backend import VllmBackend
-
-    torch.set_num_threads(1)
-    directory = write_files(tmp_path_factory.mktemp("model"))
-    backend = VllmBackend.from_files(directory, make_config(), device="cpu")
-    yield backend
-    backend.close()
+    with engine(write_files(tmp_path_factory.mktemp("model"))) as backend:
+        yield backend
 
 
 @pytest.fixture
 def backend(started) -> Iterator:
-    """The one engine, with the weights of seed 0 as version 3."""
-    started.activate(3, weights_of(0))
-    yield started
-    for lease_id in list(started.progress()):
-        started.cancel(lease_id)
+    yield from at_version_3(started)
 
 
 @torch.no_grad()

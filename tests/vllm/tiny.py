@@ -1,7 +1,9 @@
-"""A tiny model that vLLM's CPU kernels take (heads of 32 dimensions), and what the tests do with a backend."""
+"""Small models that vLLM's CPU kernels take (heads of 32 dimensions), and what the tests do with a backend."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from async_rl.config import Config
 from async_rl.config_file import parse_config
 from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.vllm_backend import VllmBackend
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, write_tokenizer
 
@@ -19,31 +22,31 @@ VOCABULARY = len(CHARACTERS) + 3
 EOS = 1
 
 
-def make_model(seed: int) -> PreTrainedModel:
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make_model(seed: int, **shape: Any) -> PreTrainedModel:
+    """``TINY`` with tied embeddings, but for what ``shape`` says of ``Qwen2Config``."""
     torch.manual_seed(seed)
+    given = TINY | {"tie_word_embeddings": True, "initializer_range": 0.15} | shape
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        num_key_value_heads=given["num_attention_heads"],
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=EOS,
-        initializer_range=0.15,
+        **given,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def weights_of(seed: int) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in make_model(seed).named_parameters()}
+def weights_of(seed: int, **shape: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in make_model(seed, **shape).named_parameters()}
 
 
-def write_files(directory: Path) -> Path:
+def write_files(directory: Path, **shape: Any) -> Path:
     """What a generator gets of a model: its config and tokenizer, and no weights."""
-    make_model(0).config.save_pretrained(directory)
+    make_model(0, **shape).config.save_pretrained(directory)
     write_tokenizer(directory)
     return directory
 
@@ -57,6 +60,27 @@ def make_config(**generator: Any) -> Config:
         "generator": section,
     }
     return parse_config(raw, "test")
+
+
+@contextmanager
+def engine(directory: Path, **generator: Any) -> Iterator[VllmBackend]:
+    """A backend over a real engine, without weights yet; for the tests of a module."""
+    torch.set_num_threads(1)
+    backend = VllmBackend.from_files(directory, make_config(**generator), device="cpu")
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def at_version_3(started: VllmBackend) -> Iterator[VllmBackend]:
+    """``started`` for one test: with the tiny model's weights of seed 0, and nothing left of the test after it."""
+    started.activate(3, weights_of(0))
+    yield started
+    for lease_id in list(started.progress()):
+        started.cancel(lease_id)
+    started._recompute = False
+    assert started.num_running == 0
 
 
 def submit(backend: Backend, lease_id: str, prompt: str = "1+1", **settings: Any) -> None:

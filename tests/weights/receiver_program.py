@@ -29,9 +29,16 @@ def inject_faults() -> None:
 
     broadcast, read = CollectiveGroup.broadcast, _Source.read
 
-    def faulty_broadcast(self, bucket, **options):
-        broadcast(self, bucket, **options)
-        received("collective", bucket)
+    def faulty_broadcast(self, bucket, *, chunk_bytes, deadline, done=None):
+        chunks = iter([bucket])
+
+        def faulty_done(chunk):
+            for first in chunks:  # before its bytes are digested
+                received("collective", first)
+            if done is not None:
+                done(chunk)
+
+        broadcast(self, bucket, chunk_bytes=chunk_bytes, deadline=deadline, done=faulty_done)
 
     def faulty_read(self, into, hasher):
         read(self, into, hasher)

@@ -15,8 +15,8 @@ MESSAGES = [
     control.Unknown(),
     control.Dropped("silent", 2.0),
     control.Enter(4, "gloo", {"version": 1}),
-    control.Go(4, 2, 1, 3, 5555, 1.5, 2.5, 64),
-    control.Fetch(4, {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5),
+    control.Go(4, 2, 1, 3, 5555, 1.5, 2.5, 64, "gloo", {"version": 1}),
+    control.Fetch(4, {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5, b"next"),
 ]
 
 
@@ -34,7 +34,7 @@ def test_a_message_for_the_other_side_is_refused():
 
 
 def test_a_field_of_another_type_is_refused():
-    with pytest.raises(WireError, match="'attempt' to be int"):
+    with pytest.raises(WireError, match=r"not what makes a Ready: Expected `int`, got `str` - at `\$.attempt`"):
         control.decode_message(encode("Ready", {"attempt": "1"}), control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
 
 

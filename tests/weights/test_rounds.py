@@ -199,6 +199,63 @@ def test_a_member_whose_pulls_fail_three_times_in_a_row_is_dropped_with_the_last
     assert rounds.advance(3.0) == [DropAction(A, "failed 3 times in a row, at last: reason 2")]
 
 
+def test_who_was_in_the_collective_before_and_was_heard_of_is_not_asked_again():
+    rounds = rounds_with(A, B)
+    rounds._fresh_s = 1.5
+    first = deliver(rounds, 0, A, B)
+    assert (first.build, first.is_first) == (True, False)
+    rounds.heard(A, 1.0)
+    rounds.publish(1)
+    go = only(rounds.advance(1.5), GoAction)
+    assert (go.build, go.is_first, go.participants, go.deadline) == (False, True, (A, B), 13.5)
+    assert rounds.awaited == {A, B}
+    rounds.sent(go.attempt, ok=True)
+    for member in (A, B):
+        rounds.ack(member, go.attempt, 1)
+    assert only(rounds.advance(1.5), FinishAction).intact
+    # B was last heard of at 0: frozen, perhaps, and must say that it is ready.
+    rounds.publish(2)
+    assert set(only(rounds.advance(1.6), EnterAction).member_ids) == {A, B}
+
+
+def test_what_was_to_go_at_once_and_is_gone_leaves_the_epoch_as_it_was():
+    rounds = rounds_with(A)
+    rounds._fresh_s = 1.5
+    deliver(rounds, 0, A)
+    rounds.publish(1)
+    go = only(rounds.advance(0.0), GoAction)
+    rounds.publish(None)
+    rounds.withdraw(go.attempt)
+    assert only(rounds.advance(0.0), FinishAction) == FinishAction(go.attempt, 1, True)
+    rounds.publish(2)
+    again = only(rounds.advance(0.0), GoAction)
+    assert (again.build, again.epoch) == (False, go.epoch)
+
+
+def test_an_acknowledgement_that_is_repeated_late_takes_nothing_back():
+    rounds = rounds_with(A, has_collective=False)
+    rounds.publish(0)
+    first = only(rounds.advance(0.0), PullAction)
+    rounds.ack(A, first.attempt, 0, "zero")
+    rounds.publish(1)
+    second = only(rounds.advance(0.0), PullAction)
+    rounds.ack(A, second.attempt, 1, "one")
+    rounds.ack(A, first.attempt, 0, "zero")
+    assert (rounds.members[A].version, rounds.members[A].digest) == (1, "one")
+    assert rounds.lacking() == []
+
+
+def test_a_lost_pull_is_offered_again_until_the_same_deadline():
+    rounds = rounds_with(A, has_collective=False)
+    rounds.publish(0)
+    pull = only(rounds.advance(1.0), PullAction)
+    rounds.lost(A, pull.attempt)
+    again = only(rounds.advance(3.0), PullAction)
+    assert (again.attempt, again.deadline) == (pull.attempt + 1, 13.0)
+    rounds.lost(A, pull.attempt)  # of the one before, heard late
+    assert rounds.advance(3.0) == []
+
+
 def test_a_newer_version_replaces_one_that_has_not_gone_out():
     rounds = rounds_with(A)
     rounds.publish(0)
@@ -223,12 +280,12 @@ class Chaos(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounds = Rounds(deadline_s=12, ready_s=3, silent_s=6)
+        self.rounds = Rounds(deadline_s=12, ready_s=3, silent_s=6, fresh_s=1)
         self.now = 0.0
         self.version = -1
         self.going: GoAction | None = None
         self.entered_at: dict[bytes, float] = {}
-        self.invited: dict[bytes, EnterAction] = {}
+        self.invited: dict[bytes, EnterAction | GoAction] = {}
         self.pulls: dict[bytes, PullAction] = {}
         self.may_pull = True
 
@@ -251,6 +308,8 @@ class Chaos(RuleBasedStateMachine):
                     assert action.participants
                     assert self.now < action.deadline <= self.now + 12
                     self.going = action
+                    for member in action.participants if action.is_first else ():
+                        self.invited[member] = action
                 elif isinstance(action, FinishAction):
                     self.going = None
             if not actions:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -16,8 +17,9 @@ import torch
 from async_rl.errors import AddressError
 from async_rl.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.messages import Announcement
-from async_rl.weights import stream_inlet
+from async_rl.weights import control, stream_inlet
 from async_rl.weights.buffers import StagedWeights
+from async_rl.weights.member_socket import MemberSocket
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
@@ -207,6 +209,97 @@ def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_pa
         assert plane.publisher.stats().corrupt == len(staged.buckets) - 1
 
 
+def told_of_fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Versions that were offered over the control channel."""
+    versions: list[int] = []
+    tell = MemberSocket.tell
+
+    def recorded(self, member_id, message):
+        if isinstance(message, control.Fetch):
+            versions.append(message.manifest["version"])
+        return tell(self, member_id, message)
+
+    monkeypatch.setattr(MemberSocket, "tell", recorded)
+    return versions
+
+
+def test_who_stands_gets_versions_without_being_told_of_them(monkeypatch: pytest.MonkeyPatch):
+    fetches = told_of_fetches(monkeypatch)
+    with a_plane() as plane, ExitStack() as stack:
+        receivers = [stack.enter_context(closing(Receiver(name, insecure=False))) for name in "ab"]
+        first = plane.publish(0, model(0))
+        for receiver in receivers:
+            receiver.follow(plane.announcement(first))
+        for version in range(4):
+            if version:
+                plane.publish(version, model(version))
+            for receiver in receivers:
+                assert_same(arrived(receiver, version), model(version))
+            assert plane.publisher.wait(version, DEADLINE_S, num_members=2)
+        stats = plane.publisher.stats()
+    assert fetches == [0, 0]
+    assert (stats.pulls, stats.lost, stats.failures) == (8, 0, 0)
+    assert stats.pulled_bytes == 8 * first.manifest.size_bytes
+
+
+def test_who_stood_for_too_long_is_told_over_the_control_channel_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream_inlet, "_KEEP_S", 0.05)
+    fetches = told_of_fetches(monkeypatch)
+    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
+        receiver.follow(plane.announcement(plane.publish(0, model(0))))
+        arrived(receiver, 0)
+        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
+        until = time.monotonic() + DEADLINE_S
+        while receiver._transfers._stream.standing() is not None:
+            assert time.monotonic() < until
+            receiver.wait(0.01)
+        plane.publish(1, model(1))
+        assert_same(arrived(receiver, 1), model(1))
+        assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
+        assert (plane.publisher.stats().lost, plane.publisher.stats().failures) == (1, 0)
+    assert fetches == [0, 1]
+
+
+def test_a_corrupted_bucket_of_what_came_by_itself_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    receive, pieces = stream_inlet._Source._receive, []
+
+    def faulty(self, into):
+        receive(self, into)
+        pieces.append(len(into))
+        if len(pieces) == second:
+            into[7] ^= 1
+
+    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
+        staged = plane.publish(0, model(0))
+        second = len(staged.buckets) + 2  # of version 1: every bucket here is one piece
+        monkeypatch.setattr(stream_inlet._Source, "_receive", faulty)
+        receiver.follow(plane.announcement(staged))
+        arrived(receiver, 0)
+        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
+        plane.publish(1, model(1))
+        assert_same(arrived(receiver, 1), model(1))
+        assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
+        stats = plane.publisher.stats()
+        assert stats.corrupt == receiver.stats().corrupt_buckets == 1
+        assert (stats.lost, stats.failures) == (0, 0)
+        assert stats.pulled_bytes - stats.pulled_full_bytes in staged.manifest.bucket_sizes
+
+
+def test_what_came_by_itself_and_is_not_what_was_announced_is_refused():
+    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
+        receiver.follow(plane.announcement(plane.publish(0, model(0))))
+        arrived(receiver, 0)
+        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
+        receiver.follow(Announcement("line", 1, "0" * 32, plane.publisher.address))
+        plane.publish(1, model(1))
+        until = time.monotonic() + DEADLINE_S
+        while plane.publisher.stats().dropped == 0:
+            assert time.monotonic() < until
+            receiver.wait(0.05)
+        assert "announced with digest" in plane.publisher.stats().last_drop
+        assert receiver.poll() is None
+
+
 def test_weights_that_never_match_fail_and_say_so(monkeypatch: pytest.MonkeyPatch):
     read = stream_inlet._Source.read
     monkeypatch.setattr(stream_inlet._Source, "read", lambda self, into, _: read(self, into, None))
@@ -233,6 +326,32 @@ def test_a_server_that_dies_is_started_again_and_versions_go_on():
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
 
 
+def test_what_was_said_to_a_server_that_died_before_it_passed_it_on_is_said_again():
+    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
+        receiver.follow(plane.announcement(plane.publish(0, model(0))))
+        arrived(receiver, 0)
+        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
+        stream, deaf = plane.publisher._stream, threading.Event()
+        hear = stream._said
+
+        def dies_first(token: bytes, frame: bytes):
+            if deaf.is_set():
+                return hear(token, frame)
+            deaf.set()
+            os.kill(stream.server_pid, signal.SIGKILL)
+            return []
+
+        stream._said = dies_first
+        plane.publish(1, model(1))
+        assert_same(arrived(receiver, 1), model(1))
+        assert plane.publisher.wait(1, DEADLINE_S / 4, num_members=1)
+        plane.publish(2, model(2))
+        assert_same(arrived(receiver, 2), model(2))
+        assert plane.publisher.wait(2, DEADLINE_S, num_members=1)
+        assert deaf.is_set()
+        assert plane.publisher.stats().dropped == 0
+
+
 def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(monkeypatch: pytest.MonkeyPatch):
     connections: list[socket.socket] = []
     connect = stream_inlet._connect
@@ -254,7 +373,7 @@ def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(
         assert_same(arrived(receiver, 3), model(3))
         assert len(connections) == 2
         assert plane.publisher.wait(3, DEADLINE_S, num_members=1)
-        assert plane.publisher.stats().failures == 0
+        assert (plane.publisher.stats().lost, plane.publisher.stats().failures) == (1, 0)
 
 
 def test_a_stranger_without_a_token_gets_nothing_and_harms_nobody():
@@ -263,7 +382,12 @@ def test_a_stranger_without_a_token_gets_nothing_and_harms_nobody():
         receiver.follow(plane.announcement(first))
         arrived(receiver, 0)
         port = plane.publisher._stream._host.port
-        for said in (b"GET / HTTP/1.1\r\n" + b"\r\n" * 40, stream_inlet.make_request(bytes(16), [0]).encode()):
+        ack = control.encode_message(control.Ack(1, 0, first.manifest.digest, 0, 0))
+        for said in (
+            b"GET / HTTP/1.1\r\n" + b"\r\n" * 40,
+            stream_inlet.make_request(bytes(16), [0]).encode(),
+            stream_inlet.make_request(bytes(16), [], ack).encode(),
+        ):
             with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
                 connection.sendall(said)
                 with contextlib.suppress(ConnectionResetError):  # it closes before it has read everything
