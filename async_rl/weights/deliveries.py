@@ -1,6 +1,6 @@
 """Carries out what ``Rounds`` decides: keeps the bytes of what is being sent, and gives it to the right transport.
 
-Part of the publisher, used by its thread alone. Every attempt, a collective's or a pull, pins its version from its
+Part of the publisher, used by one thread at a time. Every attempt, a collective's or a pull, pins its version from its
 first message to its end.
 """
 

@@ -1,6 +1,6 @@
 """The learner's handle on its stream server: starts it, tells it things, starts it again when it died.
 
-Used by the publisher's thread alone. What the server says comes by ``poll``; a descriptor (``fileno``) says when.
+Used by the publisher alone, by one thread at a time. What the server says comes by ``poll``; ``fileno`` says when.
 """
 
 from __future__ import annotations

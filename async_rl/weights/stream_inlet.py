@@ -248,7 +248,7 @@ class _Pull:
             if self._fetch.key and request is not None:
                 nonce = receive_exactly(connection, NONCE_BYTES)
                 assert nonce is not None
-                source.seal = Seal(self._fetch.key, request, nonce)
+                source.unseal(Seal(self._fetch.key, request, nonce))
             try:
                 yield source
             finally:
@@ -298,10 +298,15 @@ class _Source:
     """The answer to one request: plain bytes, or sealed records."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self.seal: Seal | None = None
         self.num_bytes = 0
         self._connection = connection
         self._deadline = deadline
+        self._seal: Seal | None = None
+        self._sealed = memoryview(b"")
+
+    def unseal(self, seal: Seal) -> None:
+        """From here on it is sealed."""
+        self._seal = seal
         self._sealed = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
 
     def read(self, into: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
@@ -312,15 +317,15 @@ class _Source:
             WeightsError: the deadline passed.
             OSError: the connection broke, or nothing moved for long.
         """
-        size = RECORD_BYTES if self.seal is not None else _PIECE_BYTES
+        size = RECORD_BYTES if self._seal is not None else _PIECE_BYTES
         for start in range(0, len(into), size):
             piece = into[start : start + size]
-            if self.seal is None:
+            if self._seal is None:
                 self._receive(piece)
             else:
                 sealed = self._sealed[: len(piece) + TAG_BYTES]
                 self._receive(sealed)
-                self.seal.open(sealed, piece)
+                self._seal.open(sealed, piece)
             if hasher is not None:
                 hasher.update(piece)
 

@@ -12,6 +12,7 @@ costs the receiver, which is the slower of the two, more than it spares (it then
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import mmap
 import os
@@ -22,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,8 @@ MAX_CONNECTIONS = 4096
 _STALL_S = 30
 """A connection on which nothing moves for so long is closed."""
 _SESSION_S = 3.0
+_FIRST_BYTES = 2 << 20
+"""What goes out to a receiver that stands before the thread of its connection is awake, which takes as long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,13 +61,14 @@ class _Slot:
 class _Session:
     """What one generator may pull, until it is ended. ``chain[l][b]``: the delta of bucket b in link l, if any.
 
-    ``head`` is still to be sent before everything else.
+    ``head`` goes before everything else, to who stands; ``num_sent`` bytes of all that have gone out already.
     """
 
     slot: _Slot
     chain: Sequence[Sequence[bytes | None]]
     key: bytes
     head: bytes = b""
+    num_sent: int = 0
     connections: set[socket.socket] = field(default_factory=set)
 
 
@@ -141,8 +145,8 @@ class StreamServer:
                 session.connections.add(stand.connection)
             self._lock.notify_all()
         if stand is not None:
-            # Its receiver wakes up and reads the head while the thread that sends the rest does.
-            session.head = _send_some(stand.connection, encode_head(order.head))
+            session.head = encode_head(order.head)
+            session.num_sent = _send_some(stand.connection, _all_of(session))
             stand.session.put(session)
         elif order.head:
             self._tell(link.Unanswered(order.token))
@@ -252,9 +256,11 @@ def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes |
 def _answer(connection: socket.socket, session: _Session, request: Request) -> None:
     """All items of a request, in its order; to who stands the head and all buckets."""
     if request.said:
-        connection.sendall(session.head)
-        for bucket in range(len(session.slot.sizes)):
-            connection.sendall(session.slot.bucket(bucket).data)
+        start = session.num_sent
+        for part in _all_of(session):
+            if start < len(part):
+                connection.sendall(part[start:])
+            start = max(0, start - len(part))
         return
     if not session.key:
         for item in request.items:
@@ -280,11 +286,24 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
     return memoryview(delta)
 
 
-def _send_some(connection: socket.socket, data: bytes) -> bytes:
-    """What is left of ``data`` after as much was sent as could be at once; all of it where the connection is broken."""
+def _all_of(session: _Session) -> Iterator[memoryview]:
+    """What goes to who stands."""
+    yield memoryview(session.head)
+    for bucket in range(len(session.slot.sizes)):
+        yield session.slot.bucket(bucket).data
+
+
+def _send_some(connection: socket.socket, parts: Iterator[memoryview]) -> int:
+    """Send the first part and as much of the second as can be at once; how much that was."""
+    num_sent = 0
     with contextlib.suppress(OSError):  # whoever sends the rest meets it too
-        return data[connection.send(data, socket.MSG_DONTWAIT) :]
-    return data
+        # By itself: the first of them wakes the receiver, and would keep its core to the end.
+        for part in itertools.islice(parts, 2):
+            count = connection.send(part[:_FIRST_BYTES], socket.MSG_DONTWAIT)
+            num_sent += count
+            if count < len(part):
+                break
+    return num_sent
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -127,10 +127,12 @@ class Seal:
         secret = hashlib.blake2b(request.encode() + server_nonce, key=session_key, digest_size=KEY_BYTES).digest()
         self._cipher = AESGCM(secret)
         self._count = 0
-        self._buffer = bytearray(RECORD_BYTES + TAG_BYTES)
+        self._buffer = bytearray()
 
     def seal(self, record: memoryview) -> memoryview:
         """``record`` sealed, good until the next call."""
+        if not self._buffer:
+            self._buffer = bytearray(RECORD_BYTES + TAG_BYTES)
         out = memoryview(self._buffer)[: len(record) + TAG_BYTES]
         self._cipher.encrypt_into(self._next_nonce(), record, None, out)
         return out
