@@ -123,8 +123,8 @@ class Fetch(msgspec.Struct, frozen=True):
 
     ``delta_sizes[l][b]`` is the size of bucket b's delta in link l of a chain from the weights with digest ``base``
     (-1: none); an empty ``base`` means that there is no chain. A chain of no links: you hold these very weights.
-    A ``next_token``: say what came of it to the server, and stand there with it; the version after this one then comes
-    without another ``Fetch`` here.
+    A ``line_port``: say what came of it there, showing ``line_token``, and stand; the version after this one then comes
+    by that connection, without another ``Fetch`` here.
     """
 
     attempt: int
@@ -135,7 +135,8 @@ class Fetch(msgspec.Struct, frozen=True):
     base: str
     delta_sizes: list[list[int]]
     deadline_s: float
-    next_token: bytes
+    line_port: int
+    line_token: bytes
 
 
 def seconds_until(deadline: float) -> float:

@@ -25,10 +25,11 @@ from async_rl.weights.background import Wake
 from async_rl.weights.collective_sender import CollectiveSender
 from async_rl.weights.deliveries import Deliveries
 from async_rl.weights.member_socket import WILDCARDS, MemberSocket
-from async_rl.weights.publisher_stats import COUNTED, Noted, PublisherStats
+from async_rl.weights.publisher_stats import COUNTED, Holders, Noted, PublisherStats
+from async_rl.weights.push_lines import Heard, Lost
 from async_rl.weights.rounds import Rounds
 from async_rl.weights.staging import StagedVersion
-from async_rl.weights.stream_sender import Heard, Lost, StreamSender
+from async_rl.weights.stream_sender import StreamSender
 from async_rl.weights.transport import Delivery, TransportName
 
 _POLL_MS = 100
@@ -178,8 +179,22 @@ class Publisher:
         return self._noted.wait(version, timeout_s, num_members=num_members)
 
     def stats(self) -> PublisherStats:
-        """Counters as of a moment ago."""
-        return self._noted.stats
+        """Counters as of now."""
+        with self._turn:
+            stream = self._stream.stats()
+            return PublisherStats(
+                members=len(self._rounds.members),
+                lacking=len(self._rounds.lacking()),
+                wanted=self._rounds.wanted,
+                transfer_s=self._transfer_s,
+                last_transfer_s=self._last_transfer_s,
+                last_drop=self._deliveries.last_drop,
+                malformed=self._socket.num_malformed + self._stream.num_malformed,
+                delta_bytes=stream.delta_bytes,
+                delta_s=stream.delta_s,
+                server_starts=stream.server_starts,
+                **{name: self._counts[name] for name in COUNTED},
+            )
 
     def close(self) -> None:
         """Stop serving. A transfer under way is given up."""
@@ -208,22 +223,23 @@ class Publisher:
         try:
             while not self._closing:
                 # Anew in every turn: a server that was started again has another descriptor.
-                server = self._stream.fileno()
-                poller.register(server, zmq.POLLIN)
+                filenos = self._stream.filenos()
+                for fileno in filenos:
+                    poller.register(fileno, zmq.POLLIN)
                 ready = dict(poller.poll(_POLL_MS))
-                poller.unregister(server)
+                for fileno in filenos:
+                    poller.unregister(fileno)
                 with self._turn:
-                    self._take_turn(ready, server in ready)
+                    self._take_turn(ready)
         except BaseException as error:
             self._noted.fail(error)
         finally:
             self._end()
 
-    def _take_turn(self, ready: Mapping[Any, int], has_server_spoken: bool) -> None:
+    def _take_turn(self, ready: Mapping[Any, int]) -> None:
         if self._wake.fileno() in ready:
             self._wake.clear()
-        if has_server_spoken:
-            self._hear(self._stream.poll())
+        self._hear(self._stream.poll(ready))
         while self._results:
             self._results.popleft()()
         if self._socket.is_among(ready):
@@ -333,20 +349,4 @@ class Publisher:
         return is_lost
 
     def _note(self) -> None:
-        lacking = len(self._rounds.lacking())
-        counts = {name: self._counts[name] for name in COUNTED}
-        stream = self._stream.stats()
-        stats = PublisherStats(
-            members=len(self._rounds.members),
-            lacking=lacking,
-            wanted=self._rounds.wanted,
-            transfer_s=self._transfer_s,
-            last_transfer_s=self._last_transfer_s,
-            last_drop=self._deliveries.last_drop,
-            malformed=self._socket.num_malformed + self._stream.num_malformed,
-            delta_bytes=stream.delta_bytes,
-            delta_s=stream.delta_s,
-            server_starts=stream.server_starts,
-            **counts,
-        )
-        self._noted.note(stats)
+        self._noted.note(Holders(self._rounds.wanted, len(self._rounds.members), len(self._rounds.lacking())))

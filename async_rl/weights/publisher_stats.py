@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_rl.errors import WeightsError
 
@@ -49,18 +50,26 @@ COUNTED = (
 """Those that the publisher counts one by one."""
 
 
+class Holders(NamedTuple):
+    """Who has the newest version, ``wanted``: all ``members`` but those ``lacking`` it."""
+
+    wanted: int | None
+    members: int
+    lacking: int
+
+
 class Noted:
-    """The newest stats, written by the publisher; any thread may read them, or wait for what they say."""
+    """Who has what, written by the publisher after every change; other threads may wait for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self.stats = PublisherStats()
+        self._holders = Holders(None, 0, 0)
 
-    def note(self, stats: PublisherStats) -> None:
-        with self._changed:
-            if stats != self.stats:
-                self.stats = stats
+    def note(self, holders: Holders) -> None:
+        if holders != self._holders:
+            with self._changed:
+                self._holders = holders
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -85,9 +94,9 @@ class Noted:
         """
 
         def arrived() -> bool:
-            stats = self.stats
-            held = stats.wanted is not None and stats.wanted >= version and not stats.lacking
-            return self._error is not None or (held and stats.members >= num_members)
+            wanted, members, lacking = self._holders
+            held = wanted is not None and wanted >= version and not lacking
+            return self._error is not None or (held and members >= num_members)
 
         with self._changed:
             done = self._changed.wait_for(arrived, timeout_s)

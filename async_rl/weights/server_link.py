@@ -37,22 +37,16 @@ class MapSlot(msgspec.Struct, frozen=True):
 
 
 class OpenSession(msgspec.Struct, frozen=True):
-    """Whoever shows ``token`` may pull ``slot``'s buckets and the deltas of ``jobs``. A ``key``: sealed.
-
-    A ``head`` goes at once, and all buckets behind it, to who stands with ``token``; ``Unanswered`` where nobody does.
-    ``next_token`` is what one may stand with until the session after this one.
-    """
+    """Whoever shows ``token`` may pull ``slot``'s buckets and the deltas of ``jobs``. A ``key``: sealed."""
 
     token: bytes
     slot: int
     jobs: list[int]
     key: bytes
-    head: bytes
-    next_token: bytes
 
 
 class EndSession(msgspec.Struct, frozen=True):
-    """Nothing more under this token; who still pulls, or stands with it, is cut off."""
+    """Nothing more under this token; who still pulls is cut off."""
 
     token: bytes
 
@@ -89,23 +83,10 @@ class Encoded(msgspec.Struct, frozen=True):
     elapsed_s: float
 
 
-class Said(msgspec.Struct, frozen=True):
-    """``frame`` is what was said by who stands with ``token`` now."""
-
-    token: bytes
-    frame: bytes
-
-
-class Unanswered(msgspec.Struct, frozen=True):
-    """Nobody stood with this session's token, or its connection ended before anything was said about it."""
-
-    token: bytes
-
-
 LearnerMessage = Listen | MapSlot | OpenSession | EndSession | Encode | Forget
-ServerMessage = Listening | Encoded | Said | Unanswered
+ServerMessage = Listening | Encoded
 TO_SERVER: tuple[type[LearnerMessage], ...] = (Listen, MapSlot, OpenSession, EndSession, Encode, Forget)
-TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, Encoded, Said, Unanswered)
+TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, Encoded)
 
 _T = TypeVar("_T")
 

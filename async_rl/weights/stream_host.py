@@ -52,7 +52,7 @@ class StreamHost:
         """How often it was started; sessions and deltas of the starts before are gone."""
         return self._num_starts
 
-    def poll(self) -> link.Encoded | link.Said | link.Unanswered | None:
+    def poll(self) -> link.Encoded | None:
         """What the server said, if anything. Call only when readable.
 
         Raises:

@@ -1,6 +1,7 @@
 """The generator's side of ``tcp``: pulls the buckets of a version, or the deltas to it, from the stream server.
 
-Where the publisher lets it, it then *stands*: the next request is sent ahead, and the version after comes by itself.
+Where the publisher lets it, it then *stands* at the publisher itself: the next request is sent ahead, and the version
+after comes by itself.
 
 Bytes go from the socket straight to where they stay, and are digested while they are warm. A bucket that does not
 match its digest is asked for again, whole; the rest of what came stays.
@@ -69,9 +70,11 @@ class StreamInlet:
 
     def acknowledge(self, order: StreamOrder, ack: control.Ack) -> bool:
         """Say it over the connection by which the version came, and stand for the next; False where that can't be."""
-        if not order.fetch.next_token:
+        fetch = order.fetch
+        if not fetch.line_port:
             return False
-        return self._line.stand(order.host, make_request(order.fetch.next_token, (), control.encode_message(ack)))
+        request = make_request(fetch.line_token, (), control.encode_message(ack))
+        return self._line.stand(order.host, fetch.line_port, request)
 
     def standing(self) -> tuple[socket.socket, float] | None:
         """The connection on which the next version may come by itself, and until when (monotonic clock)."""
@@ -90,8 +93,8 @@ class StreamInlet:
 
 
 class _Line:
-    """The connection to the stream server, kept for the next request: a fresh one takes milliseconds, megabytes of
-    weights, until the kernel gives it large windows.
+    """The connection to the stream server, or to where this side stands, kept for the next request: a fresh one takes
+    milliseconds, megabytes of weights, until the kernel gives it large windows.
     """
 
     def __init__(self) -> None:
@@ -121,16 +124,19 @@ class _Line:
             raise
         self._kept = (host, port), connection, time.monotonic()
 
-    def stand(self, host: str, request: Request) -> bool:
-        """Send the next request ahead, over the kept connection; whether it could be."""
-        if self._kept is None:
+    def stand(self, host: str, port: int, request: Request) -> bool:
+        """Send the next request ahead, over the kept connection or a fresh one; whether it could be."""
+        deadline = time.monotonic() + _STALL_S
+        try:
+            connection = self._take((host, port)) or _connect(host, port, deadline)
+        except (OSError, WeightsError):
             return False
         try:
-            self._kept[1].sendall(request.encode())
+            connection.sendall(request.encode())
         except OSError:
-            self.close()
+            connection.close()
             return False
-        self._stands = True
+        self._kept, self._stands = ((host, port), connection, time.monotonic()), True
         return True
 
     def standing(self) -> tuple[socket.socket, float] | None:
@@ -199,7 +205,9 @@ class _Pull:
         self._line, self._is_pushed = line, order.is_pushed
         self._buckets = [np.asarray(bucket.numpy()) for bucket in buffer.buckets]
         self._base = None if base is None else [np.asarray(bucket.numpy()) for bucket in base]
-        self._runs: list[Runs] = [*element_runs(manifest.tensors, manifest.bucket_sizes)]
+        self._runs: list[Runs] = []
+        if order.fetch.delta_sizes:
+            self._runs += element_runs(manifest.tensors, manifest.bucket_sizes)
         self._wire_bytes = 0
         self._num_corrupt = 0
         self._check_sizes()

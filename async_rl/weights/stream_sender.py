@@ -4,9 +4,9 @@ Every pull is a session of the server with a token of its own (and a key, where 
 published, the server computes the deltas from the one before; a member that holds the beginning of the chain of
 deltas is let wait for that. The chain never grows larger than a full copy, which would then be the better choice.
 
-In the clear and without deltas a member *stands* when it has a version: its next request is at the server already, and
-its acknowledgement came along with it. The next version then goes out as soon as it is published, without a word over
-the control channel. Whatever goes wrong with that is ``Lost``, and offered again the ordinary way.
+In the clear and without deltas a member *stands* when it has a version (``push_lines.py``): its acknowledgement came
+over a connection of its own, by which the next version goes out as soon as it is published, without a word over the
+control channel, or to the server. Whatever goes wrong with that is ``Lost``, and offered again the ordinary way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 
-from async_rl.errors import WireError
 from async_rl.weights import control
 from async_rl.weights.delta import element_runs
 from async_rl.weights.manifest import manifest_fields
+from async_rl.weights.push_lines import Heard, Lost, PushLines
 from async_rl.weights.rounds import Member
-from async_rl.weights.server_link import Encode, Encoded, OpenSession, Said, Unanswered
+from async_rl.weights.server_link import Encode, Encoded, OpenSession
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.stream_host import StreamHost
 from async_rl.weights.stream_wire import KEY_BYTES, TOKEN_BYTES
@@ -50,36 +50,10 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Session:
-    """An attempt under way; ``is_pushed`` to a member that stands."""
+    """An attempt under way. Without a ``token`` it is none of the server's: it was pushed to a member that stands."""
 
     token: bytes
     staged: StagedVersion
-    member_id: bytes
-    is_pushed: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """Where a member may stand, with which token, and whether it does."""
-
-    token: bytes
-    is_taken: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A member said this by the stream."""
-
-    member_id: bytes
-    ack: control.Ack
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """What was pushed in this attempt did not reach the member, or nobody knows."""
-
-    member_id: bytes
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +72,7 @@ class StreamSender:
         bind_host: where the stream server listens.
         is_sealed: encrypt and authenticate what it sends, by keys that go over the control channel.
         has_deltas: compute the difference to the version before.
-        may_stand: members may stand: what is theirs on the control channel may go over the stream as well.
+        may_stand: members may stand: what is theirs on the control channel may go over open connections as well.
     """
 
     def __init__(self, bind_host: str, *, is_sealed: bool, has_deltas: bool, may_stand: bool = False) -> None:
@@ -106,19 +80,22 @@ class StreamSender:
         self._is_sealed = is_sealed
         self._has_deltas = has_deltas
         self._num_starts = self._host.num_starts
-        self._may_stand = may_stand and not is_sealed and not has_deltas
+        self._lines = PushLines(bind_host) if may_stand and not is_sealed and not has_deltas else None
         self._sessions: dict[int, _Session] = {}
-        self._places: dict[bytes, _Place] = {}
-        self.num_malformed = 0
         self._chain: deque[_Link] = deque()
         self._job: _Job | None = None
         self._last_job = 0
         self._newest: StagedVersion | None = None
         self._stats = StreamStats()
 
-    def fileno(self) -> int:
-        """Readable when ``poll`` has something to do."""
-        return self._host.fileno()
+    def filenos(self) -> list[int]:
+        """Readable, one or the other, when ``poll`` has something to do."""
+        return [self._host.fileno()] if self._lines is None else [self._host.fileno(), self._lines.fileno()]
+
+    @property
+    def num_malformed(self) -> int:
+        """Requests of those who stand, or pretend to, that could not be read."""
+        return 0 if self._lines is None else self._lines.num_malformed
 
     @property
     def server_pid(self) -> int:
@@ -127,29 +104,23 @@ class StreamSender:
     def stats(self) -> StreamStats:
         return self._stats
 
-    def poll(self) -> list[Heard | Lost]:
-        """Hear what the server said. Call when readable.
+    def poll(self, readable: Container[int]) -> list[Heard | Lost]:
+        """Hear what the server said, and members; ``readable`` are those of ``filenos`` that are.
 
         Raises:
             WeightsError: the server died, and can't be started again.
         """
-        message = self._host.poll()
-        if self._host.num_starts != self._num_starts:
-            # Who asked the one before reports a failure, and is offered another pull; who stood there knows of nothing.
-            self._num_starts = self._host.num_starts
-            self._chain.clear()
-            self._job = None
-            self._places.clear()
-            return [Lost(session.member_id, attempt) for attempt, session in self._pushed()]
-        match message:
-            case Encoded():
-                self._note(message)
-            case Said(token, frame):
-                return self._said(token, frame)
-            case Unanswered(token):
-                return [Lost(s.member_id, attempt) for attempt, s in self._pushed() if s.token == token]
-            case None:
-                pass
+        if self._host.fileno() in readable:
+            encoded = self._host.poll()
+            if self._host.num_starts != self._num_starts:
+                # Who asked the one before reports a failure, and is offered another pull.
+                self._num_starts = self._host.num_starts
+                self._chain.clear()
+                self._job = None
+            elif encoded is not None:
+                self._note(encoded)
+        if self._lines is not None and self._lines.fileno() in readable:
+            return self._lines.poll()
         return []
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
@@ -178,66 +149,67 @@ class StreamSender:
         return member.digest != job.base.manifest.digest and all(link.base != member.digest for link in self._chain)
 
     def deliver(self, delivery: Delivery, tell: Tell) -> None:
-        """Open a session for the one member."""
+        """To the one member: by its line where it stands, else by a session of its own."""
         (member,) = delivery.members
+        if self._lines is not None and self._lines.stands(member.member_id) and self._push(delivery, self._lines):
+            return
         staged, port = delivery.staged, self._host.port
         assert port is not None, "a pull before the server is up"
-        place = self._places.pop(member.member_id, None)
-        is_pushed = place is not None and place.is_taken
-        token = place.token if place is not None and is_pushed else os.urandom(TOKEN_BYTES)
-        if place is not None and not is_pushed:
-            self._host.end_session(place.token)
+        token = os.urandom(TOKEN_BYTES)
         key = os.urandom(KEY_BYTES) if self._is_sealed else b""
-        next_token = os.urandom(TOKEN_BYTES) if self._may_stand else b""
-        if next_token:
-            self._places[member.member_id] = _Place(next_token)
         links = self._links_from(member.digest, staged.manifest.digest)
-        fetch = control.Fetch(
+        sizes = [link.sizes for link in links or ()]
+        self._host.open_session(OpenSession(token, staged.slot, [link.job for link in links or ()], key))
+        self._sessions[delivery.attempt] = _Session(token, staged)
+        base = "" if links is None else member.digest
+        tell(member.member_id, self._fetch(delivery, port, token, key=key, base=base, delta_sizes=sizes))
+
+    def _push(self, delivery: Delivery, lines: PushLines) -> bool:
+        """Whether it is on its way to a member that stands."""
+        (member,) = delivery.members
+        token = os.urandom(TOKEN_BYTES)
+        head = control.encode_message(self._fetch(delivery, lines.port, token))
+        buckets = [bucket.numpy().data for bucket in delivery.staged.buckets]
+        if not lines.push(member.member_id, delivery.attempt, token, head, buckets):
+            return False
+        self._sessions[delivery.attempt] = _Session(b"", delivery.staged)
+        return True
+
+    def _fetch(
+        self, delivery: Delivery, port: int, token: bytes, *, key: bytes = b"", base: str = "",
+        delta_sizes: list[list[int]] | None = None,
+    ) -> control.Fetch:  # fmt: skip
+        (member,) = delivery.members
+        return control.Fetch(
             attempt=delivery.attempt,
-            manifest=manifest_fields(staged.manifest),
+            manifest=manifest_fields(delivery.staged.manifest),
             port=port,
             token=token,
             key=key,
-            base="" if links is None else member.digest,
-            delta_sizes=[link.sizes for link in links or ()],
+            base=base,
+            delta_sizes=delta_sizes or [],
             deadline_s=control.seconds_until(delivery.deadline),
-            next_token=next_token,
+            line_port=0 if self._lines is None else self._lines.port,
+            line_token=b"" if self._lines is None else self._lines.expect(member.member_id),
         )
-        head = control.encode_message(fetch) if is_pushed else b""
-        jobs = [link.job for link in links or ()]
-        self._host.open_session(OpenSession(token, staged.slot, jobs, key, head, next_token))
-        self._sessions[delivery.attempt] = _Session(token, staged, member.member_id, is_pushed)
-        if not is_pushed:
-            tell(member.member_id, fetch)
 
     def end(self, attempt: int, *, intact: bool) -> None:
-        self._host.end_session(self._sessions.pop(attempt).token)
+        token = self._sessions.pop(attempt).token
+        if token:
+            self._host.end_session(token)
+        elif self._lines is not None:
+            self._lines.end(attempt)
 
     def keep(self, member_ids: Container[bytes]) -> None:
         """Nobody else stands any more."""
-        for member_id in [m for m in self._places if m not in member_ids]:
-            self._host.end_session(self._places.pop(member_id).token)
+        if self._lines is not None:
+            self._lines.keep(member_ids)
 
     def close(self, timeout_s: float) -> bool:
+        if self._lines is not None:
+            self._lines.close()
         self._host.close()
         return True
-
-    def _pushed(self) -> list[tuple[int, _Session]]:
-        return [(attempt, session) for attempt, session in self._sessions.items() if session.is_pushed]
-
-    def _said(self, token: bytes, frame: bytes) -> list[Heard | Lost]:
-        """A member stands now, and says what became of the version before."""
-        for member_id, place in self._places.items():
-            if place.token == token:
-                try:
-                    ack = control.decode_message(frame, (control.Ack,), control.TO_PUBLISHER_LIMITS)
-                except WireError:
-                    self.num_malformed += 1
-                    self._host.end_session(token)
-                    return []
-                place.is_taken = True
-                return [Heard(member_id, ack)]
-        return []
 
     def _links_from(self, base: str, digest: str) -> list[_Link] | None:
         """The chain from one to the other; None without one, and where it leads to nothing smaller."""

@@ -12,18 +12,16 @@ costs the receiver, which is the slower of the two, more than it spares (it then
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import mmap
 import os
-import queue
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +29,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.weights import server_link as link
 from async_rl.weights.delta import Runs, encode_delta
-from async_rl.weights.stream_wire import NONCE_BYTES, RECORD_BYTES, Request, Seal, encode_head, read_request
+from async_rl.weights.stream_wire import NONCE_BYTES, RECORD_BYTES, Request, Seal, read_request
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,6 @@ MAX_CONNECTIONS = 4096
 _STALL_S = 30
 """A connection on which nothing moves for so long is closed."""
 _SESSION_S = 3.0
-_FIRST_BYTES = 2 << 20
-"""What goes out to a receiver that stands before the thread of its connection is awake, which takes as long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,25 +55,12 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What one generator may pull, until it is ended. ``chain[l][b]``: the delta of bucket b in link l, if any.
-
-    ``head`` goes before everything else, to who stands; ``num_sent`` bytes of all that have gone out already.
-    """
+    """What one generator may pull, until it is ended. ``chain[l][b]``: the delta of bucket b in link l, if any."""
 
     slot: _Slot
     chain: Sequence[Sequence[bytes | None]]
     key: bytes
-    head: bytes = b""
-    num_sent: int = 0
     connections: set[socket.socket] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stand:
-    """A connection whose receiver stands; its thread waits for ``session``, None if there will be none."""
-
-    connection: socket.socket
-    session: queue.SimpleQueue[_Session | None] = field(default_factory=queue.SimpleQueue)
 
 
 class StreamServer:
@@ -89,8 +72,6 @@ class StreamServer:
         self._tell_lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._sessions: dict[bytes, _Session] = {}
-        self._expected: set[bytes] = set()
-        self._standing: dict[bytes, _Stand] = {}
         self._deltas: dict[int, list[bytes | None]] = {}
         self._num_connections = 0
         self._newest_job = -1
@@ -135,30 +116,13 @@ class StreamServer:
     def _open_session(self, order: link.OpenSession) -> None:
         with self._lock:
             chain = [self._deltas[job] for job in order.jobs]
-            session = _Session(self._slots[order.slot], chain, order.key)
-            self._sessions[order.token] = session
-            if order.next_token:
-                self._expected.add(order.next_token)
-            self._expected.discard(order.token)
-            stand = self._standing.pop(order.token, None)
-            if stand is not None:
-                session.connections.add(stand.connection)
+            self._sessions[order.token] = _Session(self._slots[order.slot], chain, order.key)
             self._lock.notify_all()
-        if stand is not None:
-            session.head = encode_head(order.head)
-            session.num_sent = _send_some(stand.connection, _all_of(session))
-            stand.session.put(session)
-        elif order.head:
-            self._tell(link.Unanswered(order.token))
 
     def _end_session(self, token: bytes) -> None:
         with self._lock:
-            self._expected.discard(token)
             session = self._sessions.pop(token, None)
             connections = list(session.connections) if session is not None else []
-            stand = self._standing.pop(token, None)
-            if stand is not None:
-                stand.session.put(None)
         for connection in connections:
             _hang_up(connection)
 
@@ -184,19 +148,13 @@ class StreamServer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The session that was answered unasked, until its receiver says what became of it.
-        pushed = b""
         try:
             with connection:
                 while (request := read_request(connection)) is not None:
-                    if request.said:
-                        pushed, session = b"", self._stand(request, connection)
-                    else:
-                        session = self._enter(request.token, connection)
+                    session = self._enter(request.token, connection)
                     if session is None:
                         return
                     try:
-                        pushed = request.token if request.said else pushed
                         _answer(connection, session, request)
                     finally:
                         with self._lock:
@@ -205,21 +163,8 @@ class StreamServer:
             # Strangers, the dead and the slow: theirs alone. The generator reports what it lacks, if it lives.
             logger.info("a weights connection ended: %s", error)
         finally:
-            if pushed:
-                # It may not even know what it lacks.
-                self._tell(link.Unanswered(pushed))
             with self._lock:
                 self._num_connections -= 1
-
-    def _stand(self, request: Request, connection: socket.socket) -> _Session | None:
-        """The session for which the receiver stands, once it is opened; None if it will not be."""
-        stand = _Stand(connection)
-        with self._lock:
-            if request.token not in self._expected:
-                return None
-            self._standing[request.token] = stand
-        self._tell(link.Said(request.token, request.said))
-        return stand.session.get()
 
     def _enter(self, token: bytes, connection: socket.socket) -> _Session | None:
         """The session of this token; None if there is none, and none comes."""
@@ -254,14 +199,7 @@ def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes |
 
 
 def _answer(connection: socket.socket, session: _Session, request: Request) -> None:
-    """All items of a request, in its order; to who stands the head and all buckets."""
-    if request.said:
-        start = session.num_sent
-        for part in _all_of(session):
-            if start < len(part):
-                connection.sendall(part[start:])
-            start = max(0, start - len(part))
-        return
+    """All items of a request, in its order."""
     if not session.key:
         for item in request.items:
             connection.sendall(_delta_or_bucket(session, item))
@@ -284,26 +222,6 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
     if delta is None:
         raise OSError(f"there is no item {item} in this session")
     return memoryview(delta)
-
-
-def _all_of(session: _Session) -> Iterator[memoryview]:
-    """What goes to who stands."""
-    yield memoryview(session.head)
-    for bucket in range(len(session.slot.sizes)):
-        yield session.slot.bucket(bucket).data
-
-
-def _send_some(connection: socket.socket, parts: Iterator[memoryview]) -> int:
-    """Send the first part and as much of the second as can be at once; how much that was."""
-    num_sent = 0
-    with contextlib.suppress(OSError):  # whoever sends the rest meets it too
-        # By itself: the first of them wakes the receiver, and would keep its core to the end.
-        for part in itertools.islice(parts, 2):
-            count = connection.send(part[:_FIRST_BYTES], socket.MSG_DONTWAIT)
-            num_sent += count
-            if count < len(part):
-                break
-    return num_sent
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -5,9 +5,9 @@ by index. The answer is those items' bytes, one after the other, nothing between
 Item ``b`` is bucket ``b`` whole; with ``B`` buckets, item ``B + l * B + b`` is the delta of bucket ``b`` in link ``l``
 of the session's chain.
 
-A receiver that *stands* asks before there is a session: its request has no items, and a token that the session before
-brought it. When the session is opened, a head (the control message that would have announced it) and all buckets come
-without another word. What the receiver has to say of what came before (``said``) travels with the request.
+A receiver that *stands* asks before there is a version, and asks the publisher (``push_lines.py``): its request has no
+items, but a token that the version before brought it, and what the receiver has to say of that (``said``). A head (the
+control message that would have announced the next version) and all its buckets then come without another word.
 
 A session with a key is sealed: the answer begins with a nonce of the server's, and every item is cut into records of
 ``RECORD_BYTES``, each sealed with AES-256-GCM (16 bytes longer than what is in it). Its key is derived from the
@@ -72,11 +72,37 @@ def read_request(connection: socket.socket) -> Request | None:
     head = receive_exactly(connection, _HEAD.size, may_end=True)
     if head is None:
         return None
-    magic, token, nonce, count, size = _HEAD.unpack(head)
+    body = receive_exactly(connection, _body_size(head))
+    assert body is not None
+    return _request(head, body)
+
+
+def take_request(inbox: bytearray) -> Request | None:
+    """The request that ``inbox`` begins with, taken out of it; None while it is not all there.
+
+    Raises:
+        WireError: it is none.
+    """
+    if len(inbox) < _HEAD.size:
+        return None
+    head = bytes(inbox[: _HEAD.size])
+    end = _HEAD.size + _body_size(head)
+    if len(inbox) < end:
+        return None
+    request = _request(head, bytes(inbox[_HEAD.size : end]))
+    del inbox[:end]
+    return request
+
+
+def _body_size(head: bytes) -> int:
+    magic, _, _, count, size = _HEAD.unpack(head)
     if magic != _MAGIC or count > MAX_ITEMS or size > MAX_SAID_BYTES:
         raise WireError("expected a request for weights")
-    body = receive_exactly(connection, 4 * count + size)
-    assert body is not None
+    return 4 * count + size
+
+
+def _request(head: bytes, body: bytes) -> Request:
+    _, token, nonce, count, _ = _HEAD.unpack(head)
     return Request(token, nonce, struct.unpack_from(f"<{count}I", body), body[4 * count :])
 
 

@@ -138,7 +138,7 @@ class Transfers:
             order = manifest = None
             self.error = f"what the learner sent without being asked could not be read: {error}"
         if order is None or manifest is None:
-            # The server may have ended before it passed on what was said to it.
+            # The line may have ended before what was said was heard.
             self._stream.close()
             reply(said)
             return

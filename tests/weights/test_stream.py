@@ -14,15 +14,17 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 import torch
 
-from async_rl.errors import AddressError
+from async_rl.errors import AddressError, WireError
 from async_rl.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control, stream_inlet
 from async_rl.weights.buffers import StagedWeights
 from async_rl.weights.member_socket import MemberSocket
 from async_rl.weights.publisher import Publisher
+from async_rl.weights.push_lines import PushLines
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
+from async_rl.weights.stream_wire import make_request
 from tests.weights.conftest import ReceiverProcess
 
 DEADLINE_S = 20.0
@@ -256,7 +258,7 @@ def test_who_stood_for_too_long_is_told_over_the_control_channel_again(monkeypat
         plane.publish(1, model(1))
         assert_same(arrived(receiver, 1), model(1))
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
-        assert (plane.publisher.stats().lost, plane.publisher.stats().failures) == (1, 0)
+        assert plane.publisher.stats().failures == 0
     assert fetches == [0, 1]
 
 
@@ -326,22 +328,20 @@ def test_a_server_that_dies_is_started_again_and_versions_go_on():
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
 
 
-def test_what_was_said_to_a_server_that_died_before_it_passed_it_on_is_said_again():
+def test_what_was_said_by_a_line_that_ended_before_it_was_heard_is_said_again(monkeypatch: pytest.MonkeyPatch):
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         receiver.follow(plane.announcement(plane.publish(0, model(0))))
         arrived(receiver, 0)
         assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
-        stream, deaf = plane.publisher._stream, threading.Event()
-        hear = stream._said
+        take, deaf = PushLines._take, threading.Event()
 
-        def dies_first(token: bytes, frame: bytes):
+        def ends_first(self, line, request):
             if deaf.is_set():
-                return hear(token, frame)
+                return take(self, line, request)
             deaf.set()
-            os.kill(stream.server_pid, signal.SIGKILL)
-            return []
+            raise WireError("not heard")
 
-        stream._said = dies_first
+        monkeypatch.setattr(PushLines, "_take", ends_first)
         plane.publish(1, model(1))
         assert_same(arrived(receiver, 1), model(1))
         assert plane.publisher.wait(1, DEADLINE_S / 4, num_members=1)
@@ -367,13 +367,14 @@ def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(
         for version in (1, 2):
             plane.publish(version, model(version))
             assert_same(arrived(receiver, version), model(version))
-        assert len(connections) == 1
-        connections[0].shutdown(socket.SHUT_RDWR)
+        # To the server for the first, and to where it stands for the others.
+        assert len(connections) == 2
+        connections[1].shutdown(socket.SHUT_RDWR)
         plane.publish(3, model(3))
         assert_same(arrived(receiver, 3), model(3))
-        assert len(connections) == 2
         assert plane.publisher.wait(3, DEADLINE_S, num_members=1)
-        assert (plane.publisher.stats().lost, plane.publisher.stats().failures) == (1, 0)
+        assert len(connections) == 4
+        assert plane.publisher.stats().failures == 0
 
 
 def test_a_stranger_without_a_token_gets_nothing_and_harms_nobody():
@@ -381,19 +382,22 @@ def test_a_stranger_without_a_token_gets_nothing_and_harms_nobody():
         first = plane.publish(0, model(0))
         receiver.follow(plane.announcement(first))
         arrived(receiver, 0)
-        port = plane.publisher._stream._host.port
+        stream = plane.publisher._stream
         ack = control.encode_message(control.Ack(1, 0, first.manifest.digest, 0, 0))
-        for said in (
-            b"GET / HTTP/1.1\r\n" + b"\r\n" * 40,
-            stream_inlet.make_request(bytes(16), [0]).encode(),
-            stream_inlet.make_request(bytes(16), [], ack).encode(),
-        ):
-            with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
-                connection.sendall(said)
-                with contextlib.suppress(ConnectionResetError):  # it closes before it has read everything
-                    assert connection.recv(1) == b""
+        malformed = (b"GET / HTTP/1.1\r\n" + b"\r\n" * 40, bytes(1 << 17))
+        unasked = (make_request(bytes(16), [0]), make_request(bytes(16), []), make_request(bytes(16), [], ack))
+        assert stream._lines is not None
+        for port in (stream._host.port, stream._lines.port):
+            for said in (*malformed, *(request.encode() for request in unasked)):
+                with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+                    with contextlib.suppress(ConnectionError):  # it closes before it has read everything
+                        connection.sendall(said)
+                    with contextlib.suppress(ConnectionResetError):
+                        assert connection.recv(1) == b""
         plane.publish(1, model(1))
         assert_same(arrived(receiver, 1), model(1))
+        assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
+        assert plane.publisher.stats().malformed == 5
 
 
 def test_a_killed_and_a_frozen_puller_delay_neither_publishing_nor_the_others(
