@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOrder:
-    """``host`` is the publisher's, ``local_host`` an address of this machine at which the other ranks reach it."""
+    """``host`` is the publisher's, ``local_host`` an address of this machine at which the other ranks reach it: of
+    interest where a communicator is built.
+    """
 
     go: control.Go
-    backend: str
     host: str
-    local_host: str
+    local_host: str = ""
+
+    @property
+    def message(self) -> control.Go:
+        return self.go
 
 
 class CollectiveInlet:
@@ -46,7 +51,7 @@ class CollectiveInlet:
         if go.store_port:
             self.close()
             self._group = CollectiveGroup.create(
-                order.backend,
+                go.backend,
                 store_host=order.host,
                 store_port=go.store_port,
                 rank=go.rank,
@@ -69,9 +74,6 @@ class CollectiveInlet:
         # All of them first: a rank that leaves in between would break the collective for the others.
         _check_digests(digests, manifest)
         return Filled(manifest.size_bytes)
-
-    def acknowledge(self, order: CollectiveOrder, ack: control.Ack) -> bool:
-        return False
 
     def close(self) -> None:
         group, self._group = self._group, None

@@ -91,10 +91,9 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class Enter(msgspec.Struct, frozen=True):
-    """Make room for this version. ``manifest`` as in ``manifest_fields``; ``backend`` is ``gloo`` or ``nccl``."""
+    """Make room for this version. ``manifest`` as in ``manifest_fields``."""
 
     attempt: int
-    backend: str
     manifest: Mapping[str, Any]
 
 
@@ -102,8 +101,9 @@ class Go(msgspec.Struct, frozen=True):
     """Receive now, as ``rank`` of ``size``. A new ``epoch`` is built over the store at ``store_port`` of my host; port
     0 says to use the one that is there.
 
-    ``stall_s`` bounds every single collective, ``deadline_s`` the whole; buckets travel ``chunk_bytes`` at a time.
-    A ``manifest`` that is not empty: there was no ``Enter`` before. Who does not take part leaves the communicator.
+    ``stall_s`` bounds every single collective of ``backend``, ``deadline_s`` the whole; buckets travel in chunks of
+    ``chunk_bytes``. A ``manifest`` that is not empty: there was no ``Enter`` before. Who does not take part leaves
+    the communicator. ``line_port`` and ``line_token`` are those of ``Fetch``.
     """
 
     attempt: int
@@ -116,6 +116,8 @@ class Go(msgspec.Struct, frozen=True):
     chunk_bytes: int
     backend: str
     manifest: Mapping[str, Any]
+    line_port: int = 0
+    line_token: bytes = b""
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -124,7 +126,7 @@ class Fetch(msgspec.Struct, frozen=True):
     ``delta_sizes[l][b]`` is the size of bucket b's delta in link l of a chain from the weights with digest ``base``
     (-1: none); an empty ``base`` means that there is no chain. A chain of no links: you hold these very weights.
     A ``line_port``: say what came of it there, showing ``line_token``, and stand; the version after this one then comes
-    by that connection, without another ``Fetch`` here.
+    by that connection, its ``Fetch`` or ``Go`` with it, without a word here.
     """
 
     attempt: int
@@ -135,8 +137,8 @@ class Fetch(msgspec.Struct, frozen=True):
     base: str
     delta_sizes: list[list[int]]
     deadline_s: float
-    line_port: int
-    line_token: bytes
+    line_port: int = 0
+    line_token: bytes = b""
 
 
 def seconds_until(deadline: float) -> float:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from msgspec.structs import replace
+
 from async_rl.weights import control
 from async_rl.weights.collective_sender import CollectiveSender
 from async_rl.weights.manifest import manifest_fields
 from async_rl.weights.rounds import DropAction, EnterAction, FinishAction, GoAction, PullAction, Rounds
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.stream_sender import StreamSender
-from async_rl.weights.transport import Delivery, Outlet, Tell, TransportName
+from async_rl.weights.transport import Delivery, Outlet, Tell
 
 _RETRY_S = 2.0
 
@@ -27,14 +29,12 @@ class Deliveries:
         self,
         rounds: Rounds,
         *,
-        transport: TransportName,
         collective: CollectiveSender | None,
         stream: StreamSender,
         tell: Tell,
         counts: Counter[str],
     ) -> None:
         self._rounds = rounds
-        self._transport = transport
         self._collective = collective
         self._stream = stream
         self._tell = tell
@@ -42,6 +42,7 @@ class Deliveries:
         self._newest: StagedVersion | None = None
         self._pinned: dict[int, StagedVersion] = {}
         self._pulls: dict[int, tuple[PullAction, float]] = {}
+        self._gos: dict[tuple[int, bytes], control.PublisherMessage] = {}
         self.last_drop = ""
 
     def publish(self, staged: StagedVersion) -> None:
@@ -78,8 +79,10 @@ class Deliveries:
             self._newest.mark_delivered(not self._rounds.collecting())
 
     def lost(self, member_id: bytes, attempt: int) -> None:
-        """What was pushed is to be offered again."""
+        """What was pushed is to be offered again, what was said to be said again: it is taken once."""
         self._counts["lost"] += 1
+        if (go := self._gos.get((attempt, member_id))) is not None:
+            self._tell(member_id, go)
         self._rounds.lost(member_id, attempt)
 
     def version_of(self, attempt: int) -> StagedVersion | None:
@@ -114,7 +117,7 @@ class Deliveries:
         staged = self._pin(action.attempt)
         if staged is None:
             return
-        message = control.Enter(action.attempt, self._transport, manifest_fields(staged.manifest))
+        message = control.Enter(action.attempt, manifest_fields(staged.manifest))
         for member_id in action.member_ids:
             self._tell(member_id, message)
 
@@ -129,11 +132,21 @@ class Deliveries:
             action.is_first,
         )  # fmt: skip
         self._counts["attempts"] += 1
-        self._collective.deliver(delivery, self._tell)
+
+        def tell(member_id: bytes, message: control.PublisherMessage) -> None:
+            go = self._gos[action.attempt, member_id] = replace(message, **self._stream.place(member_id))
+            # Only who need not build a communicator is told by its line: that is the one quick way.
+            if not action.is_first or not self._stream.say(member_id, action.attempt, go):
+                self._tell(member_id, go)
+
+        self._collective.deliver(delivery, tell)
 
     def _finish(self, action: FinishAction) -> None:
         assert self._collective is not None
         self._collective.end(action.attempt, intact=action.intact)
+        self._stream.end_saying(action.attempt)
+        for key in [key for key in self._gos if key[0] == action.attempt]:
+            del self._gos[key]
         if (staged := self._pinned.pop(action.attempt, None)) is not None:
             staged.unpin()
 

@@ -109,7 +109,7 @@ class Publisher:
             listen_host,
             is_sealed=keys is not None and not insecure and not is_local if is_sealed is None else is_sealed,
             has_deltas=transport == "tcp" and (not is_local if has_deltas is None else has_deltas),
-            may_stand=keys is None and transport == "tcp",
+            may_stand=keys is None,
         )
         collective = None
         if transport != "tcp":
@@ -117,7 +117,6 @@ class Publisher:
             collective = self._collective_sender(transport, listen_host, local_host, deadline_s, chunk_bytes, device)
         self._deliveries = Deliveries(
             self._rounds,
-            transport=transport,
             collective=collective,
             stream=self._stream,
             tell=self._tell,

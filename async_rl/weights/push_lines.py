@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
@@ -93,7 +93,7 @@ class PushLines:
         self._expected: dict[bytes, bytes] = {}
         self._tokens: dict[bytes, bytes] = {}
         self._standing: dict[bytes, _Line] = {}
-        self._pushing: dict[int, _Line] = {}
+        self._pushing: defaultdict[int, set[_Line]] = defaultdict(set)
 
     def fileno(self) -> int:
         """Readable when ``poll`` has something to do."""
@@ -110,11 +110,13 @@ class PushLines:
         return member_id in self._standing
 
     def push(self, member_id: bytes, attempt: int, token: bytes, head: bytes, buckets: Sequence[memoryview]) -> bool:
-        """Send a version to a member that stands; False if its line has just broken.
+        """Send a version to a member, or a word about one (without ``buckets``); False unless it stands.
 
         The buckets are read until its acknowledgement is heard, it is lost, or ``end`` is called.
         """
-        line = self._standing.pop(member_id)
+        line = self._standing.pop(member_id, None)
+        if line is None:
+            return False
         left = deque([memoryview(encode_head(head)), *buckets])
         try:
             _send_some(line.connection, left, _AT_ONCE_BYTES // len(self._lines))
@@ -122,14 +124,14 @@ class PushLines:
             self._drop(line)
             return False
         line.push = _Push(attempt, token, buckets)
-        self._pushing[attempt] = line
+        self._pushing[attempt].add(line)
         if left:
             line.work.put([*left])
         return True
 
     def end(self, attempt: int) -> None:
         """Nobody waits for this attempt any more: what is still under way is cut off."""
-        if (line := self._pushing.get(attempt)) is not None:
+        for line in [*self._pushing.get(attempt, ())]:
             self._drop(line)
 
     def keep(self, member_ids: Container[bytes]) -> None:
@@ -206,7 +208,7 @@ class PushLines:
         if member_id is None:
             raise WireError("expected a token with which somebody may stand")
         self._forget(member_id)
-        if (other := self._standing.get(member_id)) is not None:
+        if (other := self._standing.get(member_id)) is not None and other is not line:
             self._drop(other)
         if line.member_id is None:
             threading.Thread(target=_send_all, args=(line,), name="weights-line", daemon=True).start()
@@ -219,7 +221,9 @@ class PushLines:
         """Nothing is under way on this line any more; what was."""
         push, line.push = line.push, None
         if push is not None:
-            del self._pushing[push.attempt]
+            self._pushing[push.attempt].discard(line)
+            if not self._pushing[push.attempt]:
+                del self._pushing[push.attempt]
         return push
 
     def _drop(self, line: _Line) -> list[Heard | Lost]:

@@ -42,7 +42,6 @@ class _Attempt:
     """A collective that this side was told to enter."""
 
     number: int
-    backend: str
     manifest: Manifest
 
 
@@ -263,8 +262,8 @@ class Receiver:
                 self._channel_error = f"dropped by the learner: {reason}"
                 self._forget_membership()
                 self._next_beat = time.monotonic() + retry_s
-            case control.Enter(attempt, backend, manifest_fields):
-                self._enter(attempt, backend, manifest_from_fields(manifest_fields))
+            case control.Enter(attempt, manifest_fields):
+                self._enter(attempt, manifest_from_fields(manifest_fields))
             case control.Go():
                 self._go(message)
             case control.Fetch():
@@ -292,10 +291,10 @@ class Receiver:
             return False
         return True
 
-    def _enter(self, number: int, backend: str, manifest: Manifest) -> None:
+    def _enter(self, number: int, manifest: Manifest) -> None:
         reply = self._replying()
         if self._lacks(number, manifest, reply):
-            self._attempt = _Attempt(number, backend, manifest)
+            self._attempt = _Attempt(number, manifest)
             self._transfers.prepare(manifest, number, reply)
 
     def _go(self, go: control.Go) -> None:
@@ -305,11 +304,11 @@ class Receiver:
                 # The others must not wait for this rank.
                 self._transfers.disconnect()
                 return
-            self._attempt = _Attempt(go.attempt, go.backend, manifest)
+            self._attempt = _Attempt(go.attempt, manifest)
         attempt = self._attempt
         if attempt is None or attempt.number != go.attempt:
             return
-        order = CollectiveOrder(go, attempt.backend, self._host, self._local_host)
+        order = CollectiveOrder(go, self._host, self._local_host)
         self._transfers.collect(order, attempt.manifest, self._replying())
 
     def _fetch(self, fetch: control.Fetch) -> None:

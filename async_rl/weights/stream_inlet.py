@@ -54,6 +54,10 @@ class StreamOrder:
     host: str
     is_pushed: bool = False
 
+    @property
+    def message(self) -> control.Fetch:
+        return self.fetch
+
 
 class StreamInlet:
     """See ``transport.Inlet``. One connection serves pull after pull."""
@@ -68,25 +72,25 @@ class StreamInlet:
         base = buffers.find(order.fetch.base) if order.fetch.base else None
         return _Pull(order, manifest, buffer, base, self._line, deadline).run()
 
-    def acknowledge(self, order: StreamOrder, ack: control.Ack) -> bool:
-        """Say it over the connection by which the version came, and stand for the next; False where that can't be."""
-        fetch = order.fetch
-        if not fetch.line_port:
+    def stand(self, host: str, message: control.Fetch | control.Go, ack: control.Ack) -> bool:
+        """Say it where ``message`` let this side stand for the next; False where it did not, or that can't be."""
+        if not message.line_port:
             return False
-        request = make_request(fetch.line_token, (), control.encode_message(ack))
-        return self._line.stand(order.host, fetch.line_port, request)
+        request = make_request(message.line_token, (), control.encode_message(ack))
+        return self._line.stand(host, message.line_port, request)
 
     def standing(self) -> tuple[socket.socket, float] | None:
         """The connection on which the next version may come by itself, and until when (monotonic clock)."""
         return self._line.standing()
 
-    def receive_order(self) -> StreamOrder | None:
-        """What began to come to where this side stands; None if the server ended that.
+    def receive_message(self) -> tuple[str, control.Fetch | control.Go] | None:
+        """What began to come to where this side stands, or is to come by a collective, and the host that it comes
+        from; None if that was ended.
 
         Raises:
-            WireError: it is no order. OSError: the connection broke. Either way it is of no use any more.
+            WireError: it is neither. OSError: the connection broke. Either way it is of no use any more.
         """
-        return self._line.receive_order()
+        return self._line.receive_message()
 
     def close(self) -> None:
         self._line.close()
@@ -126,9 +130,9 @@ class _Line:
 
     def stand(self, host: str, port: int, request: Request) -> bool:
         """Send the next request ahead, over the kept connection or a fresh one; whether it could be."""
-        deadline = time.monotonic() + _STALL_S
+        self._stands = False
         try:
-            connection = self._take((host, port)) or _connect(host, port, deadline)
+            connection = self._take((host, port)) or _connect(host, port, time.monotonic() + _STALL_S)
         except (OSError, WeightsError):
             return False
         try:
@@ -145,7 +149,7 @@ class _Line:
         _, connection, used_at = self._kept
         return connection, used_at + _KEEP_S
 
-    def receive_order(self) -> StreamOrder | None:
+    def receive_message(self) -> tuple[str, control.Fetch | control.Go] | None:
         assert self._kept is not None
         assert self._stands
         (host, _), connection, _ = self._kept
@@ -153,7 +157,7 @@ class _Line:
         self._stands = False
         if frame is None:
             return None
-        return StreamOrder(control.decode_message(frame, (control.Fetch,), control.TO_MEMBER_LIMITS), host, True)
+        return host, control.decode_message(frame, (control.Fetch, control.Go), control.TO_MEMBER_LIMITS)
 
     def close(self) -> None:
         self._stands = False

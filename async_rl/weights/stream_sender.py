@@ -6,7 +6,8 @@ deltas is let wait for that. The chain never grows larger than a full copy, whic
 
 In the clear and without deltas a member *stands* when it has a version (``push_lines.py``): its acknowledgement came
 over a connection of its own, by which the next version goes out as soon as it is published, without a word over the
-control channel, or to the server. Whatever goes wrong with that is ``Lost``, and offered again the ordinary way.
+control channel, or to the server. Where the next one comes by a collective, the word to take part goes there. Whatever
+goes wrong with that is ``Lost``, and offered or said again the ordinary way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 from async_rl.weights import control
 from async_rl.weights.delta import element_runs
@@ -189,9 +191,25 @@ class StreamSender:
             base=base,
             delta_sizes=delta_sizes or [],
             deadline_s=control.seconds_until(delivery.deadline),
-            line_port=0 if self._lines is None else self._lines.port,
-            line_token=b"" if self._lines is None else self._lines.expect(member.member_id),
+            **self.place(member.member_id),
         )
+
+    def place(self, member_id: bytes) -> dict[str, Any]:
+        """Where this member may stand from now on: ``line_port`` and ``line_token``, if anywhere."""
+        if self._lines is None:
+            return {}
+        return {"line_port": self._lines.port, "line_token": self._lines.expect(member_id)}
+
+    def say(self, member_id: bytes, attempt: int, message: control.PublisherMessage) -> bool:
+        """Tell a member that stands; False if it does not. It answers as to a version, or is ``Lost``."""
+        return self._lines is not None and self._lines.push(
+            member_id, attempt, b"", control.encode_message(message), ()
+        )
+
+    def end_saying(self, attempt: int) -> None:
+        """Nobody waits any more for an answer to what was said of this attempt."""
+        if self._lines is not None:
+            self._lines.end(attempt)
 
     def end(self, attempt: int, *, intact: bool) -> None:
         token = self._sessions.pop(attempt).token

@@ -7,7 +7,8 @@ of the session's chain.
 
 A receiver that *stands* asks before there is a version, and asks the publisher (``push_lines.py``): its request has no
 items, but a token that the version before brought it, and what the receiver has to say of that (``said``). A head (the
-control message that would have announced the next version) and all its buckets then come without another word.
+control message that would have announced the next version) and all its buckets then come without another word; the
+head alone, where that version comes by a collective.
 
 A session with a key is sealed: the answer begins with a nonce of the server's, and every item is cut into records of
 ``RECORD_BYTES``, each sealed with AES-256-GCM (16 bytes longer than what is in it). Its key is derived from the

@@ -57,6 +57,7 @@ class Transfers:
         self._collective = CollectiveInlet(device)
         self._stream = StreamInlet()
         self._said: tuple[control.Ack, Reply] | None = None
+        self._last_attempt = 0
         self._jobs: deque[Callable[[], None] | None] = deque()
         self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name="weights-transfer", daemon=True)
@@ -82,7 +83,7 @@ class Transfers:
 
     def disconnect(self) -> None:
         """The communicator was of an epoch that is over (numbers may come again); nothing more comes by itself."""
-        self._submit(self._close)
+        self._submit(self._forget)
 
     def close(self, timeout_s: float) -> None:
         """Let go of all connections after the jobs that are left, and end; that is waited for so long."""
@@ -132,23 +133,26 @@ class Transfers:
         assert self._said is not None, "standing without having said something"
         said, reply = self._said
         try:
-            order = self._stream.receive_order()
-            manifest = None if order is None else manifest_from_fields(order.fetch.manifest)
+            received = self._stream.receive_message()
+            manifest = None if received is None else manifest_from_fields(received[1].manifest)
         except (OSError, WireError) as error:
-            order = manifest = None
+            received = manifest = None
             self.error = f"what the learner sent without being asked could not be read: {error}"
-        if order is None or manifest is None:
+        if received is None or manifest is None:
             # The line may have ended before what was said was heard.
             self._stream.close()
             reply(said)
             return
-        if not self._lacks(order.fetch.attempt, manifest, reply):
-            # What is behind the head is not wanted.
-            self._stream.close()
+        host, message = received
+        is_pull = isinstance(message, control.Fetch)
+        inlet: Inlet[Any] = self._stream if is_pull else self._collective
+        if not self._lacks(message.attempt, manifest, reply):
+            # What is behind the head is not wanted; or the others in the collective must not wait for this rank.
+            inlet.close()
             return
-        fetch = order.fetch
-        deadline = time.monotonic() + fetch.deadline_s
-        self._receive(self._stream, order, manifest, fetch.attempt, deadline, reply)
+        order = StreamOrder(message, host, is_pushed=True) if is_pull else CollectiveOrder(message, host)
+        deadline = time.monotonic() + message.deadline_s
+        self._receive(inlet, order, manifest, message.attempt, deadline, reply)
 
     def _prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
         try:
@@ -161,6 +165,9 @@ class Transfers:
     def _receive(
         self, inlet: Inlet[Any], order: Any, manifest: Manifest, attempt: int, deadline: float, reply: Reply
     ) -> None:
+        if attempt == self._last_attempt:
+            return  # said twice, where the publisher could not know that it was heard
+        self._last_attempt = attempt
         start = time.monotonic()
         try:
             buffer = self._buffers.reserve(manifest)
@@ -176,7 +183,7 @@ class Transfers:
         staged = self._buffers.commit(buffer, manifest, elapsed_s)
         ack = control.Ack(attempt, staged.version, staged.digest, filled.wire_bytes, filled.num_corrupt)
         self._said = ack, reply
-        if not inlet.acknowledge(order, ack):
+        if not self._stream.stand(order.host, order.message, ack):
             reply(ack)
         self.error = None
         before = self.stats
@@ -194,6 +201,11 @@ class Transfers:
         self.stats = replace(self.stats, failed=self.stats.failed + 1, corrupt=self.stats.corrupt + is_corrupt)
         self.error = f"version {manifest.version} did not arrive: {reason}"
         reply(control.Failed(attempt, reason, is_corrupt))
+
+    def _forget(self) -> None:
+        """Attempts are numbered anew."""
+        self._last_attempt = 0
+        self._close()
 
     def _close(self) -> None:
         self._collective.close()

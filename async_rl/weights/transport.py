@@ -103,10 +103,6 @@ class Inlet(Protocol, Generic[OrderT]):
         """
         ...
 
-    def acknowledge(self, order: OrderT, ack: control.Ack) -> bool:
-        """Tell the publisher by the way by which the version came; False: that is for the control channel."""
-        ...
-
     def close(self) -> None:
         """Let go of all connections."""
         ...

@@ -17,7 +17,7 @@ import torch
 from async_rl.errors import AddressError, WireError
 from async_rl.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.messages import Announcement
-from async_rl.weights import control, stream_inlet
+from async_rl.weights import control, push_lines, stream_inlet
 from async_rl.weights.buffers import StagedWeights
 from async_rl.weights.member_socket import MemberSocket
 from async_rl.weights.publisher import Publisher
@@ -211,22 +211,22 @@ def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_pa
         assert plane.publisher.stats().corrupt == len(staged.buckets) - 1
 
 
-def told_of_fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Versions that were offered over the control channel."""
-    versions: list[int] = []
+def told(monkeypatch: pytest.MonkeyPatch, kind: type[control.Fetch | control.Go]) -> list[int]:
+    """Attempts that members were told of, by such messages, over the control channel."""
+    attempts: list[int] = []
     tell = MemberSocket.tell
 
     def recorded(self, member_id, message):
-        if isinstance(message, control.Fetch):
-            versions.append(message.manifest["version"])
+        if isinstance(message, kind):
+            attempts.append(message.attempt)
         return tell(self, member_id, message)
 
     monkeypatch.setattr(MemberSocket, "tell", recorded)
-    return versions
+    return attempts
 
 
 def test_who_stands_gets_versions_without_being_told_of_them(monkeypatch: pytest.MonkeyPatch):
-    fetches = told_of_fetches(monkeypatch)
+    fetches = told(monkeypatch, control.Fetch)
     with a_plane() as plane, ExitStack() as stack:
         receivers = [stack.enter_context(closing(Receiver(name, insecure=False))) for name in "ab"]
         first = plane.publish(0, model(0))
@@ -239,14 +239,14 @@ def test_who_stands_gets_versions_without_being_told_of_them(monkeypatch: pytest
                 assert_same(arrived(receiver, version), model(version))
             assert plane.publisher.wait(version, DEADLINE_S, num_members=2)
         stats = plane.publisher.stats()
-    assert fetches == [0, 0]
+    assert fetches == [1, 2]
     assert (stats.pulls, stats.lost, stats.failures) == (8, 0, 0)
     assert stats.pulled_bytes == 8 * first.manifest.size_bytes
 
 
 def test_who_stood_for_too_long_is_told_over_the_control_channel_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream_inlet, "_KEEP_S", 0.05)
-    fetches = told_of_fetches(monkeypatch)
+    fetches = told(monkeypatch, control.Fetch)
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         receiver.follow(plane.announcement(plane.publish(0, model(0))))
         arrived(receiver, 0)
@@ -259,7 +259,7 @@ def test_who_stood_for_too_long_is_told_over_the_control_channel_again(monkeypat
         assert_same(arrived(receiver, 1), model(1))
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
         assert plane.publisher.stats().failures == 0
-    assert fetches == [0, 1]
+    assert len(fetches) == 2
 
 
 def test_a_corrupted_bucket_of_what_came_by_itself_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
@@ -285,6 +285,61 @@ def test_a_corrupted_bucket_of_what_came_by_itself_is_asked_for_again(monkeypatc
         assert stats.corrupt == receiver.stats().corrupt_buckets == 1
         assert (stats.lost, stats.failures) == (0, 0)
         assert stats.pulled_bytes - stats.pulled_full_bytes in staged.manifest.bucket_sizes
+
+
+@contextmanager
+def a_collective_plane() -> Iterator[tuple[Plane, Receiver]]:
+    """Over gloo, with one receiver that holds versions 0 (which it pulled) and 1: their communicator is there."""
+    with a_plane(transport="gloo") as plane, closing(Receiver("g", insecure=False)) as receiver:
+        plane.staging = Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S)
+        receiver.follow(plane.announcement(plane.publish(0, model(0))))
+        for version in range(2):
+            if version:
+                plane.publish(version, model(version))
+            assert_same(arrived(receiver, version), model(version))
+            assert plane.publisher.wait(version, DEADLINE_S, num_members=1)
+        yield plane, receiver
+
+
+def test_who_stands_is_told_to_take_part_in_a_collective_where_it_stands(monkeypatch: pytest.MonkeyPatch):
+    goes = told(monkeypatch, control.Go)
+    with a_collective_plane() as (plane, receiver):
+        assert len(goes) == 1
+        for version in range(2, 5):
+            plane.publish(version, model(version))
+            assert_same(arrived(receiver, version), model(version))
+            assert plane.publisher.wait(version, DEADLINE_S, num_members=1)
+        stats = plane.publisher.stats()
+    assert len(goes) == 1
+    assert (stats.pulls, stats.attempts, stats.lost, stats.failures) == (1, 4, 0, 0)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_word_whose_line_ends_is_said_again_and_taken_once(is_read: bool, monkeypatch: pytest.MonkeyPatch):
+    goes = told(monkeypatch, control.Go)
+    send_some, broken = push_lines._send_some, []
+
+    def breaks(connection, parts, most):
+        if is_read:
+            send_some(connection, parts, most)
+        parts.clear()
+        if not broken:
+            broken.append(True)
+            # For this side it has ended, and with it whatever was sent; the other one may have read it.
+            connection.shutdown(socket.SHUT_RD if is_read else socket.SHUT_RDWR)
+
+    with a_collective_plane() as (plane, receiver):
+        monkeypatch.setattr(push_lines, "_send_some", breaks)
+        plane.publish(2, model(2))
+        assert_same(arrived(receiver, 2), model(2))
+        assert plane.publisher.wait(2, DEADLINE_S, num_members=1)
+        assert (plane.publisher.stats().lost, len(goes)) == (1, 2)
+        monkeypatch.undo()
+        plane.publish(3, model(3))
+        assert_same(arrived(receiver, 3), model(3))
+        assert plane.publisher.wait(3, DEADLINE_S, num_members=1)
+        stats = plane.publisher.stats()
+    assert (stats.pulls, stats.attempts, stats.failures, stats.dropped) == (1, 3, 0, 0)
 
 
 def test_what_came_by_itself_and_is_not_what_was_announced_is_refused():
