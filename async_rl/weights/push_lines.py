@@ -4,9 +4,9 @@ A member that has a version connects to ``port``, shows the token that came with
 stands then. The next version goes out as soon as it is published: a head (the control message that would have
 announced it), and all buckets behind. Buckets that did not match are asked for again over the same connection.
 
-The publisher sends what the kernel takes at once, up to a limit, and reads what is asked, without ever waiting; one
-thread at a time is in here. The rest is sent by a thread of the line's own, which waits in the kernel, outside the
-interpreter's lock.
+The publisher sends heads, and of small versions what the kernel takes at once, and reads what is asked, without ever
+waiting; one thread at a time is in here. The rest is sent by a thread of the line's own, which waits in the kernel,
+outside the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_LINES = 4096
 _STALL_S = 30
 """A line on which nothing moves for so long is ended."""
 _AT_ONCE_BYTES = 16 << 20
-"""What the publisher itself sends of a version at most, to all lines together: it takes the learner three milliseconds.
-10 MB that a thread is woken for take a quarter longer."""
+"""Versions of up to this size, all lines together, are sent by the publisher itself, which takes the learner a few
+milliseconds. 10 MB that a thread is woken for take a quarter longer; a larger version takes its time anyway."""
 _STRANGER_S = 10.0
 """Who connects has so long to show a token."""
 
@@ -119,7 +119,8 @@ class PushLines:
             return False
         left = deque([memoryview(encode_head(head)), *buckets])
         try:
-            _send_some(line.connection, left, _AT_ONCE_BYTES // len(self._lines))
+            is_small = sum(map(len, left)) * len(self._lines) <= _AT_ONCE_BYTES
+            _send_some(line.connection, left, len(left) if is_small else 1)
         except OSError:
             self._drop(line)
             return False
@@ -247,12 +248,12 @@ class PushLines:
             del self._expected[token]
 
 
-def _send_some(connection: socket.socket, parts: deque[memoryview], most: int) -> None:
-    """Take from ``parts`` what can be sent at once, ``most`` bytes at most."""
+def _send_some(connection: socket.socket, parts: deque[memoryview], num_parts: int) -> None:
+    """Take from ``parts`` what can be sent at once of the first ``num_parts``."""
+    end = len(parts) - num_parts
     with contextlib.suppress(BlockingIOError):
-        while parts and most > 0:
-            count = connection.send(parts[0][:most], socket.MSG_DONTWAIT)
-            most -= count
+        while len(parts) > end:
+            count = connection.send(parts[0], socket.MSG_DONTWAIT)
             part = parts.popleft()
             if count < len(part):
                 parts.appendleft(part[count:])
