@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from async_rl.errors import WireError
 from async_rl.weights import control
-from async_rl.weights.stream_wire import TOKEN_BYTES, Request, encode_head, take_request
+from async_rl.weights.stream_wire import MAX_SAID_BYTES, TOKEN_BYTES, Request, encode_head, take_request
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ _STALL_S = 30
 _AT_ONCE_BYTES = 16 << 20
 """Versions of up to this size, all lines together, are sent by the publisher itself, which takes the learner a few
 milliseconds. 10 MB that a thread is woken for take a quarter longer; a larger version takes its time anyway."""
+MAX_REQUEST_BYTES = MAX_SAID_BYTES + 100
+"""Of who has not shown a token yet: a request without items."""
 _STRANGER_S = 10.0
 """Who connects has so long to show a token."""
 
@@ -187,6 +189,8 @@ class PushLines:
         try:
             while (request := take_request(line.inbox)) is not None:
                 events += self._take(line, request)
+            if line.member_id is None and len(line.inbox) > MAX_REQUEST_BYTES:
+                raise WireError(f"expected a token within {MAX_REQUEST_BYTES} bytes")
         except WireError as error:
             logger.info("a line of the weights ended: %s", error)
             self.num_malformed += 1

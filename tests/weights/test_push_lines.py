@@ -182,6 +182,15 @@ def test_strangers_are_let_go_when_others_come_and_never_fill_the_place(lines, m
             assert events_of(lines) == [Heard(b"n", ACK)]
 
 
+def test_a_stranger_is_not_listened_to_for_megabytes(lines: PushLines):
+    head = struct.pack("<4s16s16sII", b"ARW2", TOKEN, TOKEN, 1 << 20, 0)
+    with connect(lines) as connection:
+        connection.sendall(head + bytes(push_lines.MAX_REQUEST_BYTES))
+        assert settle(lines) == []
+        assert has_ended(connection)
+    assert lines.num_malformed == 1
+
+
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\n" * 8, struct.pack("<4s16s16sII", b"ARW2", TOKEN, TOKEN, 1 << 31, 0)]
 )
