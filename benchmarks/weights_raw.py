@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.weights.collective import CollectiveGroup, listening_socket
+from async_rl.weights.collective import CollectiveGroup
+from async_rl.weights.sockets import listening_socket
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 300.0

@@ -131,7 +131,8 @@ def meet_two(host: str, backend: str) -> list[Row]:
     """In a process of its own: a communicator of two on ``host``, as weights use it, and one broadcast."""
     import torch
 
-    from async_rl.weights.collective import CollectiveGroup, listening_socket
+    from async_rl.weights.collective import CollectiveGroup
+    from async_rl.weights.sockets import listening_socket
 
     name = f"{backend} of two"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -30,15 +30,6 @@ _NUM_UNDER_WAY = 2
 _NCCL_GROUP_TIMEOUT = timedelta(days=1)
 
 
-def listening_socket(host: str) -> socket.socket:
-    """A socket on any free port of ``host``, for ``CollectiveGroup.create`` of rank 0 to serve its store from."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(1024)
-    return listener
-
-
 class CollectiveGroup:
     """One rank of an epoch's communicator. One thread uses it at a time."""
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from async_rl.weights import control
 from async_rl.weights.background import JobThread
-from async_rl.weights.collective import CollectiveGroup, listening_socket
+from async_rl.weights.collective import CollectiveGroup
 from async_rl.weights.manifest import manifest_fields
+from async_rl.weights.sockets import listening_socket
 from async_rl.weights.transport import Delivery, Tell
 
 Done = Callable[[Delivery, float, Exception | None], None]

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from async_rl.errors import WireError
 from async_rl.weights import control
+from async_rl.weights.sockets import hang_up, listening_socket
 from async_rl.weights.stream_wire import MAX_SAID_BYTES, TOKEN_BYTES, Request, encode_head, take_request
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,8 @@ class PushLines:
     """All lines of a publisher; listens at any port of ``host``."""
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._listener.bind((host, 0))
-        self._listener.listen(1024)
+        self._listener = listening_socket(host)
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.num_malformed = 0
         self._epoll = select.epoll()
@@ -243,7 +242,7 @@ class PushLines:
         if self._standing.get(member_id) is line:
             del self._standing[member_id]
         # Its thread may be amid a send: that ends now, and the thread closes the connection.
-        _hang_up(line.connection)
+        hang_up(line.connection)
         line.work.put(None)
         return [] if push is None else [Lost(member_id, push.attempt)]
 
@@ -273,7 +272,7 @@ def _send_all(line: _Line) -> None:
         except OSError as error:
             logger.info("a line of the weights ended: %s", error)
             # The publisher sees it end, and says so.
-            _hang_up(line.connection)
+            hang_up(line.connection)
             while line.work.get() is not None:
                 pass
 
@@ -284,8 +283,3 @@ def _send_next(line: _Line) -> bool:
     for part in parts or ():
         line.connection.sendall(part)
     return parts is not None
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side may have done so already
-        connection.shutdown(socket.SHUT_RDWR)

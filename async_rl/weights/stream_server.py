@@ -29,6 +29,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.weights import server_link as link
 from async_rl.weights.delta import Runs, encode_delta
+from async_rl.weights.sockets import hang_up, listening_socket
 from async_rl.weights.stream_wire import NONCE_BYTES, RECORD_BYTES, Request, Seal, read_request
 
 logger = logging.getLogger(__name__)
@@ -98,10 +99,7 @@ class StreamServer:
                         self._deltas.pop(job, None)
 
     def _listen(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind((host, 0))
-        listener.listen(1024)
+        listener = listening_socket(host)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         self._tell(link.Listening(listener.getsockname()[1]))
 
@@ -124,7 +122,7 @@ class StreamServer:
             session = self._sessions.pop(token, None)
             connections = list(session.connections) if session is not None else []
         for connection in connections:
-            _hang_up(connection)
+            hang_up(connection)
 
     def _tell(self, message: link.ServerMessage) -> None:
         with self._tell_lock, contextlib.suppress(OSError):  # a learner that is gone ends ``run``
@@ -222,11 +220,6 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
     if delta is None:
         raise OSError(f"there is no item {item} in this session")
     return memoryview(delta)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it may be closed already
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def main(
