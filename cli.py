@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from async_rl.cli import main
+from async_rl.cli.main import main
 
 if __name__ == "__main__":
     # A learner starts a queue server, a reward its verifier: they find the package wherever this was called from.

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.kept_tokens import KeptTokens
+from async_rl.sampling_mask import KeptTokens
 
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: frozenset[FinishReason] = frozenset(get_args(FinishReason))

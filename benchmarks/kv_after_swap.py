@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.chat import model_files
-from async_rl.config_file import parse_config
-from async_rl.data import load_rows
+from async_rl.config.loading import parse_config
+from async_rl.data.chat import model_files
+from async_rl.data.dataset import load_rows
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.worker import build_backend, write_files
 from async_rl.records import Lease, Prompt, Sampling

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from async_rl.metrics import read_metrics
+from async_rl.run.metrics import read_metrics
 from benchmarks.timed import TimedResult, measure_timed
 
 ROOT = Path(__file__).resolve().parent.parent

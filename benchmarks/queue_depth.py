@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from async_rl.codec import encode_group
-from async_rl.data import Row
-from async_rl.queue.admission import BufferSettings
-from async_rl.queue.buffer import Buffer
-from async_rl.queue.changes import Changes
-from async_rl.queue.facts import read_facts
-from async_rl.queue.journal import Journal, pack
+from async_rl.data.dataset import Row
+from async_rl.net.codec import encode_group
+from async_rl.queue.core.admission import BufferSettings
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.changes import Changes
+from async_rl.queue.core.group_summary import read_facts
+from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import Announcement, NotReady, TrainedFacts
-from async_rl.queue.stream import PromptStream
+from async_rl.queue.storage.journal import Journal, pack
 from async_rl.records import Sampling
 from benchmarks.queue_product import GROUP_SIZE, PROMPT_TOKENS, make_group, rollouts, tokens_for
 

@@ -22,13 +22,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import tomli_w
 
-from async_rl.codec import encode_group
-from async_rl.keys import client_keys_of, make_keys
-from async_rl.memory import reuse_freed_memory
-from async_rl.queue.client import LearnerQueue
-from async_rl.queue.files import read_record
-from async_rl.queue.generator_client import GeneratorQueue
+from async_rl.net.codec import encode_group
+from async_rl.net.keys import client_keys_of, make_keys
+from async_rl.process.memory import reuse_freed_memory
+from async_rl.queue.client.generator_client import GeneratorQueue
+from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import Announced, Announcement, LeasesGranted, NotReady, Returned, TrainedFacts
+from async_rl.queue.server.files import read_record
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
 from benchmarks.queue_measure import Load, Measured, Meter, Pacer, processes, receive, result_of
 

@@ -25,10 +25,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.data import RowRules, load_rows
+from async_rl.config.task import CodeRewardConfig
+from async_rl.data.dataset import RowRules, load_rows
 from async_rl.rewards.code import local_judge
 from async_rl.rewards.code_tests import CodeTests, parse_tests
-from async_rl.task_config import CodeRewardConfig
 from tests.rewards.code_answers import MBPP
 
 ROWS = Path(__file__).resolve().parents[1] / "tests" / "data" / "mbpp_10.jsonl"

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config import OnStale
+from async_rl.config.config import OnStale
 from async_rl.learner.bias import drop_bias
-from async_rl.queue.admission import BufferSettings
-from async_rl.queue.batches import TakenBody
-from async_rl.queue.buffer import Buffer
-from async_rl.queue.facts import GroupFacts
+from async_rl.queue.core.admission import BufferSettings
+from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.group_summary import GroupFacts
+from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import Announcement, GeneratorStats, LeasesGranted, NotReady, TrainedFacts
-from async_rl.queue.stream import PromptStream
 from async_rl.records import Sampling
 from benchmarks.simulated_generator import Sample, SampledGroup, SimulatedGenerator
 

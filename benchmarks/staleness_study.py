@@ -34,9 +34,9 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.metrics import read_metrics
-from async_rl.run_dir import write_atomically
-from async_rl.step_log import Row
+from async_rl.run.directory import write_atomically
+from async_rl.run.metrics import read_metrics
+from async_rl.run.step_log import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -24,8 +24,8 @@ import numpy as np
 import tomli_w
 import torch
 
-from async_rl.config import Config
-from async_rl.config_file import load_config
+from async_rl.config.config import Config
+from async_rl.config.loading import load_config
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.start import Parts, train_with

@@ -18,8 +18,8 @@ import datasets  # pyright: ignore[reportMissingImports]
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from async_rl.config import Config
-from async_rl.config_file import load_config
+from async_rl.config.config import Config
+from async_rl.config.loading import load_config
 from benchmarks.sync_loop import SyncLoop, report
 
 

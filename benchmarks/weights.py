@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_rl.keys import make_keys
 from async_rl.learner.publishing import StagedWeights
+from async_rl.net.keys import make_keys
 from async_rl.queue.messages import Announcement
-from async_rl.weights.delta import apply_delta, encode_delta
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
+from async_rl.weights.tcp.delta import apply_delta, encode_delta
 from benchmarks.weights_product import Product, Runs, receive
 from benchmarks.weights_raw import BUCKET_BYTES, DEADLINE_S, BareGloo, Child, MemoryCopy, RawSocket, goal
 from benchmarks.weights_vllm import vllm_table

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from async_rl.generator.causal_model import WeightTable
-from async_rl.keys import ClientKeys, ServerKeys
+from async_rl.generator.hf.causal_model import WeightTable
+from async_rl.net.keys import ClientKeys, ServerKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Receiver

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.weights.collective import CollectiveGroup
-from async_rl.weights.sockets import listening_socket
+from async_rl.net.sockets import listening_socket
+from async_rl.weights.collective.communicator import CollectiveGroup
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 300.0

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.config_file import parse_config
+from async_rl.config.loading import parse_config
 from async_rl.records import Lease, Prompt, Sampling
 from benchmarks.weights_raw import MemoryCopy, goal
 
@@ -91,7 +91,7 @@ def _print_row(after_swap: str, size_bytes: int, rounds: Sequence[_Round]) -> No
 
 def _rounds(size_mb: int, num_rounds: int, after_swap: str) -> tuple[int, list[_Round]]:
     """Bytes of a version, and the rounds."""
-    from async_rl.generator.vllm_backend import VllmBackend
+    from async_rl.generator.vllm.backend import VllmBackend
 
     with tempfile.TemporaryDirectory() as directory:
         model = _write_model(Path(directory), size_mb)

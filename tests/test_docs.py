@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from async_rl.config import Config
-from async_rl.environment_config import EnvironmentConfig
-from async_rl.eval_config import EvalConfig
-from async_rl.local_code import load_code
-from async_rl.loss_config import CONTRADICTIONS, PRESETS, LossConfig
-from async_rl.metrics import EVAL_FIGURES, METRIC_KEYS
+from async_rl.config.config import Config
+from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.evaluation import EvalConfig
+from async_rl.config.loss import CONTRADICTIONS, PRESETS, LossConfig
+from async_rl.config.task import ColumnsConfig, DataConfig, RewardConfig
+from async_rl.process.user_code import load_code
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.task_config import ColumnsConfig, DataConfig, RewardConfig
+from async_rl.run.metrics import EVAL_FIGURES, METRIC_KEYS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")

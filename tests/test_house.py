@@ -13,38 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "faults", "memory", "local_imports", "local_code", "versions", "__init__"),
-    ("kept_tokens", "records", "wire", "codec", "address"),
-    (
-        "config_section",
-        "task_config",
-        "engine_config",
-        "environment_config",
-        "eval_config",
-        "loss_config",
-        "lora_config",
-        "config",
-        "config_file",
-    ),
-    ("run_dir", "step_log", "metrics", "eval_records", "lifeline", "parity"),
-    (
-        "keys",
-        "data_files",
-        "data_rows",
-        "data",
-        "chat",
-        "rewards",
-        "sandbox",
-        "environments",
-        "queue",
-        "weights",
-        "curve",
-        "eval_figures",
-        "eval_table",
-    ),
+    ("errors", "__init__"),
+    ("sampling_mask", "records"),
+    ("config", "net", "process", "sandbox"),
+    ("run", "rewards", "environments", "data"),
+    ("queue",),
+    ("weights",),
     ("generator", "learner"),
-    ("evaluation", "eval_settings", "preflight", "doctor", "launch", "commands", "supervisor", "live_view", "status"),
-    ("cli_options", "cli_tools", "cli"),
+    ("evaluation", "doctor", "launch"),
+    ("cli",),
     ("__main__",),
 )
 """Lowest first. A name stands for a module, or for a folder with all in it. A module imports from its own layer or
@@ -53,16 +30,14 @@ STRANGERS = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
-    "errors", "memory", "kept_tokens", "records", "wire", "codec", "config_section", "loss_config", "lora_config",
-    "task_config",
-    "engine_config", "config", "config_file", "address", "keys", "run_dir", "metrics", "lifeline", "data", "chat",
-    "local_code", "parity", "versions", "rewards", "sandbox", "environments", "queue", "launch", "preflight", "cli",
-    "doctor.rows", "doctor.running", "doctor.machine", "generator.worker", "generator.backend", "generator.parity",
-    "generator.fake_backend", "generator.rollouts", "generator.trajectory", "generator.answering",
-    "generator.environment_rollouts", "generator.seat_estimate", "generator.shared_staging", "generator.vllm_plugin",
-    "generator.vllm_engine", "generator.vllm_sampling", "generator.vllm_arguments", "generator.vllm_channel",
-    "generator.vllm_core", "weights.receiver", "weights.stream_server", "weights.delta",
-    "weights.transport", "eval_figures", "eval_table",
+    "errors", "sampling_mask", "records", "config", "net", "process", "sandbox", "run", "rewards", "environments",
+    "data", "queue", "launch", "cli",
+    "doctor.rows", "doctor.running", "doctor.machine", "evaluation.table",
+    "generator.worker", "generator.backend", "generator.parity", "generator.fake", "generator.rollouts",
+    "generator.trajectory", "generator.offline", "generator.environment_rollouts", "generator.vllm.kv_cache_capacity",
+    "generator.vllm.shared_staging", "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.sampling",
+    "generator.vllm.arguments", "generator.vllm.channel", "generator.vllm.core",
+    "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 
@@ -134,7 +109,7 @@ def test_light_modules_import_no_torch():
 
 def test_the_command_line_itself_imports_next_to_nothing():
     heavy = ("torch", "transformers", "zmq", "pydantic", "rich", "numpy", "matplotlib", "wandb", "msgpack")
-    check = f"import sys, async_rl.cli\nprint([name for name in {heavy!r} if name in sys.modules])"
+    check = f"import sys, async_rl.cli.main\nprint([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.chat import model_files, quiet_progress_bars
-from async_rl.config import Config
-from async_rl.config_file import config_to_toml, parse_config
-from async_rl.data import load_train_rows
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.data.chat import model_files, quiet_progress_bars
+from async_rl.data.dataset import load_train_rows
 from async_rl.doctor.rows import Row
 from async_rl.errors import UserError
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.scratch import scratch_directory
 from async_rl.generator.worker import build_backend, generator_config, write_files
-from async_rl.parity import Probe, compare, parity_limit
+from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import Lease, Prompt, Sampling
 
 _PROMPTS = 4

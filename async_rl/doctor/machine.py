@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.doctor.rows import Row
 from async_rl.errors import UserError
-from async_rl.generator.vllm_engine import INSTALL, SUPPORTED
-from async_rl.preflight import check_devices, check_keys, check_writable
-from async_rl.queue.journal import file_system_of, is_network_file_system
-from async_rl.queue.server import journal_directory
-from async_rl.status import size_text
-from async_rl.versions import package_versions
+from async_rl.generator.vllm.engine import INSTALL, SUPPORTED
+from async_rl.launch.preflight import check_devices, check_keys, check_writable
+from async_rl.launch.status import size_text
+from async_rl.process.package_versions import package_versions
+from async_rl.queue.server.start import journal_directory
+from async_rl.queue.storage.journal import file_system_of, is_network_file_system
 
 _JOURNAL_BYTES = 1 << 30
 

@@ -9,16 +9,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from async_rl.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.doctor.rows import Row
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
-from async_rl.keys import ClientKeys, client_keys_of
-from async_rl.preflight import check_bindable
-from async_rl.queue.client import LearnerQueue
-from async_rl.queue.files import read_record
-from async_rl.queue.server import answering_run
-from async_rl.versions import package_versions
+from async_rl.launch.preflight import check_bindable
+from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect
+from async_rl.net.keys import ClientKeys, client_keys_of
+from async_rl.process.package_versions import package_versions
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.server.files import read_record
+from async_rl.queue.server.start import answering_run
 
 _ANSWER_S = 5.0
 _CONNECT_S = 3.0
@@ -131,8 +131,8 @@ def meet_two(host: str, backend: str) -> list[Row]:
     """In a process of its own: a communicator of two on ``host``, as weights use it, and one broadcast."""
     import torch
 
-    from async_rl.weights.collective import CollectiveGroup
-    from async_rl.weights.sockets import listening_socket
+    from async_rl.net.sockets import listening_socket
+    from async_rl.weights.collective.communicator import CollectiveGroup
 
     name = f"{backend} of two"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

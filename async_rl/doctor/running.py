@@ -105,7 +105,7 @@ class CheckProcess:
 
 def _child(function: str) -> None:
     """The process: rows to the standard output that we got, whatever libraries print elsewhere."""
-    from async_rl.lifeline import exit_on_sigterm
+    from async_rl.process.parent_watch import exit_on_sigterm
 
     exit_on_sigterm()
     answer = os.fdopen(os.dup(1), "w")

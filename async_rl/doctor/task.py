@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.chat import check_model, load_tokenizer, model_directory, render_prompt, vocabulary_size
-from async_rl.config import Config
-from async_rl.config_file import parse_config
-from async_rl.data import load_rows_of, load_train_rows
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.data.chat import check_model, load_tokenizer, model_directory, render_prompt, vocabulary_size
+from async_rl.data.dataset import load_rows_of, load_train_rows
 from async_rl.doctor.rows import Row
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
-from async_rl.local_code import is_code_name
-from async_rl.preflight import check_code, check_train_is_set
+from async_rl.launch.preflight import check_code, check_train_is_set
+from async_rl.process.user_code import is_code_name
 from async_rl.records import TEXT_ROLE
 
 _SHOWN_CHARS = 2000

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.doctor import machine, network, task
 from async_rl.doctor.rows import Row
 from async_rl.doctor.running import Check, CheckProcess, run_check

@@ -40,7 +40,7 @@ def main() -> None:
     control = socket.socket(fileno=int(descriptor))
     control.set_inheritable(False)
     from async_rl.errors import ConfigError
-    from async_rl.local_code import load_code
+    from async_rl.process.user_code import load_code
 
     try:
         code = load_code(name, allowed=allowed, digest=None if word == _ANY else word.removeprefix(_SHA256))

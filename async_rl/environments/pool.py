@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_rl.environment_config import EnvironmentConfig
+from async_rl.config.environment import EnvironmentConfig
 from async_rl.environments.fork_server import READY, RECORD, digest_word
 from async_rl.environments.frames import FrameError, pack, unpack
 from async_rl.errors import ConfigError, EnvironmentProcessError

@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from async_rl.kept_tokens import KeptTokens
 from async_rl.records import FinishReason, Lease
+from async_rl.sampling_mask import KeptTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import QueueError
-from async_rl.faults import fault_point
 from async_rl.generator.backend import Backend, PreparingBackend
 from async_rl.generator.grading import Graded, Grader
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.partners import Queue, Staged, WeightsReceiver
+from async_rl.generator.protocols import Queue, Staged, WeightsReceiver
 from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
-from async_rl.parity import decode_probe
+from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -33,6 +32,7 @@ from async_rl.queue.messages import (
     LeasesGranted,
     Returned,
 )
+from async_rl.queue.parity import decode_probe
 from async_rl.records import NO_VERSION, Group, Lease, Rollout
 
 logger = logging.getLogger(__name__)

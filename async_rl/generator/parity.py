@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from async_rl.generator.backend import Backend
-from async_rl.parity import Answer, Given, Probe, compare, looks_masked, parity_limit
+from async_rl.queue.parity import Answer, Given, Probe, compare, looks_masked, parity_limit
 
 logger = logging.getLogger(__name__)
 

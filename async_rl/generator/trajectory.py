@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_rl.generator.backend import Sampled
-from async_rl.kept_tokens import KeptTokens, join
 from async_rl.records import NO_VERSION, TokenSequence
+from async_rl.sampling_mask import KeptTokens, join
 
 
 class Text(Protocol):

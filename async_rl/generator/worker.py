@@ -15,22 +15,22 @@ from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 
-from async_rl.address import check_address, refuse_open_connect
-from async_rl.chat import load_tokenizer
-from async_rl.config import Config
-from async_rl.config_file import apply_override, check_generator_overrides, parse_config
+from async_rl.config.config import Config
+from async_rl.config.loading import apply_override, check_generator_overrides, parse_config
+from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.fake_backend import FakeBackend, FakeText
+from async_rl.generator.fake import FakeBackend, FakeText
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
 from async_rl.generator.scratch import scratch_directory
 from async_rl.generator.trajectory import TokenizerText
-from async_rl.keys import ClientKeys
-from async_rl.local_code import DIGESTS_FILE, digest_of, read_digests
-from async_rl.memory import reuse_freed_memory
+from async_rl.net.address import check_address, refuse_open_connect
+from async_rl.net.keys import ClientKeys
+from async_rl.process.memory import reuse_freed_memory
+from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.combine import RewardSum
 
 __all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
@@ -60,7 +60,7 @@ def run_generator(
         QueueError: the queue does not answer within ``wait_s``, or has been silent for as long.
         WeightsError: the receiver has failed for good, or the weights don't fit the model or give NaN.
     """
-    from async_rl.queue.client import GeneratorQueue
+    from async_rl.queue.client.learner_client import GeneratorQueue
     from async_rl.rewards.registry import build_reward
     from async_rl.weights.receiver import Receiver
 
@@ -173,12 +173,12 @@ def build_backend(config: Config, directory: Path, *, load_pretrained: bool = Fa
             fake.activate(0, {})
         return fake
     if uses_vllm(config) and not load_pretrained:
-        from async_rl.generator.vllm_backend import VllmBackend
+        from async_rl.generator.vllm.backend import VllmBackend
 
         return VllmBackend.from_files(directory, config, device=cuda_device(config) or "cpu")
     import torch
 
-    from async_rl.generator.transformers_backend import TransformersBackend
+    from async_rl.generator.hf.backend import TransformersBackend
 
     engine, deterministic = config.generator, config.sampling.deterministic
     if engine.num_threads is not None:

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from async_rl.config.loss import AdvantageKind, LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import PreparedBatch, leave_out
 from async_rl.learner.estimators import (
@@ -26,7 +27,6 @@ from async_rl.learner.estimators import (
     whitened,
 )
 from async_rl.learner.packing import TrainSequence
-from async_rl.loss_config import AdvantageKind, LossConfig
 
 _NOT_SAMPLED = ("unknown_weights", "failed")
 """Rollouts masked for these causes are no samples of the policy; their rewards enter no baseline."""

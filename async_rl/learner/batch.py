@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from async_rl.errors import StaleRolloutError
-from async_rl.kept_tokens import KeptTokens, select
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup, TrainedFacts
 from async_rl.records import Group, Rollout, TokenSequence
+from async_rl.sampling_mask import KeptTokens, select
 
 MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold", "step_skipped")
 """Why a rollout, or some of its tokens, leave the loss: sampled by weights this run did not publish; its engine failed;

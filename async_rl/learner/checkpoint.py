@@ -26,8 +26,8 @@ from typing import Any, cast
 import msgpack
 
 from async_rl.errors import RunError
-from async_rl.faults import fault_point
 from async_rl.learner.engine import Engine
+from async_rl.process.fault_points import fault_point
 
 MODEL_FILES = "hf"
 """Where a checkpoint keeps the model's config and tokenizer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from async_rl.loss_config import KlEstimator
+from async_rl.config.loss import KlEstimator
 
 STD_FLOOR = 1e-4
 """Added to a standard deviation, in its units, so that nearly equal rewards don't blow up."""

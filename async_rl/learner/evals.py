@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.eval_figures import eval_metrics
-from async_rl.eval_records import Decode, row_records, write_json_lines
+from async_rl.config.config import Config
 from async_rl.learner.state import TrainerState
-from async_rl.queue.client import LearnerQueue
+from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import EvalResult
 from async_rl.rewards.voting import vote_key_of
+from async_rl.run.eval_figures import eval_metrics
+from async_rl.run.eval_records import Decode, row_records, write_json_lines
 
 logger = logging.getLogger(__name__)
 

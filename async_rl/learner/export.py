@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from async_rl.chat import quiet_progress_bars
+from async_rl.data.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, resolve_checkpoint
 from async_rl.learner.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names

@@ -24,10 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from async_rl.chat import model_files
-from async_rl.config import Config
+from async_rl.config.config import Config
+from async_rl.data.chat import model_files
 from async_rl.errors import ModelError, TrainingError
-from async_rl.kept_tokens import largest_id
 from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.lora import Adapters
@@ -37,7 +36,8 @@ from async_rl.learner.optimizer import Schedule, build_optimizer
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays
 from async_rl.learner.parallel import Ranks, compute_dtype
 from async_rl.learner.training_state import load_training_state, save_training_state
-from async_rl.wire import Message, decode, encode
+from async_rl.net.wire import Message, decode, encode
+from async_rl.sampling_mask import largest_id
 
 _ARRAYS_PER_BATCH = len(MicroBatch.__dataclass_fields__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from async_rl.kept_tokens import words_at_most
+from async_rl.sampling_mask import words_at_most
 
 CHUNK_BYTES = 256 << 20
 """Default size of one chunk's float32 logits; the peak is about three times that."""

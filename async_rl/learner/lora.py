@@ -24,11 +24,11 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from async_rl.chat import model_directory
-from async_rl.config import Config
+from async_rl.config.config import Config
+from async_rl.config.lora import LoraConfig
+from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.model import PolicyModel
-from async_rl.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_rl.chat import check_precision, model_directory
-from async_rl.config import Config, ModelConfig
+from async_rl.config.config import Config, ModelConfig
+from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.attention import PackedLayout, packed_layout, use_packed_attention
 from async_rl.learner.logprobs import Kept, TokenLogprobs, token_logprobs

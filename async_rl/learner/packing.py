@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.kept_tokens import NOTHING_LEFT_OUT, KeptTokens, join
+from async_rl.sampling_mask import NOTHING_LEFT_OUT, KeptTokens, join
 
 # Parts of an even load into which sequences that share a prompt are cut, at the least.
 _PARTS_PER_BIN = 4

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import ConfigError, TrainingError
 
 logger = logging.getLogger(__name__)

@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import ParityError
 from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
-from async_rl.parity import (
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.messages import TakenGroup
+from async_rl.queue.parity import (
     MAX_CONTEXT,
     MAX_SCORED,
     MAX_SEQUENCES,
@@ -39,8 +41,6 @@ from async_rl.parity import (
     looks_masked,
     parity_limit,
 )
-from async_rl.queue.client import LearnerQueue
-from async_rl.queue.messages import TakenGroup
 
 logger = logging.getLogger(__name__)
 

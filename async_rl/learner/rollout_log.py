@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config
-from async_rl.eval_records import Decode, answer_record, write_json_lines
+from async_rl.config.config import Config
 from async_rl.queue.messages import TakenGroup
+from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 
 
 def log_rollouts(

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.chat import load_tokenizer
-from async_rl.config import Config
+from async_rl.config.config import Config
+from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, RunError
 from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
 from async_rl.learner.engine import UpdateStats

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import summarise
 

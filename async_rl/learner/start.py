@@ -16,14 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.address import check_address, is_loopback, local_host_towards
-from async_rl.chat import load_tokenizer, model_files
-from async_rl.config import Config
-from async_rl.config_file import config_to_toml
-from async_rl.curve import write_curve
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
+from async_rl.data.chat import load_tokenizer, model_files
 from async_rl.errors import QueueError
-from async_rl.eval_records import Decode
-from async_rl.keys import ServerKeys, client_keys_of
 from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
 from async_rl.learner.engine import Engine
 from async_rl.learner.export import export_checkpoint
@@ -33,13 +29,17 @@ from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import HeldBackWeights, StagedWeights, WeightsPlane
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
-from async_rl.local_code import DIGESTS_FILE, write_digests
-from async_rl.memory import reuse_freed_memory
-from async_rl.metrics import MetricsWriter, check_wandb, read_metrics
-from async_rl.queue.client import LearnerQueue
-from async_rl.queue.server import Reviver, ensure_queue, finish_queue
-from async_rl.run_dir import RunDir, check_run_dir, prepare_run_dir
-from async_rl.step_log import StepLog
+from async_rl.net.address import check_address, is_loopback, local_host_towards
+from async_rl.net.keys import ServerKeys, client_keys_of
+from async_rl.process.memory import reuse_freed_memory
+from async_rl.process.user_code import DIGESTS_FILE, write_digests
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.server.start import Reviver, ensure_queue, finish_queue
+from async_rl.run.curve import write_curve
+from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
+from async_rl.run.eval_records import Decode
+from async_rl.run.metrics import MetricsWriter, check_wandb, read_metrics
+from async_rl.run.step_log import StepLog
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
 from async_rl.weights.transport import choose_transport

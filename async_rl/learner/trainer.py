@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import TrainingError
-from async_rl.eval_records import Decode
-from async_rl.faults import fault_point
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import (
     PreparedBatch,
@@ -37,9 +35,11 @@ from async_rl.learner.staleness_control import BoundLimits, BoundState, read, st
 from async_rl.learner.state import TrainerState
 from async_rl.learner.step_guard import check_skipped, count_skipped
 from async_rl.learner.timing import StepClock
-from async_rl.queue.client import LearnerQueue
+from async_rl.process.fault_points import fault_point
+from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import Acked, Announcement, Batch, NotReady, TakenGroup, TrainedFacts
 from async_rl.records import Group
+from async_rl.run.eval_records import Decode
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_rl.errors import WireError
-from async_rl.wire import Piece
+from async_rl.net.wire import Piece
 
 logger = logging.getLogger(__name__)
 

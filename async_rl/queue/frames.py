@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from async_rl.queue.bodies import Bytes
+from async_rl.queue.storage.payloads import Bytes
 
 COPY_BELOW_BYTES = 1 << 20
 """Smaller frames are copied into the socket: telling Python that a shared one was sent takes a thread its turn."""

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from async_rl.codec import field
 from async_rl.errors import WireError
+from async_rl.net.codec import field
+from async_rl.net.wire import Message, Piece
 from async_rl.queue.arena import Arena, ArenaReader, Reference, make_arena
-from async_rl.queue.bodies import Body, Bytes, as_sent
 from async_rl.queue.neighbours import address_fields, address_from_fields
-from async_rl.wire import Message, Piece
+from async_rl.queue.storage.payloads import Body, Bytes, as_sent
 
 logger = logging.getLogger(__name__)
 

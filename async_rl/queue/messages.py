@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from async_rl.codec import Count
+from async_rl.net.codec import Count
 from async_rl.records import Group, Lease, Prompt
 
 DropCause = Literal[

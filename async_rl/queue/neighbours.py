@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.codec import field
 from async_rl.errors import WireError
+from async_rl.net.codec import field
+from async_rl.net.wire import Message
 from async_rl.queue.arena import Arena, ArenaAddress, ArenaReader, Block, Reference
-from async_rl.queue.bodies import Body, Bytes, as_sent
-from async_rl.queue.replies import Reply
-from async_rl.wire import Message
+from async_rl.queue.server.replies import Reply
+from async_rl.queue.storage.payloads import Body, Bytes, as_sent
 
 TYPES = frozenset({"arena", "share"})
 """Of the messages that this answers."""

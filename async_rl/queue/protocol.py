@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.codec import field
 from async_rl.errors import WireError
+from async_rl.net.codec import field
 
 RECEIVE_HIGH_WATER_MARK = 64
 """Messages of one peer that may wait in memory."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 
-from async_rl.config import Config
+from async_rl.config.config import Config
+from async_rl.config.task import CodeRewardConfig
 from async_rl.errors import RewardError
 from async_rl.rewards.code_judge import Judge, LocalJudge
 from async_rl.rewards.code_remote import RemoteJudge
@@ -16,7 +17,6 @@ from async_rl.rewards.code_tests import parse_tests
 from async_rl.rewards.extraction import Extraction
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.sandbox.sandbox import Sandbox
-from async_rl.task_config import CodeRewardConfig
 
 MAX_EXTRACTED_CHARS = 1000
 """Of a program that travel back beside the answer's tokens, for logs."""

@@ -14,10 +14,10 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
+from async_rl.config.task import CodeRewardConfig
 from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.rewards.code_judge import VERDICTS, Judgement, Verdict, judgement_of
 from async_rl.rewards.code_tests import CodeTest, CodeTests
-from async_rl.task_config import CodeRewardConfig
 
 PATH = "/check_correctness"
 CODES: dict[str, bool | int] = {"passed": True, "wrong": False, "failed": -1, "timed_out": -1, "unusable": -2}

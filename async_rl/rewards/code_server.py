@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from async_rl.address import check_address, is_loopback
-from async_rl.config_file import apply_override, parse_config
+from async_rl.config.loading import apply_override, parse_config
+from async_rl.config.task import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, RewardError
+from async_rl.net.address import check_address, is_loopback
 from async_rl.rewards.code import local_judge
 from async_rl.rewards.code_judge import Judgement
 from async_rl.rewards.code_remote import CODES, PATH
 from async_rl.rewards.code_tests import CodeTests, parse_tests
-from async_rl.task_config import CodeRewardConfig
 
 MAX_REQUEST_BYTES = 64 << 20
 _SOCKET_TIMEOUT_S = 60.0

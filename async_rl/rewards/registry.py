@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from async_rl.config import Config
-from async_rl.local_code import digest_of, is_code_name, load_code
+from async_rl.config.config import Config
+from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.rewards.code import build_code_reward
 from async_rl.rewards.combine import Extra, OverlongPenalty, RewardSum
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
-from async_rl.config import Config
-from async_rl.local_code import is_code_name
+from async_rl.config.config import Config
+from async_rl.process.user_code import is_code_name
 from async_rl.rewards.equality import canonical_form
 
 VoteKey = Callable[[str], Hashable]

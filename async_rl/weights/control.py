@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from async_rl.codec import read_as
 from async_rl.errors import WeightsError, WireError
-from async_rl.keys import ClientKeys
-from async_rl.wire import Limits, decode, encode
+from async_rl.net.codec import read_as
+from async_rl.net.keys import ClientKeys
+from async_rl.net.wire import Limits, decode, encode
 
 HEARTBEAT_S = 1.0
 

@@ -12,11 +12,11 @@ from collections import Counter
 from msgspec.structs import replace
 
 from async_rl.weights import control
-from async_rl.weights.collective_sender import CollectiveSender
+from async_rl.weights.collective.sender import CollectiveSender
 from async_rl.weights.manifest import manifest_fields
-from async_rl.weights.rounds import DropAction, EnterAction, FinishAction, GoAction, PullAction, Rounds
+from async_rl.weights.scheduler import DropAction, EnterAction, FinishAction, GoAction, PullAction, Rounds
 from async_rl.weights.staging import StagedVersion
-from async_rl.weights.stream_sender import StreamSender
+from async_rl.weights.tcp.sender import StreamSender
 from async_rl.weights.transport import Delivery, Outlet, Tell
 
 _RETRY_S = 2.0

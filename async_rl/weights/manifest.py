@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import xxhash
 
-from async_rl.codec import Count, field, read_as
 from async_rl.errors import WeightsError, WireError
-from async_rl.wire import pack_plain
+from async_rl.net.codec import Count, field, read_as
+from async_rl.net.wire import pack_plain
 
 ALIGNMENT = 64
 _DIGEST_PIECE_BYTES = 4 << 20

@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from async_rl.errors import AddressError, WireError
-from async_rl.keys import Guard, ServerKeys
+from async_rl.net.keys import Guard, ServerKeys
 from async_rl.weights import control
 
 WILDCARDS = ("*", "0.0.0.0", "::")

@@ -17,19 +17,19 @@ from typing import Any
 
 import zmq
 
-from async_rl.address import is_loopback, refuse_open_collectives, refuse_open_stream
 from async_rl.errors import AddressError
-from async_rl.keys import ServerKeys
+from async_rl.net.address import is_loopback, refuse_open_collectives, refuse_open_stream
+from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
 from async_rl.weights.background import Wake
-from async_rl.weights.collective_sender import CollectiveSender
+from async_rl.weights.collective.sender import CollectiveSender
 from async_rl.weights.deliveries import Deliveries
 from async_rl.weights.member_socket import WILDCARDS, MemberSocket
 from async_rl.weights.publisher_stats import COUNTED, Holders, Noted, PublisherStats
 from async_rl.weights.push_lines import Heard, Lost
-from async_rl.weights.rounds import Rounds
+from async_rl.weights.scheduler import Rounds
 from async_rl.weights.staging import StagedVersion
-from async_rl.weights.stream_sender import StreamSender
+from async_rl.weights.tcp.sender import StreamSender
 from async_rl.weights.transport import Delivery, TransportName
 
 _POLL_MS = 100

@@ -25,9 +25,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from async_rl.errors import WireError
+from async_rl.net.sockets import hang_up, listening_socket
 from async_rl.weights import control
-from async_rl.weights.sockets import hang_up, listening_socket
-from async_rl.weights.stream_wire import MAX_SAID_BYTES, TOKEN_BYTES, Request, encode_head, take_request
+from async_rl.weights.tcp.protocol import MAX_SAID_BYTES, TOKEN_BYTES, Request, encode_head, take_request
 
 logger = logging.getLogger(__name__)
 

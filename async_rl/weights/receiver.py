@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 import zmq
 
-from async_rl.address import check_address, is_loopback, local_host_towards, refuse_open_stream
 from async_rl.errors import AsyncRLError, WeightsError, WireError
-from async_rl.keys import ClientKeys
+from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_stream
+from async_rl.net.keys import ClientKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
 from async_rl.weights.background import Wake
 from async_rl.weights.buffers import Buffers, StagedWeights
-from async_rl.weights.collective_inlet import CollectiveOrder
+from async_rl.weights.collective.receiver import CollectiveOrder
 from async_rl.weights.manifest import Manifest, manifest_from_fields
-from async_rl.weights.stream_inlet import StreamOrder
+from async_rl.weights.tcp.receiver import StreamOrder
 from async_rl.weights.transfers import ReceiverStats, Reply, Transfers
 
 __all__ = ["Receiver", "ReceiverStats"]
@@ -142,7 +142,7 @@ class Receiver:
     def _run(self) -> None:
         try:
             # Loading torch holds the interpreter for long; a member must not fall silent for that.
-            importlib.import_module("async_rl.weights.collective")
+            importlib.import_module("async_rl.weights.collective.communicator")
             self._context = zmq.Context()
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)

@@ -18,9 +18,9 @@ from async_rl.errors import CorruptWeightsError, WireError
 from async_rl.weights import control
 from async_rl.weights.background import Wake
 from async_rl.weights.buffers import Buffers
-from async_rl.weights.collective_inlet import CollectiveInlet, CollectiveOrder
+from async_rl.weights.collective.receiver import CollectiveInlet, CollectiveOrder
 from async_rl.weights.manifest import Manifest, manifest_from_fields
-from async_rl.weights.stream_inlet import StreamInlet, StreamOrder
+from async_rl.weights.tcp.receiver import StreamInlet, StreamOrder
 from async_rl.weights.transport import Inlet
 
 Reply = Callable[[control.MemberMessage], None]

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from async_rl.faults import fault_point
+from async_rl.process.fault_points import fault_point
 from async_rl.weights import control
 from async_rl.weights.manifest import Manifest
 
 if TYPE_CHECKING:
     from async_rl.weights.buffers import Buffer, Buffers
-    from async_rl.weights.rounds import Member
+    from async_rl.weights.scheduler import Member
     from async_rl.weights.staging import StagedVersion
 
 TransportName = Literal["nccl", "gloo", "tcp"]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.cli import main
-from async_rl.config import Config
-from async_rl.config_file import config_to_toml
+from async_rl.cli.main import main
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
 from async_rl.doctor import engines, machine, network, task
 from async_rl.doctor.rows import Row
-from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.generator.hf.backend import TransformersBackend
 from tests.learner.tiny import tiny_config, tiny_model
 
 
@@ -195,13 +195,14 @@ def test_engine_and_learner_agree_about_a_right_model(root: Path, sampling: dict
 
 
 def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.MonkeyPatch):
-    from async_rl.generator import given_tokens, transformers_backend
-    from async_rl.generator.sampler import make_plan
+    from async_rl.generator.hf import backend as hf_backend
+    from async_rl.generator.hf import scoring
+    from async_rl.generator.hf.sampler import make_plan
 
     def plan_at_1(temperatures: Any, *arguments: Any, **settings: Any) -> Any:
         return make_plan(np.ones_like(temperatures), *arguments, **settings)
 
-    for module in (given_tokens, transformers_backend):
+    for module in (scoring, hf_backend):
         monkeypatch.setattr(module, "make_plan", plan_at_1)
     sampled, given = engines.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
     assert (sampled.state, given.state) == ("FAIL", "FAIL")

@@ -26,14 +26,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
-from async_rl.data import load_rows
-from async_rl.eval_records import answer_record
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.data.dataset import load_rows
 from async_rl.generator.backend import Sampled
 from async_rl.generator.grading import graded_rollouts
-from async_rl.generator.transformers_backend import TransformersBackend
-from async_rl.keys import make_keys
+from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.learner.checkpoint import latest_checkpoint
 from async_rl.learner.estimators import group_normalised
 from async_rl.learner.fsdp_engine import FsdpEngine
@@ -41,10 +39,12 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parallel import init_ranks
 from async_rl.learner.sft import run_sft
 from async_rl.learner.training_state import load_tensors
-from async_rl.queue.admission import BufferSettings, train_sampling
-from async_rl.queue.stream import PromptStream
+from async_rl.net.keys import make_keys
+from async_rl.queue.core.admission import BufferSettings, train_sampling
+from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
+from async_rl.run.eval_records import answer_record
 from tests.end_to_end.conftest import Network
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, queue_address, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.local_code import code_digests
+from async_rl.process.user_code import code_digests
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.faults import FAULT_POINTS
+from async_rl.process.fault_points import FAULT_POINTS
 from tests.end_to_end.faults_harness import Victim, fault_config, fault_run, judge
 from tests.end_to_end.harness import processes_of, wait_until
 

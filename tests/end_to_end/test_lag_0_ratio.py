@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.codec import decode_group, encode_group
-from async_rl.engine_config import GeneratorConfig
+from async_rl.config.engine import GeneratorConfig
 from async_rl.generator.grading import whole_sequence
-from async_rl.generator.transformers_backend import TransformersBackend
-from async_rl.kept_tokens import pack_ids
+from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.learner.batch import prepare_batch
 from async_rl.learner.fsdp_engine import FsdpEngine
 from async_rl.learner.model import PolicyModel, load_model, to_device
 from async_rl.learner.packing import TrainSequence, pack
 from async_rl.learner.parallel import init_ranks
-from async_rl.queue.facts import read_facts, why_unfit
+from async_rl.net.codec import decode_group, encode_group
+from async_rl.queue.core.group_summary import read_facts, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Rollout
+from async_rl.sampling_mask import pack_ids
 from tests.generator.leases import make_lease
 from tests.learner.tiny import tiny_config, tiny_model
 

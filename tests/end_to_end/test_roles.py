@@ -100,7 +100,7 @@ def test_a_killed_learner_resumes_at_its_checkpoint(tmp_path: Path):
 def test_an_exported_run_loads_as_a_hugging_face_model(tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
-    from async_rl.chat import load_tokenizer
+    from async_rl.data.chat import load_tokenizer
 
     task = write_tiny_task(tmp_path)
     config = write_config(tmp_path / "config.toml", tiny_config(tmp_path, task, learner={"steps": 2}))

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from async_rl.environment_config import EnvironmentConfig
+from async_rl.config.environment import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
-from async_rl.local_code import code_digests
+from async_rl.process.user_code import code_digests
 from tests.end_to_end.harness import processes_of, state_of, wait_until
 from tests.environments.pools import pool_of
 

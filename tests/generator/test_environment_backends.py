@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.chat import load_tokenizer
-from async_rl.engine_config import FakeConfig, GeneratorConfig
-from async_rl.environment_config import EnvironmentConfig
+from async_rl.config.engine import FakeConfig, GeneratorConfig
+from async_rl.config.environment import EnvironmentConfig
+from async_rl.data.chat import load_tokenizer
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.fake_backend import FakeBackend, FakeText
+from async_rl.generator.fake import FakeBackend, FakeText
+from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.trajectory import Text, TokenizerText
-from async_rl.generator.transformers_backend import TransformersBackend
 from async_rl.records import Lease, Rollout
 from tests.end_to_end.harness import wait_until
 from tests.environments.pools import pool_of

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.codec import encode_group
-from async_rl.environment_config import EnvironmentConfig
+from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.loss import LossConfig
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.grading import Graded
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
-from async_rl.loss_config import LossConfig
-from async_rl.queue.facts import read_facts, why_unfit
+from async_rl.net.codec import encode_group
+from async_rl.queue.core.group_summary import read_facts, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import NO_VERSION, TEXT_ROLE, Group, Lease, Rollout
 from tests.end_to_end.harness import wait_until

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.engine_config import FakeConfig, GeneratorConfig
+from async_rl.config.engine import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
-from async_rl.generator.fake_backend import FakeBackend
-from async_rl.kept_tokens import contains
+from async_rl.generator.fake import FakeBackend
+from async_rl.sampling_mask import contains
 from tests.generator.leases import make_lease
 
 

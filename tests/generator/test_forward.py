@@ -19,13 +19,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from async_rl.engine_config import GeneratorConfig
-from async_rl.generator.causal_model import WeightTable
-from async_rl.generator.decode_attention import register
-from async_rl.generator.forward import Forward, TransformersForward, make_forward
-from async_rl.generator.llama_forward import LlamaForward
-from async_rl.generator.slot_cache import SlotCache
-from async_rl.generator.transformers_backend import TransformersBackend
+from async_rl.config.engine import GeneratorConfig
+from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.generator.hf.causal_model import WeightTable
+from async_rl.generator.hf.decode_attention import register
+from async_rl.generator.hf.forward import Forward, TransformersForward, make_forward
+from async_rl.generator.hf.llama_forward import LlamaForward
+from async_rl.generator.hf.slot_cache import SlotCache
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_tokenizer
 

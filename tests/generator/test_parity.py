@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.engine_config import GeneratorConfig
-from async_rl.generator.fake_backend import FakeBackend
+from async_rl.config.engine import GeneratorConfig
+from async_rl.generator.fake import FakeBackend
+from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.transformers_backend import TransformersBackend
-from async_rl.parity import Given, Probe, compare
+from async_rl.queue.parity import Given, Probe, compare
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_model
 

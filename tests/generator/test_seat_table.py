@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.generator.counter_random import rollout_keys, uniforms
-from async_rl.generator.seat_table import SeatTable
+from async_rl.generator.hf.running_sequences import SeatTable
 from tests.generator.leases import make_lease
 
 SEATS = 6

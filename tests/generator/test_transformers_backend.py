@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from async_rl.engine_config import GeneratorConfig
+from async_rl.config.engine import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
-from async_rl.generator.causal_model import refuse_unsupported
-from async_rl.generator.transformers_backend import TransformersBackend
-from async_rl.kept_tokens import KeptTokens, contains
+from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.generator.hf.causal_model import refuse_unsupported
+from async_rl.sampling_mask import KeptTokens, contains
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
 

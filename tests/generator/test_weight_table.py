@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from async_rl.errors import ModelError, WeightsError
-from async_rl.generator.causal_model import WeightTable, describe_model, refuse_unsupported
+from async_rl.generator.hf.causal_model import WeightTable, describe_model, refuse_unsupported
 
 
 class Tied(nn.Module):

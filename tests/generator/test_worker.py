@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config import Config
-from async_rl.config_file import config_to_toml, parse_config
-from async_rl.engine_config import GeneratorConfig
+from async_rl.config.config import Config
+from async_rl.config.engine import GeneratorConfig
+from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.errors import ConfigError, QueueError
-from async_rl.generator.fake_backend import FakeBackend
+from async_rl.generator.fake import FakeBackend
 from async_rl.generator.grading import InlineGrader
 from async_rl.generator.worker import Worker, generator_config, write_files
-from async_rl.parity import Answer, Given, Probe, encode_probe
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -29,6 +28,7 @@ from async_rl.queue.messages import (
     GeneratorStats,
     LeasesGranted,
 )
+from async_rl.queue.parity import Answer, Given, Probe, encode_probe
 from async_rl.records import NO_VERSION, Group
 from async_rl.rewards.records import RewardInput, RewardOutput
 from tests.generator.leases import make_lease

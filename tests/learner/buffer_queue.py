@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from async_rl.codec import decode_group
-from async_rl.queue.buffer import Buffer
+from async_rl.net.codec import decode_group
+from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.messages import (
     Acked,
     Announcement,

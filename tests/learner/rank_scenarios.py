@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import TrainingError
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
@@ -288,7 +288,7 @@ def follower_is_killed(directory: Path) -> None:
 
 
 def supervised(directory: Path) -> None:
-    from async_rl.config_file import load_config
+    from async_rl.config.loading import load_config
     from async_rl.learner.sft import run_sft
 
     run_sft(load_config(directory / "sft.toml"))

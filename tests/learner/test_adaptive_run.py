@@ -14,7 +14,7 @@ from async_rl.learner.losses.diagnostics import COLUMNS
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.staleness_control import BoundState
 from async_rl.learner.state import TrainerState
-from async_rl.metrics import METRIC_KEYS, read_metrics
+from async_rl.run.metrics import METRIC_KEYS, read_metrics
 from tests.learner.test_trainer import Run, ScriptedEngine, make_run
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, trained_facts
-from async_rl.loss_config import LossConfig
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 

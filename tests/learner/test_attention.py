@@ -24,12 +24,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError
 from async_rl.learner.attention import ATTENTION_NAME, packed_attention_forward, packed_layout, use_packed_attention
 from async_rl.learner.logprobs import token_logprobs
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
 from async_rl.learner.packing import MicroBatch, TrainSequence, pack
-from async_rl.loss_config import LossConfig
 
 VOCAB = 64
 SHAPE: dict[str, Any] = {

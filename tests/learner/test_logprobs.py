@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from async_rl.kept_tokens import pack_ids
 from async_rl.learner.logprobs import Kept, token_logprobs
+from async_rl.sampling_mask import pack_ids
 
 HIDDEN, VOCAB = 8, 40
 ROW_BYTES = 4 * VOCAB

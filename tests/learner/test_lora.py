@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from async_rl.config.lora import LoraConfig
 from async_rl.errors import ConfigError, ModelError, RunError
 from async_rl.learner.export import export_adapter, export_checkpoint
 from async_rl.learner.fsdp_engine import FsdpEngine
@@ -20,7 +21,6 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parallel import init_ranks
 from async_rl.learner.sft import run_sft
 from async_rl.learner.training_state import OPTIMIZER, load_tensors
-from async_rl.lora_config import LoraConfig
 from tests.learner.rank_scenarios import ADAPTED, LORA, adapted_config, batch_for, save, train_adapters, with_reference
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config, tiny_model

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from async_rl.config.loss import LossConfig
 from async_rl.learner.logprobs import TokenLogprobs
 from async_rl.learner.model import DeviceBatch, to_device
 from async_rl.learner.objective import (
@@ -22,7 +23,6 @@ from async_rl.learner.objective import (
     why_skip,
 )
 from async_rl.learner.packing import TrainSequence, pack
-from async_rl.loss_config import LossConfig
 from tests.learner.tiny import tiny_config
 
 STEPPED = StepOutcome("", 1.0, 1e-6)

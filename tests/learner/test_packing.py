@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl import wire
 from async_rl.errors import WireError
-from async_rl.kept_tokens import pack_ids
 from async_rl.learner.packing import (
     MicroBatch,
     TrainSequence,
@@ -21,6 +19,8 @@ from async_rl.learner.packing import (
     pack,
     to_arrays,
 )
+from async_rl.net import wire
+from async_rl.sampling_mask import pack_ids
 
 
 def sequence(sequence_id: int, length: int, *, prompt: int = 1, temperature: float = 1.0) -> TrainSequence:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_rl.config import Config
-from async_rl.config_file import config_to_toml
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError, DataError, RunError
 from async_rl.learner import sft
 from async_rl.learner.sft import batch_of, run_sft

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from async_rl.chat import load_tokenizer, render_prompt
+from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import DataError
 from async_rl.learner.sft_data import load_sft_rows
 from tests.learner.tiny import tiny_model

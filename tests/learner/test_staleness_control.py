@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.codec import decode_group
+from async_rl.config.loss import LossConfig
 from async_rl.learner.objective import update_stats
 from async_rl.learner.staleness_control import (
     CALM_STEPS,
@@ -21,7 +21,7 @@ from async_rl.learner.staleness_control import (
     read,
     steer,
 )
-from async_rl.loss_config import LossConfig
+from async_rl.net.codec import decode_group
 from async_rl.queue.messages import NotReady
 from tests.learner.test_objective import STEPPED, sums_of
 from tests.queue.builders import ack, groups_of, make_buffer, take

@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import TrainingError
 from async_rl.learner.checkpoint import latest_checkpoint, write_extra
 from async_rl.learner.engine import Engine, UpdateStats
@@ -22,14 +22,14 @@ from async_rl.learner.publishing import HeldBackWeights, NamedTensors, Published
 from async_rl.learner.start import RunCheckpoints, _restore, _rewind
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
-from async_rl.metrics import MetricsWriter, read_metrics
-from async_rl.queue.admission import BufferSettings
-from async_rl.queue.buffer import Buffer
-from async_rl.queue.client import LearnerQueue
-from async_rl.queue.stream import PromptStream
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.core.admission import BufferSettings
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.records import Group, Lease
-from async_rl.run_dir import RunDir
-from async_rl.step_log import StepLog
+from async_rl.run.directory import RunDir
+from async_rl.run.metrics import MetricsWriter, read_metrics
+from async_rl.run.step_log import StepLog
 from tests.learner.buffer_queue import NUM_EVAL_ROWS, BufferQueue
 from tests.queue.builders import group, make_config, rows
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
 from async_rl.learner.packing import TrainSequence
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 .+="

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.codec import encode_group
-from async_rl.config import Config
-from async_rl.config_file import parse_config
-from async_rl.queue.admission import BufferSettings
-from async_rl.queue.batches import TakenBody
-from async_rl.queue.buffer import Buffer
-from async_rl.queue.facts import read_facts
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.net.codec import encode_group
+from async_rl.queue.core.admission import BufferSettings
+from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.group_summary import read_facts
+from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import Announcement, NotReady, TrainedFacts, Verdict
-from async_rl.queue.stream import PromptStream
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenSequence
 
 LINEAGE = "line-a"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
-from async_rl.config_file import config_to_toml
-from async_rl.queue.client import GeneratorQueue, LearnerQueue
-from async_rl.queue.files import read_record
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
+from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement
+from async_rl.queue.server.files import read_record
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0

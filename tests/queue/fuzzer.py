@@ -14,8 +14,8 @@ import time
 
 import zmq
 
-from async_rl.keys import ClientKeys
-from async_rl.queue.gate import Sizes
+from async_rl.net.keys import ClientKeys
+from async_rl.queue.server.rate_limiter import Sizes
 from tests.queue.mutants import corpus, gets_past_the_frame, mutants
 
 

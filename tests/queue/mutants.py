@@ -14,12 +14,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from async_rl.codec import encode_group
 from async_rl.errors import WireError
+from async_rl.net.codec import encode_group
+from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
 from async_rl.queue.messages import Announcement, GeneratorStats, TrainedFacts
 from async_rl.queue.protocol import as_array
 from async_rl.records import Lease, Prompt
-from async_rl.wire import ALIGNMENT, Limits, decode, encode
 from tests.queue.builders import SAMPLING, group
 
 Frames = tuple[bytes, ...]

@@ -10,11 +10,11 @@ import argparse
 import sys
 from functools import partial
 
-from async_rl.config_file import load_config
+from async_rl.config.loading import load_config
 from async_rl.errors import UserError
-from async_rl.queue.journal import Journal
-from async_rl.queue.server import journal_directory, serve_until_signal
-from async_rl.queue.service import QueueServer
+from async_rl.queue.server.server import QueueServer
+from async_rl.queue.server.start import journal_directory, serve_until_signal
+from async_rl.queue.storage.journal import Journal
 from tests.queue.builders import rows
 
 

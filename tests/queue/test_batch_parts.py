@@ -8,13 +8,13 @@ from contextlib import closing, contextmanager
 
 import zmq
 
-from async_rl.codec import encode_group
-from async_rl.queue.batches import TakenBody
-from async_rl.queue.client import LearnerQueue
+from async_rl.net.codec import encode_group
+from async_rl.net.wire import decode, encode
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.messages import Batch
-from async_rl.queue.replies import Reply, batch_reply
+from async_rl.queue.server.replies import Reply, batch_reply
 from async_rl.records import Lease, Prompt
-from async_rl.wire import decode, encode
 from tests.queue.builders import LINEAGE, SAMPLING, group
 
 DEADLINE_S = 20.0

@@ -2,7 +2,7 @@
 
 import zmq
 
-from async_rl.queue.bodies import MemoryBodies, RecentBodies, owned
+from async_rl.queue.storage.payloads import MemoryBodies, RecentBodies, owned
 
 
 def test_a_body_that_fills_its_memory_is_kept_as_it_is():

@@ -8,8 +8,8 @@ from itertools import islice
 
 import pytest
 
-from async_rl.codec import decode_group
-from async_rl.queue.buffer import Buffer
+from async_rl.net.codec import decode_group
+from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.messages import NotReady
 from tests.queue.builders import LINEAGE, ack, group, make_buffer, put, take
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from async_rl.codec import decode_group
 from async_rl.errors import ConfigError, LineageError, QueueError
-from async_rl.queue.batches import TakenBody
-from async_rl.queue.bodies import MemoryBodies
-from async_rl.queue.buffer import Buffer
+from async_rl.net.codec import decode_group
+from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import GeneratorStats, NotReady, TrainedFacts
-from async_rl.queue.stream import PromptStream
+from async_rl.queue.storage.payloads import MemoryBodies
 from async_rl.records import Lease
 from tests.queue.builders import (
     LINEAGE,

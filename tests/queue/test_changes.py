@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.queue.changes import Changes
+from async_rl.queue.core.changes import Changes
 
 
 @dataclass

@@ -8,15 +8,15 @@ from typing import Any, get_args
 
 import pytest
 
-from async_rl.queue.bodies import MemoryBodies
-from async_rl.queue.buffer import Buffer
-from async_rl.queue.changes import Changes, Kind
-from async_rl.queue.facts import GroupFacts
-from async_rl.queue.held import GroupEntry, HeldGroup
-from async_rl.queue.leases import HeldLease, LeaseTable
-from async_rl.queue.ledger import Ledger
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.changes import Changes, Kind
+from async_rl.queue.core.group_summary import GroupFacts
+from async_rl.queue.core.leases import HeldLease, LeaseTable
+from async_rl.queue.core.ledger import Ledger
+from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
 from async_rl.queue.messages import NotReady, TrainedFacts
-from async_rl.queue.stream import PromptStream
+from async_rl.queue.storage.payloads import MemoryBodies
 from async_rl.records import Lease
 from tests.queue.builders import LINEAGE, announce, leases, make_buffer, rows, settings
 

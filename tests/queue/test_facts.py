@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
 
-from async_rl.codec import decode_group, encode_group
 from async_rl.errors import WireError
-from async_rl.kept_tokens import KeptTokens, contains, pack_ids
-from async_rl.queue.facts import read_facts, why_unfit
+from async_rl.net.codec import decode_group, encode_group
+from async_rl.queue.core.group_summary import read_facts, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
+from async_rl.sampling_mask import KeptTokens, contains, pack_ids
 
 NEWEST = 5
 """The learner's version in these tests."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from async_rl.queue.bodies import Bytes
 from async_rl.queue.frames import COPY_BELOW_BYTES, send_frames
+from async_rl.queue.storage.payloads import Bytes
 
 
 @pytest.fixture

@@ -19,17 +19,17 @@ from typing import Any
 
 import pytest
 
-from async_rl.codec import encode_group
 from async_rl.errors import AsyncRLError
-from async_rl.keys import ClientKeys, make_keys
-from async_rl.queue.buffer import Buffer
-from async_rl.queue.client import GeneratorQueue, LearnerQueue
-from async_rl.queue.gate import Sizes
-from async_rl.queue.handlers import Handlers, Waiting
-from async_rl.queue.journal import pack
+from async_rl.net.codec import encode_group
+from async_rl.net.keys import ClientKeys, make_keys
+from async_rl.net.wire import decode, encode
+from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
+from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
 from async_rl.queue.neighbours import TYPES
-from async_rl.wire import decode, encode
+from async_rl.queue.server.handlers import Handlers, Waiting
+from async_rl.queue.server.rate_limiter import Sizes
+from async_rl.queue.storage.journal import pack
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_buffer, make_config, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
 from tests.queue.mutants import Frames, corpus, mutants

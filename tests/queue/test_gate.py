@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from async_rl.errors import QueueError, WireError
-from async_rl.queue.gate import BLOCKED_S, MAX_PEERS, Gate, Sizes
-from async_rl.queue.roster import FORGET_S, Roster
-from async_rl.wire import Message, decode, encode
+from async_rl.net.wire import Message, decode, encode
+from async_rl.queue.server.rate_limiter import BLOCKED_S, MAX_PEERS, Gate, Sizes
+from async_rl.queue.server.registry import FORGET_S, Roster
 
 
 def gate(messages: float = 10, malformed: float = 3) -> Gate:

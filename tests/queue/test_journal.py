@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import asdict
 
 from async_rl.errors import ConfigError, QueueError
-from async_rl.queue.bodies import Place
-from async_rl.queue.changes import Change
-from async_rl.queue.journal import Journal, Saved, file_system_of, is_network_file_system, pack, unpack
+from async_rl.queue.core.changes import Change
+from async_rl.queue.storage.journal import Journal, Saved, file_system_of, is_network_file_system, pack, unpack
+from async_rl.queue.storage.payloads import Place
 from tests.queue.test_segments import HEADER, file_size_limit
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -326,9 +326,9 @@ COMMITS = """
 import os, sys
 from msgspec.structs import asdict
 from pathlib import Path
-from async_rl.queue.bodies import Place
-from async_rl.queue.changes import Change
-from async_rl.queue.journal import Journal
+from async_rl.queue.storage.payloads import Place
+from async_rl.queue.core.changes import Change
+from async_rl.queue.storage.journal import Journal
 
 journal = Journal(Path(sys.argv[1]), segment_bytes=4096)
 saved = journal.load()

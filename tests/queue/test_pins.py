@@ -1,7 +1,7 @@
 """Pins: what a snapshot needs stays until nothing pins it."""
 
-from async_rl.queue.changes import Changes
-from async_rl.queue.pins import Pins, snapshot_key
+from async_rl.queue.core.changes import Changes
+from async_rl.queue.core.snapshot_refs import Pins, snapshot_key
 from tests.queue.test_shelf import held, ids
 
 

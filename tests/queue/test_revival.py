@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import QueueError
-from async_rl.queue import connection
-from async_rl.queue.client import LearnerQueue
-from async_rl.queue.connection import Connection
-from async_rl.queue.server import Reviver, answering_run, ensure_queue, finish_queue
+from async_rl.queue.client import connection
+from async_rl.queue.client.connection import Connection
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.server.start import Reviver, answering_run, ensure_queue, finish_queue
 from tests.queue.builders import make_config
 from tests.queue.conftest import ROOT, attach, wait_until
 

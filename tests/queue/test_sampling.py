@@ -7,9 +7,9 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from async_rl.errors import ConfigError
-from async_rl.queue import saved
-from async_rl.queue.admission import BufferSettings
-from async_rl.queue.buffer import Buffer
+from async_rl.queue.core import saved
+from async_rl.queue.core.admission import BufferSettings
+from async_rl.queue.core.buffer import Buffer
 from tests.queue.builders import SAMPLING, ack, group, leases, make_buffer, make_config, put, settings, take
 
 COOLING = {"temperature_end": 0.6, "temperature_steps": 4}

@@ -3,9 +3,9 @@
 import pytest
 
 from async_rl.errors import QueueError
-from async_rl.queue.buffer import Buffer
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import NotReady
-from async_rl.queue.stream import PromptStream
 from tests.queue.builders import SAMPLING, rows, settings
 from tests.queue.witness import Knobs
 from tests.queue.world import World

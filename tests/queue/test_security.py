@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.errors import AddressError, KeyFileError, QueueError
-from async_rl.keys import ClientKeys, ServerKeys, make_keys
-from async_rl.queue.client import GeneratorQueue, LearnerQueue
-from async_rl.queue.files import read_record
+from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.net.wire import decode, encode
+from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement, LeasesGranted
-from async_rl.queue.server import answering_run, ensure_queue
+from async_rl.queue.server.files import read_record
+from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Receiver
-from async_rl.wire import decode, encode
 from tests.queue.builders import make_config
 from tests.queue.conftest import DEADLINE_S, ROOT, attach, wait_until
 

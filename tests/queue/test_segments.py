@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import QueueError
-from async_rl.queue.bodies import Place, digest_of
-from async_rl.queue.segments import Segments, Spot
+from async_rl.queue.storage.payloads import Place, digest_of
+from async_rl.queue.storage.segments import Segments, Spot
 
 HEADER = 24
 """Bytes: magic, length and digest, 8 each."""

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from async_rl.errors import AddressError, LineageError, QueueError
-from async_rl.queue.handlers import Handlers, Reply, Waiting
+from async_rl.net.wire import decode, encode
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -26,9 +26,9 @@ from async_rl.queue.messages import (
     NotReady,
     Returned,
 )
-from async_rl.queue.server import answering_run, ensure_queue
+from async_rl.queue.server.handlers import Handlers, Reply, Waiting
+from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.records import Sampling
-from async_rl.wire import decode, encode
 from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_buffer, make_config, put, take
 from tests.queue.conftest import ROOT, attach, wait_until
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.queue.buffer import Buffer
+from async_rl.queue.core.buffer import Buffer
 from tests.queue.builders import ack, all_trained, group, leases, make_buffer, put, take
 
 POISON = {"position": 0, "row": 0, "epoch": 0, "cause": "poison"}

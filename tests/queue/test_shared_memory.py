@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from async_rl.errors import WireError
+from async_rl.net.wire import Message
 from async_rl.queue.arena import Arena, ArenaReader
-from async_rl.queue.bodies import MemoryBodies
-from async_rl.queue.client import LearnerQueue
-from async_rl.queue.generator_client import GeneratorQueue
+from async_rl.queue.client.generator_client import GeneratorQueue
+from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import Batch, Returned
 from async_rl.queue.neighbours import Neighbours, NotSharedError, OutdatedError, address_fields, free_unkept
+from async_rl.queue.storage.payloads import MemoryBodies
 from async_rl.records import Lease
-from async_rl.wire import Message
 from tests.queue.builders import all_trained, group, make_config
 from tests.queue.conftest import Server, Servers, attach, wait_until
 from tests.queue.test_server import events_until, get_leases

@@ -1,8 +1,8 @@
 """The shelf of queued groups: order of delivery, age, and totals."""
 
-from async_rl.queue.bodies import Place
-from async_rl.queue.held import HeldGroup
-from async_rl.queue.shelf import Shelf
+from async_rl.queue.core.ready_groups import Shelf
+from async_rl.queue.core.stored_group import HeldGroup
+from async_rl.queue.storage.payloads import Place
 
 
 def held(lease_id: str, position: int, *, named: int = 0, bound: int = 0, length: int = 10) -> HeldGroup:

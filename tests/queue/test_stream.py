@@ -1,4 +1,4 @@
-from async_rl.queue.stream import PromptStream
+from async_rl.queue.core.prompt_stream import PromptStream
 
 
 def draw_all(stream: PromptStream, count: int) -> list[int]:

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from async_rl.config import OnStale
-from async_rl.queue.bodies import MemoryBodies, Place
-from async_rl.queue.buffer import Buffer
-from async_rl.queue.changes import Changes, Kind
-from async_rl.queue.facts import GroupFacts
-from async_rl.queue.journal import pack, unpack
-from async_rl.queue.ledger import Ledger
+from async_rl.config.config import OnStale
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.changes import Changes, Kind
+from async_rl.queue.core.group_summary import GroupFacts
+from async_rl.queue.core.ledger import Ledger
+from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.state import LearnerSide
 from async_rl.queue.messages import Verdict
-from async_rl.queue.state import LearnerSide
-from async_rl.queue.stream import PromptStream
+from async_rl.queue.storage.journal import pack, unpack
+from async_rl.queue.storage.payloads import MemoryBodies, Place
 from tests.queue import builders
 from tests.queue.builders import SAMPLING, rows
 

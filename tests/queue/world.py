@@ -14,8 +14,8 @@ from typing import Literal
 import pytest
 
 from async_rl.errors import LineageError
-from async_rl.queue.batches import TakenBody
-from async_rl.queue.facts import GroupFacts
+from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.group_summary import GroupFacts
 from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, TrainedFacts, Verdict
 from async_rl.records import Lease
 from tests.queue import builders

@@ -6,14 +6,14 @@ from contextlib import closing
 
 import pytest
 
-from async_rl.config_file import parse_config
+from async_rl.config.loading import parse_config
+from async_rl.config.task import CodeRewardConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.code import CodeReward, extract_program
 from async_rl.rewards.code_judge import LocalJudge
 from async_rl.rewards.combine import RewardSum
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program, Ran
-from async_rl.task_config import CodeRewardConfig
 
 
 class Script:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from async_rl.config.task import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, SandboxError, SandboxFailedError
 from async_rl.rewards.code_remote import PATH, RemoteJudge
 from async_rl.rewards.code_server import VerifierServer, serve
 from async_rl.rewards.code_tests import CodeTests, parse_tests
-from async_rl.task_config import CodeRewardConfig
 
 SERVER = CodeRewardConfig(time_limit_s=5.0, packages=(), workers=2)
 SCRIPT = parse_tests({"test_cases": {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}})

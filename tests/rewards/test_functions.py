@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config import Config
+from async_rl.config.config import Config
+from async_rl.config.task import REWARD_NEEDS
 from async_rl.errors import ConfigError, RewardError
 from async_rl.generator.worker import grading_threads
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import REWARDS, build_reward
-from async_rl.task_config import REWARD_NEEDS
 
 
 def rollout(text: str, gold: str = "2") -> RewardInput:

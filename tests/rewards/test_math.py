@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config, ModelConfig, RunConfig
-from async_rl.engine_config import SamplingConfig
+from async_rl.config.config import Config, ModelConfig, RunConfig
+from async_rl.config.engine import SamplingConfig
+from async_rl.config.task import RewardConfig
 from async_rl.errors import RewardError
 from async_rl.rewards.registry import RewardInput, RewardOutput, build_reward
-from async_rl.task_config import RewardConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,7 +158,7 @@ def test_a_megabyte_of_text_is_scored_in_bounded_time():
 def test_rewards_and_data_import_no_torch_and_no_math_verify():
     # The generator's worker starts fast; sympy lives in the child alone.
     program = (
-        "import sys, async_rl.data, async_rl.rewards.registry\n"
+        "import sys, async_rl.data.dataset, async_rl.rewards.registry\n"
         "print([m for m in ('torch', 'transformers', 'sympy', 'math_verify') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import Config
+from async_rl.config.config import Config
 from async_rl.rewards.equality import answers_equal
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config_file import parse_config
+from async_rl.config.loading import parse_config
 from async_rl.rewards.records import Reward, RewardInput
 from async_rl.rewards.registry import build_reward
 from async_rl.sandbox.limits import Limits, Program

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config_file import parse_config
+from async_rl.config.loading import parse_config
 from async_rl.errors import SandboxError, SandboxFailedError
-from async_rl.preflight import check_code_reward
+from async_rl.launch.preflight import check_code_reward
 from async_rl.sandbox import sandbox as sandbox_module
 from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program
 from async_rl.sandbox.sandbox import Sandbox

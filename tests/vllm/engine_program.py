@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from async_rl.generator.vllm_backend import VllmBackend
+from async_rl.generator.vllm.backend import VllmBackend
 from tests.vllm.tiny import make_config, submit, weights_of, write_files
 
 

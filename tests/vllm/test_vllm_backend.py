@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from async_rl.errors import ModelError, WeightsError
-from async_rl.kept_tokens import contains
+from async_rl.sampling_mask import contains
 from tests.generator.tiny_model import CHARACTERS
 from tests.vllm.tiny import (
     EOS,

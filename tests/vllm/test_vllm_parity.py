@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_rl.generator.parity import answer_probe
-from async_rl.parity import Given, Probe, compare
+from async_rl.queue.parity import Given, Probe, compare
 from tests.vllm.tiny import at_version_3, engine, make_model, run_all, scores, submit, weights_of, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from async_rl.config import Config
-from async_rl.config_file import parse_config
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
 from async_rl.generator.backend import Backend, Sampled
-from async_rl.generator.vllm_backend import VllmBackend
+from async_rl.generator.vllm.backend import VllmBackend
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, write_tokenizer
 

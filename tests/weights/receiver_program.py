@@ -24,8 +24,8 @@ num_buckets = 0
 
 def inject_faults() -> None:
     """Let the fault happen after this process received its second bucket of a transfer."""
-    from async_rl.weights.collective import CollectiveGroup
-    from async_rl.weights.stream_inlet import _Source
+    from async_rl.weights.collective.communicator import CollectiveGroup
+    from async_rl.weights.tcp.receiver import _Source
 
     broadcast, read = CollectiveGroup.broadcast, _Source.read
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from async_rl.errors import WeightsError
-from async_rl.weights.collective import CollectiveGroup
-from async_rl.weights.sockets import listening_socket
+from async_rl.net.sockets import listening_socket
+from async_rl.weights.collective.communicator import CollectiveGroup
 
 
 def two_groups(stall_s: float) -> list[CollectiveGroup]:

@@ -1,8 +1,8 @@
 import pytest
 
 from async_rl.errors import WireError
+from async_rl.net.wire import encode
 from async_rl.weights import control
-from async_rl.wire import encode
 
 MESSAGES = [
     control.Join("g", "127.0.0.1", 12, ["gloo"], "ab"),

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import WeightsError
-from async_rl.weights import delta
-from async_rl.weights.delta import apply_delta, element_runs, encode_delta
 from async_rl.weights.manifest import plan_layout
+from async_rl.weights.tcp import delta
+from async_rl.weights.tcp.delta import apply_delta, element_runs, encode_delta
 
 
 def applied(base: np.ndarray, encoded: bytes, runs) -> np.ndarray:

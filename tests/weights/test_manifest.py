@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import WeightsError, WireError
+from async_rl.net.wire import decode, encode
 from async_rl.weights.manifest import (
     ALIGNMENT,
     ITEM_SIZES,
@@ -17,7 +18,6 @@ from async_rl.weights.manifest import (
     manifest_from_fields,
     plan_layout,
 )
-from async_rl.wire import decode, encode
 
 SPECS = st.lists(
     st.tuples(st.sampled_from(sorted(ITEM_SIZES)), st.lists(st.integers(0, 40), max_size=3)), max_size=30

@@ -14,7 +14,7 @@ import pytest
 
 from async_rl.weights import control, push_lines
 from async_rl.weights.push_lines import Heard, Lost, PushLines
-from async_rl.weights.stream_wire import make_request, receive_exactly, receive_head
+from async_rl.weights.tcp.protocol import make_request, receive_exactly, receive_head
 
 WAIT_S = 10.0
 ACK = control.Ack(1, 0, "ab" * 16, 10, 0)

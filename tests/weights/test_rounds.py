@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from async_rl.weights.rounds import (
+from async_rl.weights.scheduler import (
     Action,
     DropAction,
     EnterAction,

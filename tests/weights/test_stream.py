@@ -15,16 +15,17 @@ import pytest
 import torch
 
 from async_rl.errors import AddressError, WireError
-from async_rl.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.messages import Announcement
-from async_rl.weights import control, push_lines, stream_inlet
+from async_rl.weights import control, push_lines
 from async_rl.weights.buffers import StagedWeights
 from async_rl.weights.member_socket import MemberSocket
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.push_lines import PushLines
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
-from async_rl.weights.stream_wire import make_request
+from async_rl.weights.tcp import receiver as tcp_receiver
+from async_rl.weights.tcp.protocol import make_request
 from tests.weights.conftest import ReceiverProcess
 
 DEADLINE_S = 20.0
@@ -162,7 +163,7 @@ def test_weights_that_changed_everywhere_travel_whole():
 
 
 def test_a_corrupted_bucket_is_asked_for_again_by_itself_and_reported(monkeypatch: pytest.MonkeyPatch):
-    read, faults = stream_inlet._Source.read, [2]
+    read, faults = tcp_receiver._Source.read, [2]
 
     def faulty(self, into, hasher):
         read(self, into, None)
@@ -174,7 +175,7 @@ def test_a_corrupted_bucket_is_asked_for_again_by_itself_and_reported(monkeypatc
         if hasher is not None:
             hasher.update(into)
 
-    monkeypatch.setattr(stream_inlet._Source, "read", faulty)
+    monkeypatch.setattr(tcp_receiver._Source, "read", faulty)
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         staged = plane.publish(0, model(0))
         receiver.follow(plane.announcement(staged))
@@ -186,7 +187,7 @@ def test_a_corrupted_bucket_is_asked_for_again_by_itself_and_reported(monkeypatc
 
 
 def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    receive, faults = stream_inlet._Source._receive, [2]
+    receive, faults = tcp_receiver._Source._receive, [2]
 
     def faulty(self, into):
         receive(self, into)
@@ -196,7 +197,7 @@ def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_pa
                 faults.clear()
                 into[0] ^= 1
 
-    monkeypatch.setattr(stream_inlet._Source, "_receive", faulty)
+    monkeypatch.setattr(tcp_receiver._Source, "_receive", faulty)
     make_keys(tmp_path / "keys")
     mine = ClientKeys.load(tmp_path / "keys" / "client.key")
     with (
@@ -245,7 +246,7 @@ def test_who_stands_gets_versions_without_being_told_of_them(monkeypatch: pytest
 
 
 def test_who_stood_for_too_long_is_told_over_the_control_channel_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_inlet, "_KEEP_S", 0.05)
+    monkeypatch.setattr(tcp_receiver, "_KEEP_S", 0.05)
     fetches = told(monkeypatch, control.Fetch)
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         receiver.follow(plane.announcement(plane.publish(0, model(0))))
@@ -263,7 +264,7 @@ def test_who_stood_for_too_long_is_told_over_the_control_channel_again(monkeypat
 
 
 def test_a_corrupted_bucket_of_what_came_by_itself_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
-    receive, pieces = stream_inlet._Source._receive, []
+    receive, pieces = tcp_receiver._Source._receive, []
 
     def faulty(self, into):
         receive(self, into)
@@ -274,7 +275,7 @@ def test_a_corrupted_bucket_of_what_came_by_itself_is_asked_for_again(monkeypatc
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         staged = plane.publish(0, model(0))
         second = len(staged.buckets) + 2  # of version 1: every bucket here is one piece
-        monkeypatch.setattr(stream_inlet._Source, "_receive", faulty)
+        monkeypatch.setattr(tcp_receiver._Source, "_receive", faulty)
         receiver.follow(plane.announcement(staged))
         arrived(receiver, 0)
         assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
@@ -358,8 +359,8 @@ def test_what_came_by_itself_and_is_not_what_was_announced_is_refused():
 
 
 def test_weights_that_never_match_fail_and_say_so(monkeypatch: pytest.MonkeyPatch):
-    read = stream_inlet._Source.read
-    monkeypatch.setattr(stream_inlet._Source, "read", lambda self, into, _: read(self, into, None))
+    read = tcp_receiver._Source.read
+    monkeypatch.setattr(tcp_receiver._Source, "read", lambda self, into, _: read(self, into, None))
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         staged = plane.publish(0, model(0))
         receiver.follow(plane.announcement(staged))
@@ -409,13 +410,13 @@ def test_what_was_said_by_a_line_that_ended_before_it_was_heard_is_said_again(mo
 
 def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(monkeypatch: pytest.MonkeyPatch):
     connections: list[socket.socket] = []
-    connect = stream_inlet._connect
+    connect = tcp_receiver._connect
 
     def recorded(host: str, port: int, deadline: float) -> socket.socket:
         connections.append(connect(host, port, deadline))
         return connections[-1]
 
-    monkeypatch.setattr(stream_inlet, "_connect", recorded)
+    monkeypatch.setattr(tcp_receiver, "_connect", recorded)
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         receiver.follow(plane.announcement(plane.publish(0, model(0))))
         arrived(receiver, 0)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from async_rl.config.loss import Aggregation
 from async_rl.learner.losses.ratio import sum_by
-from async_rl.loss_config import Aggregation
 
 
 class Weights(NamedTuple):

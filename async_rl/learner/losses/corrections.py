@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from async_rl.config.loss import LossConfig, SkipStatistic
 from async_rl.learner.losses.ratio import sum_by
-from async_rl.loss_config import LossConfig, SkipStatistic
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from async_rl.config.loss import KlEstimator
 from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
-from async_rl.loss_config import KlEstimator
 
 
 def kl_estimate(log_ratio_N: Tensor, estimator: KlEstimator) -> Tensor:

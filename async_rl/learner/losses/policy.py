@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.aggregation import aggregate
 from async_rl.learner.losses.corrections import importance_weights, in_range, skipped_sequences
 from async_rl.learner.losses.kl import kl_estimate
 from async_rl.learner.losses.ratio import check_shapes, interpolated_proximal, log_ratio, sequence_log_ratio, sum_by
 from async_rl.learner.losses.surrogate import TokenObjective, clipped, clipped_weight, plain
-from async_rl.loss_config import LossConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

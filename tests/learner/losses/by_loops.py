@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from async_rl.loss_config import LossConfig
+from async_rl.config.loss import LossConfig
 from tests.learner.losses.cases import MAX_LENGTH, Case
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss
-from async_rl.loss_config import LossConfig
 
 MAX_LENGTH = 8
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
-from async_rl.loss_config import LossConfig
 from tests.learner.losses.cases import Case, inputs_of, of_ratios, part_of, ragged_cases
 
 LOSS = LossConfig(skip_threshold=3.0, token_range=(0.3, 2.5))

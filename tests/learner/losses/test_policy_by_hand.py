@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
-from async_rl.loss_config import LossConfig
 from tests.learner.losses.cases import Run, of_ratios, run
 
 DAPO = LossConfig()

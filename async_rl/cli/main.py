@@ -1,0 +1,289 @@
+"""The ``async-rl`` command: parsing and messages only. Heavy imports happen inside the commands.
+
+Exit codes: 0 done; 1 it failed (with a traceback, or the first cause of a stopped run); 2 bad input, one message;
+130 interrupted; 143 terminated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from async_rl import __version__
+from async_rl.cli.options import ConfigPath, Connect, Fresh, Insecure, Keys, Overrides
+from async_rl.cli.tools import tools
+from async_rl.errors import UserError
+from async_rl.net.address import check_address, refuse_open_connect
+from async_rl.process.parent_watch import exit_on_sigterm, watch_lifeline
+
+app = typer.Typer(
+    name="async-rl",
+    help="Train language models by asynchronous reinforcement learning with verifiable rewards.\n\n"
+    "Start with `async-rl launch CONFIG`: it runs the queue server, the learner and the generators of one config on "
+    "this machine. `async-rl COMMAND --help` explains each command with an example.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"async-rl {__version__}")
+        raise typer.Exit()
+
+
+@app.command(short_help="Run queue server, learner and generators on this machine.")
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the commands that would be run, write nothing.")
+    ] = False,
+    fresh: Fresh = False,
+    insecure: Insecure = False,
+) -> None:
+    """Run everything of CONFIG on this machine: queue server, learner, generators, with a live view.
+
+    The same command resumes a run that was stopped, from its latest checkpoint. Everything that it starts ends when
+    it ends.
+
+    \b
+    Example:
+      async-rl launch configs/quickstart.toml --set learner.steps=20
+    """
+    from async_rl.config.loading import load_config
+    from async_rl.launch import launch as launcher
+
+    chosen = overrides or []
+    resolved = load_config(config, chosen)
+    code = launcher.launch(resolved, config, chosen, fresh=fresh, dry_run=dry_run, insecure=insecure)
+    raise typer.Exit(code)
+
+
+@app.command(short_help="Train, on the rollouts that generators send.")
+def learner(config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, insecure: Insecure = False) -> None:
+    """Train the model of CONFIG on the rollouts that generators send (one process, or every rank of torchrun).
+
+    It attaches to the queue server recorded in the run directory, or starts one. Generators join and leave by
+    themselves, see `async-rl generator --help`.
+
+    \b
+    Examples:
+      async-rl learner configs/quickstart.toml
+      torchrun --nproc-per-node 8 -m async_rl learner configs/one_node_8gpu.toml
+    """
+    with _role() as is_launched:
+        from async_rl.config.loading import load_config
+        from async_rl.data.chat import quiet_progress_bars
+
+        resolved = load_config(config, overrides or [])
+        if not is_launched and _is_first_rank():
+            from async_rl.launch.preflight import check_learner
+
+            check_learner(resolved, fresh=fresh, insecure=insecure)
+        quiet_progress_bars()
+        from async_rl.learner.start import run_learner
+
+        # A queue server that a learner of launch started would outlive launch.
+        run_learner(resolved, fresh=fresh, insecure=insecure, may_start_queue=not is_launched)
+
+
+@app.command(short_help="Sample rollouts for a run.")
+def generator(
+    connect: Connect,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override one generator.* key, as in generator.batch_size=128; may be repeated.",
+        ),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a queue that is not there.")
+    ] = 300.0,
+    insecure: Insecure = False,
+    keys: Keys = None,
+    generator_id: Annotated[
+        str | None, typer.Option("--id", metavar="NAME", help="Its name in logs and metrics; default: made up.")
+    ] = None,
+    replaces: Annotated[
+        str | None,
+        typer.Option("--replaces", metavar="NAME", help="A dead generator: what it held is given out again at once."),
+    ] = None,
+) -> None:
+    """Sample rollouts for the run whose queue server is at ADDRESS, until that run is finished.
+
+    It needs no file of the run: model, sampling and rewards come from the queue, weights from the learner. Any number
+    may join or leave at any time. --set takes generator.* keys only: what is this machine's own.
+
+    \b
+    Example:
+      async-rl generator --connect tcp://10.0.0.1:5555 --keys node-b.key --set generator.batch_size=128
+    """
+    refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
+    with _role():
+        from async_rl.config.loading import check_generator_overrides
+
+        check_generator_overrides(overrides or [])
+        from async_rl.generator.worker import run_generator
+
+        logging.getLogger(__name__).info("joining the run at %s; waiting for it up to %.0f s", connect, wait)
+        run_generator(
+            connect,
+            overrides or [],
+            wait_s=wait,
+            insecure=insecure,
+            generator_id=generator_id,
+            keys_file=keys,
+            replaces=replaces,
+        )
+        logging.getLogger(__name__).info("the run at %s is finished", connect)
+
+
+@app.command(short_help="Serve prompts to generators and groups to the learner.")
+def queue(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Name this run in the handshake; default: made up.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start with an empty queue; the old journal is moved aside.")
+    ] = False,
+    insecure: Insecure = False,
+) -> None:
+    """Serve prompts to generators and groups to the learner of CONFIG.
+
+    `launch` and a single learner start one by themselves. Start it by hand to train across machines: set
+    queue.address to what it binds, and queue.advertise to what others connect to.
+
+    \b
+    Example:
+      async-rl queue run.toml --set queue.address=tcp://0.0.0.0:5555 --set queue.keys=keys
+    """
+    with _role():
+        from async_rl.config.loading import load_config
+
+        resolved = load_config(config, overrides or [])
+        from async_rl.launch.preflight import check_queue
+
+        check_queue(resolved)
+        from async_rl.queue.server.start import run_queue
+
+        run_queue(resolved, run_id=run_id or "", fresh=fresh, insecure=insecure)
+
+
+@app.command(short_help="Show how a run is doing.")
+def status(
+    connect: Connect,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
+    ] = 5.0,
+    keys: Keys = None,
+) -> None:
+    """Ask a running queue server how the run is doing: members, depth, versions, the ledger.
+
+    \b
+    Example:
+      async-rl status --connect tcp://127.0.0.1:5555 --json
+    """
+    check_address(connect)
+    from async_rl.launch.status import print_status
+    from async_rl.net.keys import ClientKeys
+
+    chosen = None if keys is None else ClientKeys.load(keys)
+    print_status(connect, as_json=as_json, timeout_s=timeout, keys=chosen)
+
+
+@app.command(short_help="Supervised warm start on prompts with answers.")
+def sft(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Supervised warm start: train the model of CONFIG on sft.data and write a Hugging Face directory to sft.out.
+
+    \b
+    Example:
+      async-rl sft sft.toml --set sft.steps=200
+    """
+    with _role():
+        from async_rl.config.loading import load_config
+
+        resolved = load_config(config, overrides or [])
+        from async_rl.data.chat import quiet_progress_bars
+
+        quiet_progress_bars()
+        from async_rl.learner.sft import run_sft
+
+        run_sft(resolved)
+
+
+@app.command(short_help="Judge programs for generators that can't isolate them.")
+def verifier(
+    bind: Annotated[
+        str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen; port 0 takes any that is free.")
+    ] = "127.0.0.1:8000",
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+) -> None:
+    """Judge programs over HTTP for generators whose machines can't isolate them (reward.code.endpoint).
+
+    It runs programs in this machine's sandbox, under this machine's --set reward.code.* limits. Nothing authenticates
+    who asks, so beyond loopback it needs --insecure and a trusted network.
+
+    \b
+    Example:
+      async-rl verifier --bind 10.0.0.1:8000 --insecure --set reward.code.workers=16
+    """
+    with _role():
+        from async_rl.rewards.code_server import serve
+
+        serve(bind, overrides or [], insecure=insecure)
+
+
+app.add_typer(tools)
+
+
+def _is_first_rank() -> bool:
+    """What all ranks share is checked by one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _role() -> Iterator[bool]:
+    """What every long-running command needs: an end when its parent ends, SIGTERM that unwinds, log lines.
+
+    Gives whether the process is one of ``launch``'s.
+    """
+    exit_on_sigterm()
+    is_launched = watch_lifeline()
+    # Torch's rendezvous warns of every address without a reverse name; its errors are shown, and so is what we log.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        yield is_launched
+    except BrokenPipeError:
+        # Typer takes this for `| head` and exits in silence; in a role it is a failure like any other.
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """The entry point: run one command and exit with its code."""
+    try:
+        app(arguments)
+    except UserError as error:
+        sys.stderr.write(f"async-rl: {error}\n")
+        raise SystemExit(2) from None

@@ -1,0 +1,251 @@
+"""Commands that start no role: ``config``, ``eval``, ``export``, ``doctor``, ``keys``. Heavy imports are in them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from async_rl.cli.options import ConfigPath, Insecure, Keys, Overrides
+
+tools = typer.Typer(rich_markup_mode=None)
+
+
+@tools.command("config", short_help="Check a config and print it resolved.")
+def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check CONFIG and print it resolved: every key, defaults written out, as TOML.
+
+    \b
+    Example:
+      async-rl config configs/quickstart.toml --set queue.max_staleness=0
+    """
+    from async_rl.config.loading import config_to_toml, load_config
+
+    typer.echo(config_to_toml(load_config(config, overrides or [])), nl=False)
+
+
+@tools.command("eval", short_help="Answer data sets with models; compare evaluations.")
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="Model directories, hub ids, checkpoints, or run directories (their latest). With --compare: run "
+            "directories, or what --out named.",
+        ),
+    ],
+    datasets: Annotated[
+        list[str] | None,
+        typer.Option("--dataset", metavar="[NAME=]FILE", help="Rows to answer, as data.eval; may be repeated."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="CONFIG", help="Settings, and data sets; default: those of the first MODEL's run."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    samples: Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers a row.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy decoding.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", metavar="P", help="As eval.top_p; 1: off.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", min=0, help="As eval.top_k; 0: off.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, tokens.")
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts get no answer.")
+    ] = None,
+    reward: Annotated[str | None, typer.Option("--reward", metavar="TYPE", help="As reward.type.")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option("--system-prompt", metavar="TEXT", help="As data.system_prompt; empty: none.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at a time.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, help="For sampling above temperature 0.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write answers (DATASET.jsonl) and figures.json there.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Answer nothing: tables of what runs and --out directories hold.")
+    ] = False,
+) -> None:
+    """Answer data sets with models and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
+
+    Settings (system prompt, reward, limits, environment, data.eval) are those of --config, else those of the run that
+    the first MODEL comes from, else the defaults of a new config; options here win. Several models are asked the same.
+
+    \b
+    Examples:
+      async-rl eval runs/quickstart
+      async-rl eval Qwen/Qwen2.5-0.5B-Instruct runs/gsm8k --dataset test.jsonl --samples 8 --temperature 0.6
+      async-rl eval --compare runs/quickstart
+    """
+    given = {
+        "datasets": None if datasets is None else tuple(datasets),
+        "config": config,
+        "overrides": None if overrides is None else tuple(overrides),
+        "num_samples": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "reward": reward,
+        "system_prompt": system_prompt,
+        "batch_size": batch_size,
+        "seed": seed,
+        "limit": limit,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if compare:
+        _compare([Path(model) for model in models], has_options=bool(chosen) or out is not None)
+    else:
+        _answer(models, chosen, out)
+
+
+def _answer(models: list[str], chosen: dict[str, Any], out: Path | None) -> None:
+    """Ask ``models`` as the options that were given, by ``EvalOptions``'s names, say; print what was found."""
+    from async_rl.evaluation.offline import describe, run_eval
+    from async_rl.evaluation.settings import EvalOptions, eval_settings
+
+    options = EvalOptions(**chosen)
+    settings = eval_settings(models, options)
+    for note in settings.notes:
+        typer.echo(note)
+    found = run_eval(models, settings, out=out, progress=_show_progress if sys.stderr.isatty() else None)
+    for line in describe(found, settings.config):
+        typer.echo(line)
+    if out is not None:
+        typer.echo(f"answers: {', '.join(str(out / f'{name}.jsonl') for name in settings.config.data.eval)}")
+
+
+@tools.command(short_help="Write a checkpoint as a Hugging Face model directory.")
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory (its latest).")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; new, or empty.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with lora.rank: the adapter alone, in peft's format.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face model directory (config, tokenizer, safetensors).
+
+    A LoRA adapter is merged into the model that the run began with, which must still be there.
+
+    \b
+    Example:
+      async-rl export runs/quickstart exported
+      async-rl export runs/lora adapter --adapter
+    """
+    from async_rl.learner.export import export_adapter, export_checkpoint
+
+    (export_adapter if adapter else export_checkpoint)(checkpoint, out)
+    typer.echo(f"wrote {out}")
+
+
+@tools.command(short_help="Look for what would go wrong, with a fix for each.")
+def doctor(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    connect: Annotated[
+        str | None,
+        typer.Option("--connect", metavar="ADDRESS", help="Ask this queue server, as a generator here would."),
+    ] = None,
+    keys: Keys = None,
+    insecure: Insecure = False,
+    parity: Annotated[
+        bool, typer.Option(help="Load the model twice, as engine and learner, and compare their log-probabilities.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For each check that loads a model.")
+    ] = 300.0,
+) -> None:
+    """Look for what would go wrong with CONFIG on this machine, and say how to mend it. Nothing is written.
+
+    Versions, devices, disk, ports, a real collective of two, data, tokenizer, the first prompt as it is rendered, the
+    reward on sample rows, and whether engine and learner give the same tokens the same log-probabilities. The exit
+    code is 1 if a row is red.
+
+    \b
+    Examples:
+      async-rl doctor configs/quickstart.toml
+      async-rl doctor run.toml --connect tcp://10.0.0.1:5555 --keys node-b.key
+    """
+    from async_rl.config.loading import load_config
+    from async_rl.net.address import check_address
+
+    resolved = load_config(config, overrides or [])
+    if connect is not None:
+        check_address(connect)
+    from async_rl.doctor.rows import exit_code, print_json, print_table
+    from async_rl.doctor.visit import visit
+
+    def told(name: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{name} ...")
+
+    rows = visit(
+        resolved, connect=connect, keys_file=keys, insecure=insecure, deadline_s=timeout, with_parity=parity, told=told
+    )
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    (print_json if as_json else print_table)(rows)
+    raise typer.Exit(exit_code(rows))
+
+
+keys_app = typer.Typer(
+    help="Keys that encrypt the run's sockets and say who may join.", no_args_is_help=True, rich_markup_mode=None
+)
+tools.add_typer(keys_app, name="keys")
+
+
+@keys_app.command("new", short_help="Make keys, or add clients to them.")
+def keys_new(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys are, or are to be.")],
+    clients: Annotated[
+        list[str] | None,
+        typer.Option("--client", metavar="NAME", help="A further client, for a machine of generators; repeatable."),
+    ] = None,
+) -> None:
+    """Make DIR with the queue server's key, a key for every client and allowed.txt, the list of who is let in.
+
+    Set queue.keys to DIR for the queue server and the learner, who alone is to use DIR/client.key, and copy a client's
+    file to each machine of generators by a safe way. Repeated, it adds clients, to a running run as well, and replaces
+    nothing. To shut a client out, delete its line of allowed.txt and restart the queue server.
+
+    \b
+    Example:
+      async-rl keys new keys --client node7
+      async-rl generator --connect tcp://10.0.0.1:5555 --keys node7.key
+    """
+    from async_rl.net.keys import make_keys
+
+    for line in make_keys(directory, clients or []):
+        typer.echo(line)
+
+
+def _compare(paths: list[Path], *, has_options: bool) -> None:
+    from async_rl.errors import ConfigError
+    from async_rl.evaluation.table import compare
+
+    if has_options:
+        raise ConfigError("--compare answers nothing: expected directories and no other option")
+    for line in compare(paths):
+        typer.echo(line)
+
+
+def _show_progress(what: str, num_done: int, num_rows: int) -> None:
+    sys.stderr.write(f"\r{what}: {num_done}/{num_rows} rows" + ("\n" if num_done == num_rows else ""))
+    sys.stderr.flush()

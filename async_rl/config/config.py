@@ -1,0 +1,397 @@
+"""The config: one frozen pydantic model per TOML section. Every knob has one owner, a default and a unit.
+
+``async_rl.config.loading`` reads it from TOML and ``--set``; nothing else builds one from user input. Unknown keys are
+refused. Keys without a value are left out of the TOML (TOML has no null).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from async_rl.config.engine import VLLM_MIN_TEMPERATURE, GeneratorConfig, SamplingConfig, WeightsConfig
+from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.evaluation import EvalConfig
+from async_rl.config.lora import LoraConfig
+from async_rl.config.loss import LossConfig
+from async_rl.config.section import Section
+from async_rl.config.task import REWARD_NEEDS, SYSTEM_PROMPTS, VOTED_REWARDS, DataConfig, RewardConfig
+from async_rl.errors import AddressError
+from async_rl.net.address import check_address
+from async_rl.process.user_code import is_code_name
+
+OnStale = Literal["drop", "wait", "mask"]
+
+
+class RunConfig(Section):
+    dir: str = Field(min_length=1, description="run directory")
+    name: str = Field(default="", description="shown in logs; empty: the directory's name")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
+class ModelConfig(Section):
+    path: str = Field(min_length=1, description="local directory or hub id of a Hugging Face causal LM")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="compute dtype; auto: bfloat16 on CUDA, float32 on CPU"
+    )
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+
+
+class QueueConfig(Section):
+    address: str | None = Field(default=None, description="to bind; none: loopback, any free port")
+    advertise: str | None = Field(default=None, description="what others connect to; none: the bound address")
+    max_staleness: int = Field(default=4, ge=0, le=1024, description="versions")
+    on_stale: OnStale = Field(
+        default="mask",
+        description="tokens above the bound leave the loss; or drop their whole group; or wait, before a step, for "
+        "groups that it would make too old, then drop",
+    )
+    wait_s: float = Field(default=60.0, gt=0, description='longest wait of a step under on_stale = "wait"')
+    adaptive: bool = Field(
+        default=False, description="lower the bound for new leases, up to max_staleness, while steps look too stale"
+    )
+    adaptive_min_ess: float = Field(default=0.95, gt=0, lt=1, description="a step of a lower ESS looks too stale")
+    adaptive_max_kl: float = Field(default=0.02, gt=0, description="and one of a higher KL(mu || pi), nats")
+    filter_range: tuple[float, float] | None = Field(
+        default=(0.01, 0.99),
+        strict=False,
+        description="groups whose mean accuracy lies outside are filtered; [] is off",
+    )
+    refill: bool = Field(default=True, description="replace filtered groups; false: keep and mask them")
+    max_filtered: int | None = Field(
+        default=None, ge=1, description="filtered groups without a step; none: 100 steps' worth"
+    )
+    max_bytes: int = Field(default=2 << 30, ge=1 << 20)
+    lease_timeout_s: float = Field(default=120.0, gt=0, description="without progress")
+    max_attempts: int = Field(default=3, ge=1, description="per prompt, then it is set aside as poison")
+    shared_memory: bool = Field(default=True, description="large groups pass through memory on the queue's own machine")
+    shared_memory_from: int = Field(default=64 << 10, ge=0, description="bytes of a large group")
+    journal: bool = Field(default=True, description="keep groups and leases on disk, through the server's death")
+    journal_dir: str | None = Field(default=None, description="on a local disk; none: run.dir/queue")
+    keys: str | None = Field(
+        default=None, description="directory of `async-rl keys new`; none: nothing is encrypted, loopback only"
+    )
+    max_messages_per_s: float = Field(default=5000.0, gt=0, description="of one client; more are dropped unanswered")
+    max_malformed_per_minute: int = Field(default=64, ge=1, description="of one client; more: unheard for a minute")
+    linger_s: float = Field(default=60.0, ge=0, description="the server ends so long after its learner went away")
+
+    @field_validator("filter_range", mode="before")
+    @classmethod
+    def _empty_is_off(cls, value: object) -> object:
+        return None if value in ([], ()) else value
+
+    @field_validator("address", "advertise")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                check_address(value)
+            except AddressError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="floor of cosine and linear, times lr")
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class LearnerConfig(Section):
+    steps: int = Field(default=1000, ge=1)
+    groups_per_step: int = Field(default=32, ge=1)
+    updates_per_batch: int = Field(
+        default=1, ge=1, description="optimizer steps on each batch, on disjoint parts of it"
+    )
+    n_behind: int | None = Field(
+        default=None, ge=0, le=1024, description="for studies: train on samples exactly so many versions old"
+    )
+    max_tokens: int = Field(default=16384, ge=1, description="tokens in one packed micro-batch of one rank")
+    nproc: int = Field(default=1, ge=1, description="ranks that launch starts")
+    devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, one a rank")
+    reshard: Literal["full", "none"] = Field(default="full", description="full: ZeRO-3; none: keep parameters gathered")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads a rank; none: cores over processes")
+    distributed_timeout_s: float = Field(default=600.0, gt=0)
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=50, ge=0, description="steps; 0: only at the end")
+    keep_last: int = Field(default=2, ge=1)
+
+
+class LogConfig(Section):
+    wandb: Literal["off", "online", "offline"] = "off"
+    project: str = "async-rl"
+    rollouts_every: int = Field(default=10, ge=0, description="steps; 0: never")
+    rollouts_groups: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        default=2, description="groups of the step's that are written, chosen at random"
+    )
+
+
+class SftConfig(Section):
+    """Supervised warm start: ``async-rl sft``."""
+
+    data: str = Field(default="", description="JSONL rows: prompt and response, or messages")
+    out: str = Field(default="", description="Hugging Face directory to write")
+    steps: int = Field(default=1000, ge=1)
+    batch_size: int = Field(default=64, ge=1, description="rows an optimizer step")
+    max_length: int = Field(default=2048, ge=2, description="tokens; longer rows are cut on the right")
+    lr: float = Field(default=1e-5, gt=0)
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    aggregation: Literal["token", "sequence"] = "token"
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: only at the end")
+
+
+class Config(Section):
+    """Everything one run is made of."""
+
+    run: RunConfig
+    model: ModelConfig
+    lora: LoraConfig = LoraConfig()
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    queue: QueueConfig = QueueConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    sft: SftConfig = SftConfig()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        self._check_staleness_keys()
+        self._check_sampling_keys()
+        self._check_deterministic()
+        self._check_vllm_keys()
+        self._check_device_keys()
+        self._check_code_keys()
+        self._check_environment()
+        self._check_eval_keys()
+        return self
+
+    def _check_staleness_keys(self) -> None:
+        most = self.queue.max_staleness + 1
+        if self.weights.sync_every > most:
+            raise ValueError(
+                f"weights.sync_every: expected at most queue.max_staleness + 1 = {most}, got "
+                f"{self.weights.sync_every}; generators could never be fresh enough"
+            )
+        most += 1 - self.weights.sync_every
+        if self.learner.updates_per_batch > most:
+            raise ValueError(
+                f"learner.updates_per_batch: expected at most queue.max_staleness + 2 - weights.sync_every = {most}, "
+                f"got {self.learner.updates_per_batch}; the last update of a batch would be too stale"
+            )
+        if self.learner.groups_per_step % self.learner.updates_per_batch:
+            raise ValueError(
+                f"learner.updates_per_batch: expected a divisor of learner.groups_per_step = "
+                f"{self.learner.groups_per_step}, got {self.learner.updates_per_batch}"
+            )
+        self._check_n_behind()
+        self._check_adaptive()
+        low_high = self.queue.filter_range
+        if low_high is not None and low_high[0] >= low_high[1]:
+            raise ValueError(f"queue.filter_range: expected [low, high] with low < high, got {list(low_high)}")
+
+    def _check_n_behind(self) -> None:
+        lag = self.learner.n_behind
+        if lag is None:
+            return
+        for key, value, needed in (
+            ("queue.max_staleness", self.queue.max_staleness, lag),
+            ("weights.sync_every", self.weights.sync_every, 1),
+            ("learner.updates_per_batch", self.learner.updates_per_batch, 1),
+        ):
+            if value != needed:
+                raise ValueError(f"{key}: under learner.n_behind = {lag} expected {needed}, got {value}")
+
+    def _check_adaptive(self) -> None:
+        queue, loss = self.queue, self.loss
+        if not queue.adaptive:
+            return
+        if self.learner.n_behind is not None:
+            raise ValueError("queue.adaptive: expected false with learner.n_behind, which holds the lag, got true")
+        if queue.max_staleness <= self.lowest_bound:
+            raise ValueError(
+                f"queue.adaptive: expected queue.max_staleness above weights.sync_every + learner.updates_per_batch - "
+                f"2 = {self.lowest_bound}, got {queue.max_staleness}; there is no lower bound to go to"
+            )
+        if queue.adaptive_min_ess <= (loss.min_ess or 0) or queue.adaptive_max_kl >= (loss.max_kl or float("inf")):
+            raise ValueError(
+                f"queue.adaptive_min_ess, queue.adaptive_max_kl: expected them to speak before loss.min_ess = "
+                f"{loss.min_ess} and loss.max_kl = {loss.max_kl} skip the step, got {queue.adaptive_min_ess} and "
+                f"{queue.adaptive_max_kl}"
+            )
+
+    def _check_sampling_keys(self) -> None:
+        longest = self.sampling.max_new_tokens
+        if self.reward.cache_length is not None and self.reward.cache_length >= longest:
+            raise ValueError(
+                f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
+                f"{self.reward.cache_length}"
+            )
+        if self.sampling.group_size == 1 and self.loss.advantage != "global_norm":
+            raise ValueError(
+                f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; an "
+                f"answer alone has no baseline but the step's (global_norm)"
+            )
+        best_k = self.loss.best_k
+        if best_k is not None and best_k > self.sampling.group_size:
+            raise ValueError(
+                f"loss.best_k: expected at most sampling.group_size = {self.sampling.group_size}, got {best_k}"
+            )
+        if self.sampling.temperature_steps is not None and self.sampling.temperature_end is None:
+            raise ValueError("sampling.temperature_steps: expected sampling.temperature_end with it, got none")
+
+    def _check_deterministic(self) -> None:
+        if not self.sampling.deterministic or self.generator.backend == "fake":
+            return
+        if self.generator.backend != "transformers":
+            raise ValueError(
+                f"sampling.deterministic: expected generator.backend transformers or fake, got "
+                f"{self.generator.backend!r}; other engines choose their batches themselves"
+            )
+        if self.generator.batch_size < self.sampling.group_size:
+            raise ValueError(
+                f"generator.batch_size: under sampling.deterministic expected room for a whole group, "
+                f"sampling.group_size = {self.sampling.group_size}, got {self.generator.batch_size}"
+            )
+
+    def _check_vllm_keys(self) -> None:
+        if self.generator.backend != "vllm":
+            return
+        for key, temperature in (
+            ("sampling.temperature", self.sampling.temperature),
+            ("sampling.temperature_end", self.sampling.temperature_end or 1.0),
+            ("eval.temperature", self.eval.temperature or 1.0),
+            *((f"eval.sets.{name}.temperature", own.temperature or 1.0) for name, own in self.eval.sets.items()),
+        ):
+            if temperature < VLLM_MIN_TEMPERATURE:
+                raise ValueError(
+                    f"{key}: with generator.backend vllm, which samples no colder, expected at least "
+                    f"{VLLM_MIN_TEMPERATURE}, got {temperature}"
+                )
+
+    def _check_device_keys(self) -> None:
+        for key, devices, needed in (
+            ("learner.devices", self.learner.devices, self.learner.nproc),
+            ("generator.devices", self.generator.devices, self.generator.count * self.generator.tensor_parallel_size),
+        ):
+            if devices is not None and len(devices) != needed:
+                raise ValueError(f"{key}: expected {needed} devices, one for each process, got {len(devices)}")
+
+    def _check_code_keys(self) -> None:
+        lease = self.queue.lease_timeout_s
+        for key, longest, is_asked in (
+            ("reward.code.total_time_limit_s", self.reward.code.total_time_limit_s, "code" in self.reward.names),
+            ("reward.time_limit_s", self.reward.time_limit_s, any(map(is_code_name, self.reward.names))),
+        ):
+            if is_asked and longest >= lease:
+                raise ValueError(
+                    f"{key}: expected less than queue.lease_timeout_s = {lease}, got {longest}; an answer that takes "
+                    f"so long would lose its lease"
+                )
+
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if not environment.is_set:
+            return
+        if environment.timeout_s >= self.queue.lease_timeout_s:
+            raise ValueError(
+                f"environment.timeout_s: expected less than queue.lease_timeout_s = {self.queue.lease_timeout_s:g}, "
+                f"got {environment.timeout_s:g}; a lease would expire while its environment is still allowed to work"
+            )
+        if self.reward.names != (RewardConfig().type,):
+            raise ValueError(
+                f"reward.type, reward.extra: expected neither with an environment, which scores its rollouts itself, "
+                f"got {', '.join(self.reward.names)}; leave them out, or environment.name"
+            )
+        if environment.rows is not None and self.data.train:
+            raise ValueError(f"environment.rows: expected none with data.train, got {environment.rows}")
+        if self.data.on_long_prompt == "truncate":
+            raise ValueError(
+                'data.on_long_prompt: expected "drop" with an environment, got "truncate"; its states are '
+                "its own to cut"
+            )
+
+    def _check_eval_keys(self) -> None:
+        for name in self.eval.sets:
+            if name not in self.data.eval:
+                raise ValueError(f"eval.sets.{name}: expected a name of data.eval = {sorted(self.data.eval)}, got none")
+        # A function of the user's own may extract answers; of the others, these do.
+        extracts = self.reward.type in VOTED_REWARDS or is_code_name(self.reward.type)
+        if self.eval.majority and (self.environment.is_set or not extracts):
+            scorer = "an environment" if self.environment.is_set else f"reward.type = {self.reward.type!r}"
+            raise ValueError(
+                f"eval.majority: expected false with {scorer}, which extracts no answers that could be voted on, got "
+                f"true"
+            )
+
+    @property
+    def takes_votes(self) -> bool:
+        """Whether evaluations take a vote over the answers to a row."""
+        extracts = not self.environment.is_set and self.reward.type in VOTED_REWARDS
+        return extracts if self.eval.majority is None else self.eval.majority
+
+    @property
+    def system_prompt(self) -> str:
+        """The system message; empty for none."""
+        if self.data.system_prompt is not None:
+            return self.data.system_prompt
+        if self.environment.is_set:
+            return ""
+        return SYSTEM_PROMPTS.get(self.reward.type, "")
+
+    @property
+    def row_needs(self) -> tuple[str, ...]:
+        """What every row must have for its rewards; environments and functions of the user's own say for themselves."""
+        names = () if self.environment.is_set else self.reward.names
+        return tuple(dict.fromkeys(key for name in names for key in REWARD_NEEDS.get(name, ())))
+
+    @property
+    def code_names(self) -> tuple[str, ...]:
+        """The user's own code that the run asks generators to import."""
+        environment = (self.environment.name,) if self.environment.is_set else ()
+        return (*environment, *dict.fromkeys(name for name in self.reward.names if is_code_name(name)))
+
+    @property
+    def makes_up_rows(self) -> bool:
+        """Whether there is no training file: an environment makes its own tasks."""
+        return self.environment.is_set and self.environment.rows is not None
+
+    @property
+    def cache_length(self) -> int:
+        """Tokens before ``max_new_tokens`` over which the over-long punishment grows."""
+        return self.reward.cache_length or max(1, min(1024, self.sampling.max_new_tokens // 4))
+
+    @property
+    def lowest_bound(self) -> int:
+        """The lowest bound on staleness under which a batch is always young enough.
+
+        Just before a version is due, generators are ``sync_every - 1`` behind; a batch's last update adds the others.
+        """
+        return self.weights.sync_every + self.learner.updates_per_batch - 2
+
+    @property
+    def temperature_steps(self) -> int:
+        """The version at which sampling is at ``sampling.temperature_end``; the run's last if nothing else is asked."""
+        return self.sampling.temperature_steps or self.learner.steps * self.learner.updates_per_batch
+
+    @property
+    def max_filtered(self) -> int:
+        """Filtered groups without a step that stop the run."""
+        return self.queue.max_filtered or 100 * self.learner.groups_per_step

@@ -1,0 +1,145 @@
+"""Config files: TOML plus ``--set section.key=value`` to a ``Config`` and back."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from async_rl.config.config import Config
+from async_rl.config.engine import GeneratorConfig
+from async_rl.config.loss import OFF_VALUES
+from async_rl.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """The config in ``path`` with ``overrides`` applied.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key, a wrong type or range, or keys that contradict.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file at {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read the config file {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    overrides = list(overrides)
+    for override in overrides:
+        apply_override(raw, override)
+    return parse_config(raw, f"{path} with its --set" if overrides else str(path))
+
+
+def parse_config(raw: Mapping[str, Any], source: str) -> Config:
+    """Validated config from plain data; ``source`` is named in errors.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join([f"{source} is not a valid config:", *(f"  {line}" for line in lines)])) from None
+
+
+def _explain(detail: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_suggestion(detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"{key}: needed, but not set"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if not key:
+        return message
+    if "got " in message:
+        return f"{key}: {message}"
+    return f"{key}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
+
+
+def _suggestion(location: Sequence[Any]) -> str:
+    """``; did you mean section.key?`` for a slip of the pen, else nothing."""
+    model: Any = Config
+    for part in location[:-1]:
+        model = getattr(model.model_fields.get(part), "annotation", None)
+        if not isinstance(model, type) or not issubclass(model, BaseModel):
+            return ""
+    near = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
+    return f"; did you mean {'.'.join([*map(str, location[:-1]), *near])}?" if near else ""
+
+
+def check_generator_overrides(overrides: Iterable[str]) -> None:
+    """Whether ``overrides`` are good ``generator.*`` settings, as far as that can be said without the run's config.
+
+    Raises:
+        ConfigError: one is malformed, of another section, unknown, or of a wrong type or range.
+    """
+    raw: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(raw, override)
+        if not override.strip().startswith("generator."):
+            raise ConfigError(
+                f"--set {override}: a generator takes only generator.* keys; everything else comes from the learner's "
+                f"config"
+            )
+    try:
+        GeneratorConfig.model_validate(raw.get("generator", {}))
+    except ValidationError as error:
+        details = [{**detail, "loc": ("generator", *detail["loc"])} for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(["--set is not valid:", *(f"  {_explain(d)}" for d in details)])) from None
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one ``section.key=value`` in plain data. The value is TOML, or else a bare string.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"expected --set section.key=value, got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    table = raw
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {part!r} is not a section")
+    table[parts[-1]] = value
+
+
+def config_to_toml(config: Config) -> str:
+    """The resolved config, every default written out; reading it back gives an equal config."""
+    data = config.model_dump(mode="json", exclude_none=True)
+    if config.queue.filter_range is None:
+        data["queue"]["filter_range"] = []
+    data["loss"] = {**OFF_VALUES, **data["loss"]}
+    return tomli_w.dumps(data)
+
+
+def config_difference(old: Config, new: Config) -> list[str]:
+    """``section.key: old -> new`` for every key that differs."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,280 @@
+"""The ``[loss]`` section: presets named as the papers, over one small set of settings that combine freely.
+
+A preset only fills keys that are not set: ``preset = "grpo"`` with ``clip_high = 0.28`` is GRPO with DAPO's upper
+clip. What can't be meant together is in ``CONTRADICTIONS`` and refused. Read by ``learner/losses``, which turns the
+settings into a loss, and by the learner's advantages; nothing here computes. pi is the policy that is trained, mu the
+behavior policy that sampled, prox the proximal policy of the decoupled loss, ref the frozen reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from async_rl.config.section import Section
+
+Preset = Literal[
+    "dapo",
+    "grpo",
+    "dr_grpo",
+    "reinforce",
+    "rloo",
+    "reinforce_pp",
+    "gspo",
+    "cispo",
+    "ppo_clip",
+    "decoupled_ppo",
+    "agpo",
+]
+AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"]
+Surrogate = Literal["clip", "cispo", "plain"]
+SkipStatistic = Literal["mean", "max", "geometric", "k3"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlacement = Literal["reward", "loss", "advantage"]
+Aggregation = Literal["token", "sequence", "sequence_sum"]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # arXiv:2503.14476: clip-higher, token-level loss, no KL. Answers without an end leave the loss.
+    "dapo": {"clip_high": 0.28, "mask_truncated": True},
+    # arXiv:2402.03300 eq. 3: mean over answers of token means, k3 to the reference in the loss, beta = 0.04.
+    "grpo": {"aggregation": "sequence", "kl_coef": 0.04, "kl_placement": "loss", "kl_estimator": "k3"},
+    # arXiv:2503.20783: neither the group's deviation nor the answer's length divides.
+    "dr_grpo": {"advantage": "group_mean", "aggregation": "sequence_sum"},
+    # Williams 1992 with the group's mean as baseline; truncated importance weights where the data is stale.
+    "reinforce": {"surrogate": "plain", "advantage": "group_mean", "aggregation": "sequence", "importance_cap": 2.0},
+    # arXiv:2402.14740: the log-probability of the whole answer, so a sum over its tokens.
+    "rloo": {
+        "surrogate": "plain",
+        "advantage": "leave_one_out",
+        "aggregation": "sequence_sum",
+        "importance_cap": 2.0,
+    },
+    # arXiv:2501.03262, the variant with a baseline: k2 in the loss once kl_coef is set.
+    "reinforce_pp": {
+        "advantage": "reinforce_pp",
+        "aggregation": "sequence",
+        "kl_placement": "loss",
+        "kl_estimator": "k2",
+    },
+    # arXiv:2507.18071: a ratio per sequence, so clip ranges of its own (section 5.1).
+    "gspo": {"ratio_level": "sequence", "aggregation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    # arXiv:2506.13585 eq. 4: no lower bound; the upper, which it leaves open, as ScaleRL's 5 (arXiv:2510.13786).
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    # arXiv:1707.06347 with dual clip (arXiv:1912.09729, c = 3).
+    "ppo_clip": {"dual_clip": 3.0},
+    # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, prox/mu beside, capped.
+    "decoupled_ppo": {"anchor": "proximal", "importance_cap": 5.0},
+    "agpo": {"aggregation": "sequence", "length_bonus": 0.1},
+}
+"""What each preset sets that differs from the fields' defaults, which are those of plain PPO clipping by token."""
+
+OFF_VALUES: Mapping[str, Any] = {
+    "skip_threshold": 0,
+    "token_range": [],
+    "dual_clip": 0,
+    "importance_cap": 0,
+    "min_ess": 0,
+    "max_kl": 0,
+    "best_k": 0,
+    "kl_placement": "",
+    "kl_reference": "",
+}
+"""How TOML, which has no null, says that one of these is off."""
+
+
+class LossConfig(Section):
+    preset: Preset = Field(default="dapo", description="fills the keys below that are not set")
+
+    advantage: AdvantageKind = Field(default="group_norm", description="baseline and scale of the rewards")
+    best_k: int | None = Field(default=None, ge=1, description="answers of a group kept, the best after the baseline")
+    length_bonus: float = Field(default=0.0, ge=0, description="for short answers among a mixed group's correct ones")
+
+    surrogate: Surrogate = Field(default="clip", description="clip: PPO; cispo: clipped weight; plain: REINFORCE")
+    ratio_level: Literal["token", "sequence"] = Field(
+        default="token", description="sequence: geometric mean of the sequence's token ratios, for all its tokens"
+    )
+    anchor: Literal["behavior", "proximal"] = Field(default="behavior", description="what pi is clipped against")
+    proximal: Literal["recompute", "interpolate"] = Field(
+        default="recompute", description="interpolate: log-linear between mu and pi by lag, without a forward pass"
+    )
+    clip_low: float = Field(default=0.2, ge=0, le=1, description="ratios below 1 - this are clipped; 1: none are")
+    clip_high: float = Field(default=0.2, ge=0, description="ratios above 1 + this are clipped")
+    dual_clip: float | None = Field(default=None, gt=1, description="at A < 0 no ratio counts for more; 0 is off")
+    importance_cap: float | None = Field(
+        default=None,
+        ge=1,
+        description="largest detached weight pi/mu (surrogate plain) or prox/mu (anchor proximal); 0: no weights",
+    )
+
+    skip_threshold: float | None = Field(
+        default=20.0, gt=0, description="a sequence whose skip_statistic of pi/mu is above leaves the loss; 0 is off"
+    )
+    skip_statistic: SkipStatistic = Field(default="mean", description="k3: mean of r - 1 - log r, in nats")
+    skip_unit: Literal["sequence", "micro_batch"] = Field(
+        default="sequence", description="micro_batch: the historic rule; depends on how the batch is cut"
+    )
+    token_range: tuple[float, float] | None = Field(
+        default=None, strict=False, description="tokens of a ratio to mu outside leave the loss (IcePop); [] is off"
+    )
+    min_ess: float | None = Field(default=None, gt=0, lt=1, description="below, the optimizer step is skipped")
+    max_kl: float | None = Field(default=None, gt=0, description="KL(mu || pi), nats; above, the step is skipped")
+    max_skipped_steps: int = Field(default=10, ge=1, description="skipped in a row; one more stops the run")
+
+    kl_coef: float = Field(default=0.0, ge=0, description="0: no reference is loaded")
+    kl_estimator: KlEstimator = Field(default="k1", description="not set: k3 in the loss, else k1")
+    kl_placement: KlPlacement | None = None
+    kl_reference: str | None = Field(default=None, description="model directory; none: what the run began from")
+    entropy_coef: float = Field(default=0.0, ge=0, description="times the mean entropy, subtracted from the loss")
+
+    aggregation: Aggregation = Field(
+        default="token",
+        description="mean over tokens; over sequences of token means; or of token sums over sampling.max_new_tokens",
+    )
+    mask_truncated: bool = Field(default=False, description="answers cut at max_new_tokens leave the loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = {key: None if _is_off(key, value) else value for key, value in data.items()}
+        preset = given.get("preset", "dapo")
+        # An unknown preset is the field's to refuse.
+        filled = {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given
+        if filled.get("kl_placement") == "loss":
+            filled.setdefault("kl_estimator", "k3")
+        return filled
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        for contradiction in CONTRADICTIONS:
+            if contradiction.holds(self):
+                raise ValueError(
+                    f"{contradiction.expected}, got {_shown(self, contradiction.keys)}; {contradiction.reason}"
+                )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference model has to score the sequences."""
+        return self.kl_coef != 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the policy has to score the sequences before the first update on them."""
+        return self.anchor == "proximal" and self.proximal == "recompute"
+
+
+class Contradiction(NamedTuple):
+    """Settings that can't be meant together. ``example`` sets them; the rest is what the user is told."""
+
+    keys: tuple[str, ...]
+    holds: Callable[[LossConfig], bool]
+    expected: str
+    reason: str
+    example: Mapping[str, Any]
+
+
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        keys=("importance_cap", "anchor", "surrogate"),
+        holds=lambda c: c.importance_cap is not None and c.anchor == "behavior" and c.surrogate != "plain",
+        expected="expected no loss.importance_cap where the surrogate itself holds pi/mu",
+        reason="staleness would be corrected twice: take anchor = \"proximal\" (decoupled), surrogate = \"plain\" "
+        "(truncated importance weights) or importance_cap = 0",
+        example={"preset": "dapo", "importance_cap": 2.0},
+    ),
+    Contradiction(
+        keys=("anchor", "surrogate"),
+        holds=lambda c: c.anchor == "proximal" and c.surrogate == "plain",
+        expected="expected loss.surrogate clip or cispo with a proximal anchor",
+        reason="the plain surrogate has no ratio to an anchor; importance_cap corrects it by pi/mu",
+        example={"preset": "reinforce", "anchor": "proximal"},
+    ),
+    Contradiction(
+        keys=("dual_clip", "surrogate"),
+        holds=lambda c: c.dual_clip is not None and c.surrogate != "clip",
+        expected="expected no loss.dual_clip but with surrogate = \"clip\"",
+        reason="the weight of the other surrogates is bounded by clip_high (cispo) or importance_cap (plain); set "
+        "dual_clip = 0",
+        example={"preset": "cispo", "dual_clip": 3.0},
+    ),
+    Contradiction(
+        keys=("skip_threshold", "skip_statistic", "clip_high"),
+        holds=lambda c: (
+            c.skip_threshold is not None
+            and c.skip_statistic != "k3"
+            and c.surrogate != "plain"
+            and c.skip_threshold <= 1 + c.clip_high
+        ),
+        expected="expected loss.skip_threshold above 1 + loss.clip_high",
+        reason="sequences would be left out before the clip acts on them; raise skip_threshold or lower clip_high",
+        example={"clip_high": 0.28, "skip_threshold": 1.2},
+    ),
+    Contradiction(
+        keys=("skip_threshold", "skip_statistic"),
+        holds=lambda c: c.skip_threshold is not None and c.skip_statistic != "k3" and c.skip_threshold <= 1,
+        expected="expected loss.skip_threshold above 1 for a statistic of ratios",
+        reason="at lag 0 every ratio is 1, and nothing may be skipped there",
+        example={"preset": "reinforce", "skip_threshold": 0.5},
+    ),
+    Contradiction(
+        keys=("skip_unit", "skip_threshold"),
+        holds=lambda c: c.skip_unit == "micro_batch" and c.skip_threshold is None,
+        expected="expected a loss.skip_threshold with skip_unit = \"micro_batch\"",
+        reason="without one nothing is skipped",
+        example={"skip_unit": "micro_batch", "skip_threshold": 0},
+    ),
+    Contradiction(
+        keys=("token_range",),
+        holds=lambda c: c.token_range is not None and not 0 <= c.token_range[0] < 1 < c.token_range[1],
+        expected="expected loss.token_range [low, high] with 0 <= low < 1 < high",
+        reason="at lag 0 every ratio is 1, and nothing may be masked there",
+        example={"token_range": [1.5, 2.0]},
+    ),
+    Contradiction(
+        keys=("token_range", "ratio_level"),
+        holds=lambda c: c.token_range is not None and c.ratio_level == "sequence",
+        expected="expected no loss.token_range with ratio_level = \"sequence\"",
+        reason="all tokens of a sequence share one ratio, so none can leave alone; skip_statistic = \"geometric\" "
+        "leaves out the sequence",
+        example={"preset": "gspo", "token_range": [0.5, 2.0]},
+    ),
+    Contradiction(
+        keys=("kl_coef", "kl_placement"),
+        holds=lambda c: c.kl_coef != 0 and c.kl_placement is None,
+        expected="expected a loss.kl_placement with kl_coef",
+        reason="set kl_placement to reward, loss or advantage, or kl_coef = 0",
+        example={"kl_coef": 0.1},
+    ),
+    Contradiction(
+        keys=("kl_estimator", "kl_placement"),
+        holds=lambda c: c.kl_coef != 0 and c.kl_placement == "loss" and c.kl_estimator == "k1",
+        expected="expected loss.kl_estimator k2 or k3 with kl_placement = \"loss\"",
+        reason="the gradient of k1 is that of log pi, 0 on average whatever the reference; k1 belongs in the reward",
+        example={"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"},
+    ),
+    Contradiction(
+        keys=("kl_reference", "kl_coef"),
+        holds=lambda c: c.kl_reference is not None and c.kl_coef == 0,
+        expected="expected a loss.kl_coef above 0 with kl_reference",
+        reason="the reference would never be loaded",
+        example={"kl_reference": "some/model"},
+    ),
+)  # fmt: skip
+"""Every combination of settings that is refused, in the order in which they are looked for."""
+
+
+def _is_off(key: str, value: Any) -> bool:
+    return key in OFF_VALUES and not isinstance(value, bool) and (value == OFF_VALUES[key] or value == ())
+
+
+def _shown(config: LossConfig, keys: tuple[str, ...]) -> str:
+    return ", ".join(f"{key} = {_in_toml(key, getattr(config, key))}" for key in keys)
+
+
+def _in_toml(key: str, value: Any) -> str:
+    value = OFF_VALUES[key] if value is None else value
+    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)

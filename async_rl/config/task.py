@@ -1,0 +1,169 @@
+"""What is learnt: the sections ``data`` and ``reward``. ``config.py`` checks them against the others."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from async_rl.config.section import Section
+from async_rl.process.user_code import is_code_name
+
+PromptFormat = Literal["chat", "text"]
+
+REWARD_NEEDS: dict[str, tuple[str, ...]] = {
+    "boxed": ("gt_answer",),
+    "think_answer_tags": ("gt_answer",),
+    "exact": ("gt_answer",),
+    "xml_format": (),
+    "code": ("test_cases",),
+}
+"""The rewards that come with async-rl, by name, and what each needs of a row. ``rewards.registry`` builds them."""
+
+VOTED_REWARDS = ("boxed", "think_answer_tags", "exact")
+"""Those that extract an answer which others may be compared with, so that a majority means something."""
+
+SYSTEM_PROMPTS: dict[str, str] = {
+    "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
+    "think_answer_tags": (
+        "You are a helpful assistant. You first think about the reasoning process inside <think> </think>, then give "
+        "the final answer inside <answer> </answer>, without any explanation there, for example "
+        "<answer> 123 </answer>. The user asks a maths problem.\n\n"
+    ),
+    "exact": (
+        "A conversation between a User and an Assistant. The Assistant thinks about the question first, then answers "
+        "it, in exactly this form:\n<think>\nits thoughts\n</think>\n<answer>\nthe answer alone\n</answer>\n"
+    ),
+    "code": "You are a helpful assistant.",
+}
+"""What a row without a system message of its own is told, by reward type; nothing for types that are not here."""
+
+
+class ColumnsConfig(Section):
+    """What the keys of a row are called in the data."""
+
+    messages: str = Field(default="messages", min_length=1, description="the chat so far, or one message of it")
+    prompt: str = Field(default="prompt", min_length=1, description="instead: text, or messages")
+    gt_answer: str = Field(default="gt_answer", min_length=1, description="right answer of a math row")
+    test_cases: str = Field(default="test_cases", min_length=1, description="inputs and outputs of a code row")
+    fn_name: str = Field(default="fn_name", min_length=1, description="function that the tests call; none: stdin")
+    extra_info: str = Field(default="extra_info", min_length=1, description="for environments and rewards of yours")
+
+
+class DataConfig(Section):
+    train: str = Field(
+        default="",
+        description="training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
+        "[split@]owner/name[:config] of the hub; needed by every role but sft",
+    )
+    eval: dict[str, str] = Field(default={}, description="dataset name -> rows, as for train")
+    columns: ColumnsConfig = Field(default=ColumnsConfig(), description="what the data calls them")
+    prompt_format: PromptFormat = Field(
+        default="chat", description="a prompt column is a user's message, or text to be continued without a template"
+    )
+    on_long_prompt: Literal["drop", "truncate"] = Field(
+        default="drop",
+        description="beyond sampling.max_prompt_tokens: set aside and counted, or the end of the last user message cut",
+    )
+    epochs: int | None = Field(default=None, ge=1, description="end the run after so many passes; none: learner.steps")
+    system_prompt: str | None = Field(default=None, description="none: by reward type; empty: no system message")
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    on_change: Literal["refuse", "accept"] = Field(
+        default="refuse", description="when the training file is another one than at the checkpoint"
+    )
+    shuffle: bool = Field(default=True, description="a new seeded order every epoch")
+
+    @field_validator("eval")
+    @classmethod
+    def _are_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:  # of files and metrics
+            if re.fullmatch(r"\w[\w.+-]*", name) is None:
+                raise ValueError(f"expected names of letters, digits and _ . + -, got {name!r}")
+        return value
+
+
+class CodeRewardConfig(Section):
+    """How the model's programs are run and judged: ``reward.code``."""
+
+    time_limit_s: float = Field(default=10.0, gt=0, description="wall clock, of one test")
+    total_time_limit_s: float = Field(default=60.0, gt=0, description="of all tests of one answer")
+    memory_bytes: int = Field(default=1 << 30, ge=256 << 20, description="address space of a process")
+    output_bytes: int = Field(default=16 << 20, ge=1 << 10, description="of standard output, and of any file")
+    scratch_bytes: int = Field(default=64 << 20, ge=1 << 16, description="of all files of a program together")
+    max_processes: int = Field(default=1, ge=1, le=256, description="1: a program can't start any; memory is for each")
+    max_threads: int = Field(default=32, ge=1, le=1024)
+    packages: tuple[str, ...] = Field(
+        default=("numpy",),
+        strict=False,
+        description="imported beforehand; if any, programs may import all that is installed beside async-rl",
+    )
+    prelude: Literal["calls", "always", "never"] = Field(
+        default="calls", description="names of common modules without an import: for functions only, or for scripts too"
+    )
+    compare: Literal["ordered", "cascade"] = Field(
+        default="ordered", description="cascade: lines and tokens in any order too, as Colossal-RL has it"
+    )
+    partial_credit: bool = Field(default=False, description="reward and accuracy are the share of tests passed")
+    workers: int | None = Field(default=None, ge=1, description="programs at a time; none: one a core")
+    endpoint: str | None = Field(default=None, description="http://HOST:PORT of `async-rl verifier`; none: run here")
+    allow_unsafe: bool = Field(default=False, description="run programs unprotected where they can't be isolated")
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers or len(os.sched_getaffinity(0))
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_http(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"expected an address like http://10.0.0.1:8000, got {value!r}")
+        return value
+
+
+class RewardConfig(Section):
+    type: str = Field(
+        default="boxed",
+        description="boxed, think_answer_tags, exact, xml_format, code, or a function of yours: module:function or "
+        "file.py:function, allowed by generator.allow_code",
+    )
+    scale: float = Field(default=1.0, gt=0, description="reward of a correct answer; times what type gives")
+    equality: Literal["math", "exact"] = Field(
+        default="math", description="of boxed and think_answer_tags: the same mathematics, or the same text"
+    )
+    require_format: bool = Field(default=True, description="a right answer in a wrong format earns nothing")
+    format: float = Field(default=0.0, description="reward of a valid format, whatever the answer; not scaled")
+    extra: dict[str, float] = Field(default={}, description="further rewards and the weight each is added with")
+    soft_overlong: bool = Field(default=True, description="punish long answers, on a line over cache_length tokens")
+    overlong: Literal["dapo", "zero_at_limit"] = Field(
+        default="dapo",
+        description="dapo: eq. 13, times scale, so cut answers lose 1 scale; zero_at_limit: the line only where there "
+        "is an answer, and a reward of 0 for cut answers, even without soft_overlong",
+    )
+    cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
+    time_limit_s: float = Field(default=5.0, gt=0, description="for comparing one answer, or one async call of yours")
+    max_concurrent: int = Field(default=64, ge=1, le=1024, description="async calls of yours at the same time")
+    code: CodeRewardConfig = CodeRewardConfig()
+
+    @field_validator("type")
+    @classmethod
+    def _is_reward(cls, value: str) -> str:
+        if value not in REWARD_NEEDS and not is_code_name(value):
+            raise ValueError(f"expected {' or '.join(REWARD_NEEDS)}, or module:function, got {value!r}")
+        return value
+
+    @field_validator("extra")
+    @classmethod
+    def _are_rewards(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, weight in value.items():
+            cls._is_reward(name)
+            if weight == 0 or not math.isfinite(weight):
+                raise ValueError(f"expected a weight other than 0 for {name}, got {weight}; leave it out instead")
+        return value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every reward that the run asks for, ``type`` first."""
+        return (self.type, *self.extra)

@@ -1,0 +1,215 @@
+"""Offline evaluation: answer the rows of data sets with models and score them. The body of ``async-rl eval``.
+
+The generator's own parts sample and score (``rollouts``: single answers, or environments of several turns), with the
+random numbers that a run's evaluations have. So an answer here is what a generator of the run would have said.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from async_rl.config.config import Config
+from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
+from async_rl.data.dataset import load_rows_of
+from async_rl.errors import ConfigError, DataError, ModelError
+from async_rl.evaluation.settings import EvalSettings, describe_settings
+from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
+from async_rl.generator.backend import Backend
+from async_rl.generator.grading import Grader, ThreadGrader
+from async_rl.generator.offline import Answered, answer_leases
+from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
+from async_rl.generator.worker import build_backend, build_environment, grading_threads
+from async_rl.launch.preflight import check_writable
+from async_rl.queue.core.admission import eval_sampling, lease_seed
+from async_rl.records import Lease, Prompt
+from async_rl.rewards.registry import build_reward
+from async_rl.rewards.voting import vote_key_of
+from async_rl.run.directory import write_atomically
+from async_rl.run.eval_figures import eval_figures
+from async_rl.run.eval_records import Decode, append_json_lines, row_records
+from async_rl.run.metrics import EVAL_FIGURES
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is answered by whom, rows answered, rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One model's figures on one set, and why rows have no answer, if some have none."""
+
+    model: str
+    dataset: str
+    figures: Mapping[str, float]
+    causes: Mapping[str, int]
+    first_failure: str
+
+
+def run_eval(
+    models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, progress: Progress | None = None
+) -> list[Evaluated]:
+    """Every model's figures on every set of ``data.eval``, model by model.
+
+    Args:
+        models: Hugging Face directories, hub ids, or checkpoints of runs.
+        out: a directory for ``DATASET.jsonl``, a line an answer, and ``figures.json``; none of them may exist.
+
+    Raises:
+        UserError: a model, a data set or a setting is unfit, or no row of a set can be answered.
+    """
+    if len(set(models)) < len(models):
+        raise ConfigError(f"expected models that differ, got {', '.join(models)}")
+    config = settings.config
+    if out is not None:
+        _check_out(out, config)
+    prompts = {name: _prompts(config, name) for name in config.data.eval}
+    found: list[Evaluated] = []
+    with ExitStack() as stack:
+        grader = None if config.environment.is_set else _grader(config, stack)
+        for model in models:
+            with ExitStack() as of_model:
+                backend, rollouts, decode = _player(config, model, grader, of_model)
+                for name in config.data.eval:
+                    leases = [_lease(config, name, prompt) for prompt in prompts[name]]
+
+                    def tell(done: int, rows: int, what: str = f"{model} on {name}") -> None:
+                        if progress is not None:
+                            progress(what, done, rows)
+
+                    answered = answer_leases(backend, rollouts, leases, progress=tell)
+                    found.append(_evaluated(config, model, name, answered))
+                    if out is not None:
+                        _write(out, found, answered, decode)
+    return found
+
+
+def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
+    """The figures for people: a line each for one model on one set, else a table for each set."""
+    lines: list[str] = []
+    for name in dict.fromkeys(one.dataset for one in found):
+        of_set = [one for one in found if one.dataset == name]
+        lines.append(f"{name}: {int(of_set[0].figures['rows'])} rows, {describe_settings(config, name)}")
+        if len(found) == 1:
+            lines += _figure_lines(of_set[0].figures)
+        else:
+            lines += eval_table(["model"], [Entry((one.model,), one.figures) for one in of_set])
+        lines += [line for one in of_set for line in _failure_lines(one)]
+    return lines
+
+
+def _figure_lines(figures: Mapping[str, float]) -> list[str]:
+    """One line a figure: key, value, meaning."""
+    tries = {f"pass_at_{2**i}": f"chance that one of {2**i} answers is right, unbiased" for i in range(1, 11)}
+    meanings = {**EVAL_FIGURES, **tries, "pass_at_1": "share of answers that are wholly right"}
+    return [f"{key:<17} {value:<10.4g} {meanings.get(key, '')}".rstrip() for key, value in figures.items()]
+
+
+def _failure_lines(one: Evaluated) -> list[str]:
+    if not one.causes:
+        return []
+    causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in one.causes.items())
+    rows = int(one.figures["unanswered"])
+    return [
+        f"{one.model} has no answer to {rows} rows of {one.dataset}, counted as wrong: {causes}; {one.first_failure}"
+    ]
+
+
+def _evaluated(config: Config, model: str, dataset: str, answered: Answered) -> Evaluated:
+    rows = [group.rollouts for _, group in answered.groups]
+    if not any(rows):
+        counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in answered.causes.items())
+        raise DataError(
+            f"{model} could not answer any of the {len(rows)} rows of {dataset}: {counts}; {answered.first_failure}"
+        )
+    found = eval_figures(rows, vote_key=vote_key_of(config))
+    # Versions are of a run's weights; a model on disk has none.
+    figures = {key: value for key, value in found.items() if not key.startswith("version_")}
+    return Evaluated(model, dataset, figures, dict(Counter[str](answered.causes)), answered.first_failure)
+
+
+def _player(config: Config, model: str, grader: Grader | None, stack: ExitStack) -> tuple[Backend, Rollouts, Decode]:
+    """The model, ready to answer, what plays its rollouts, and its tokens as text; closed with ``stack``."""
+    quiet_progress_bars()
+    directory = _model_directory(model, stack)
+    backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
+    tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
+
+    def decode(token_ids: np.ndarray) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    if grader is not None:
+        truncates = config.data.on_long_prompt == "truncate"
+        return backend, SingleTurnRollouts(backend, grader, truncates=truncates), decode
+    environment = build_environment(config, directory, backend, None, stack)
+    assert environment is not None
+    return backend, environment, decode
+
+
+def _grader(config: Config, stack: ExitStack) -> ThreadGrader:
+    reward = stack.enter_context(closing(build_reward(config)))
+    return stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config, reward))))
+
+
+def _prompts(config: Config, name: str) -> list[Prompt]:
+    rows = load_rows_of(config, config.data.eval[name]).rows[: config.eval.of(name).max_rows]
+    return [Prompt(row, row, 0, found.messages, found.reward_data) for row, found in enumerate(rows)]
+
+
+def _lease(config: Config, dataset: str, prompt: Prompt) -> Lease:
+    seed = lease_seed(config.run.seed, "eval", dataset, prompt.position)
+    return Lease(
+        lease_id=f"{dataset}-{prompt.position}",
+        kind="eval",
+        prompt=prompt,
+        group_size=config.eval.of(dataset).num_samples,
+        sampling=eval_sampling(config, dataset),
+        lineage="",
+        min_version=0,
+        max_staleness=0,
+        attempt=1,
+        seed=seed,
+    )
+
+
+def _check_out(out: Path, config: Config) -> None:
+    """Whether the answers can be written, found out before an hour of sampling, not after.
+
+    Raises:
+        UserError: there are answers already, or nothing can be written there.
+    """
+    for name in (FIGURES_FILE, *(f"{dataset}.jsonl" for dataset in config.data.eval)):
+        if (out / name).exists():
+            raise DataError(f"{out / name} exists; choose another --out")
+    check_writable(out, "--out")
+
+
+def _write(out: Path, found: Sequence[Evaluated], answered: Answered, decode: Decode) -> None:
+    """The newest answers, and the figures so far."""
+    newest = found[-1]
+    lines = (line for prompt, group in answered.groups for line in row_records(prompt, group, decode))
+    append_json_lines(out / f"{newest.dataset}.jsonl", ({"model": newest.model, **line} for line in lines))
+    write_atomically(out / FIGURES_FILE, json.dumps([asdict(one) for one in found], indent=1) + "\n")
+
+
+def _model_directory(model: str, stack: ExitStack) -> Path:
+    """Where the model's files lie; a checkpoint is exported to a directory that goes when ``stack`` closes."""
+    from async_rl.learner.checkpoint import resolve_checkpoint
+
+    path = Path(model)
+    if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
+        raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none")
+    if path.is_dir() and not (path / "config.json").exists():
+        checkpoint = resolve_checkpoint(path)
+        from async_rl.learner.export import export_checkpoint
+
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-eval-")))
+        export_checkpoint(checkpoint, scratch / "model")
+        return scratch / "model"
+    return model_directory(model, weights=True)

@@ -1,0 +1,165 @@
+"""Evaluations side by side as text: the steps of a run, several runs, several models. No torch.
+
+``compare`` is the body of ``async-rl eval --compare``: it reads what runs recorded (``metrics.jsonl``) and what offline
+evaluations wrote (``figures.json``), and computes nothing anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import RunError
+from async_rl.run.directory import RunDir
+from async_rl.run.step_log import read_rows
+
+FIGURES_FILE = "figures.json"
+"""What ``async-rl eval --out DIR`` writes beside the answers: a list of objects, a model's figures on one set each."""
+
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("best_of_n", "best@{n}", ".3f"),
+    ("majority_at_n", "maj@{n}", ".3f"),
+    ("score", "score", ".3g"),
+    ("reward", "reward", ".3g"),
+    ("turns", "turns", ".1f"),
+    ("length_mean", "tokens", ".1f"),
+    ("truncated", "cut", ".1%"),
+)
+"""Key, heading, format; pass@k and accuracy come before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a table: what it is of, one label a heading, and its figures (keys as in ``metrics.EVAL_FIGURES``)."""
+
+    labels: tuple[str, ...]
+    figures: Mapping[str, float]
+
+
+def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
+    """A heading and a line an entry, in columns; a column that no entry has a figure for is left out.
+
+    So are labels that are the same everywhere, but for the last.
+    """
+    columns = [("accuracy", [_accuracy(entry.figures) for entry in entries])]
+    columns += [(heading, [_cell(e.figures, key, form) for e in entries]) for key, heading, form in _chosen(entries)]
+    columns += [("unanswered", [_unanswered(entry.figures) for entry in entries])]
+    columns += [("versions", [_versions(entry.figures) for entry in entries])]
+    labels = [(heading, [entry.labels[i] for entry in entries]) for i, heading in enumerate(headings)]
+    labels = [column for column in labels[:-1] if len(set(column[1])) > 1] + labels[-1:]
+    shown = labels + [(heading, cells) for heading, cells in columns if any(cells)]
+    widths = [max(len(cell) for cell in (heading, *cells)) for heading, cells in shown]
+    rows = [[heading for heading, _ in shown], *([cells[i] for _, cells in shown] for i in range(len(entries)))]
+    return ["  ".join(_padded(row, widths, len(labels))).rstrip() for row in rows]
+
+
+def compare(paths: Sequence[Path]) -> list[str]:
+    """A table for each data set: the evaluations of runs by step, and those of models, of all ``paths``.
+
+    Raises:
+        RunError: a path is neither a run directory nor an ``--out`` of ``async-rl eval``, or holds no evaluation.
+    """
+    found: dict[str, list[Entry]] = {}
+    for path in paths:
+        entries = _entries(path)
+        if not entries:
+            raise RunError(f"{path}: expected evaluations, got none; set data.eval in the config")
+        for dataset, entry in entries:
+            found.setdefault(dataset, []).append(entry)
+    lines: list[str] = []
+    for dataset, entries in found.items():
+        lines += [*([""] if lines else []), _title(dataset, entries), *eval_table(["of", "step"], entries)]
+    return lines
+
+
+def _entries(path: Path) -> list[tuple[str, Entry]]:
+    """(dataset, entry) of one directory, in the order of the steps."""
+    metrics, figures = RunDir(path).metrics, path / FIGURES_FILE
+    if figures.is_file():
+        written: list[dict[str, Any]] = json.loads(figures.read_text(encoding="utf-8"))
+        return [(one["dataset"], Entry((one["model"], "-"), one["figures"])) for one in written]
+    if not metrics.is_file():
+        raise RunError(
+            f"expected a run directory, with a metrics.jsonl, or an --out of `async-rl eval`, with a {FIGURES_FILE}, "
+            f"at {path}, got neither"
+        )
+    entries: list[tuple[str, Entry]] = []
+    for row in sorted(read_rows(metrics), key=lambda row: row["step"]):
+        for dataset, of_set in _figures_of_row(row).items():
+            entries.append((dataset, Entry((str(path), str(row["step"])), of_set)))
+    return entries
+
+
+def _figures_of_row(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By dataset, the figures of a row of ``metrics.jsonl``; nothing of a row that is no evaluation's."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        if key.startswith("eval/") and value is not None:
+            dataset, _, figure = key.removeprefix("eval/").rpartition("/")
+            found.setdefault(dataset, {})[figure] = value
+    return found
+
+
+def _title(dataset: str, entries: Sequence[Entry]) -> str:
+    rows = _either([entry.figures.get("rows", 0) for entry in entries])
+    answers = _either([entry.figures["samples"] for entry in entries if "samples" in entry.figures])
+    said = "" if not answers else f", {answers} answer{'' if answers == '1' else 's'} a row"
+    warning = "; NOT of the same rows: don't compare" if " or " in rows else ""
+    return f"{dataset}: {rows} rows{said}{warning}"
+
+
+def _either(numbers: Sequence[float]) -> str:
+    return " or ".join(str(int(number)) for number in sorted(set(numbers)))
+
+
+def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
+    """The columns between accuracy and the end. ``{n}`` is the answers a row, where all entries have as many."""
+    samples = {int(entry.figures.get("samples", 1)) for entry in entries}
+    number = str(samples.pop()) if len(samples) == 1 else "n"
+    keys = {key for entry in entries for key in entry.figures}
+    tries = sorted(int(key.removeprefix("pass_at_")) for key in keys if re.fullmatch(r"pass_at_\d+", key))
+    # pass@1 is the accuracy, but for answers that are right in part.
+    if all(entry.figures.get("pass_at_1") == entry.figures.get("accuracy") for entry in entries):
+        tries = [k for k in tries if k > 1]
+    passes = [(f"pass_at_{k}", f"pass@{k}", ".3f") for k in tries]
+    if number.isdecimal() and int(number) > 1 and int(number) not in tries:
+        passes.append(("pass_at_k", f"pass@{number}", ".3f"))
+    # And so is the best answer's accuracy pass@n.
+    same_best = all(entry.figures.get("best_of_n") == entry.figures.get("pass_at_k") for entry in entries)
+    keys -= {"best_of_n"} if same_best else set()
+    chosen = [column for column in (*passes, *_COLUMNS) if column[0] in keys]
+    return [(key, heading.format(n=number), form) for key, heading, form in chosen]
+
+
+def _cell(figures: Mapping[str, float], key: str, form: str) -> str:
+    return format(figures[key], form) if key in figures else ""
+
+
+def _accuracy(figures: Mapping[str, float]) -> str:
+    if "accuracy" not in figures:
+        return "-"
+    error = f" ± {figures['accuracy_se']:.3f}" if "accuracy_se" in figures else ""
+    return f"{figures['accuracy']:.3f}{error}"
+
+
+def _unanswered(figures: Mapping[str, float]) -> str:
+    return str(int(figures["unanswered"])) if figures.get("unanswered") else ""
+
+
+def _versions(figures: Mapping[str, float]) -> str:
+    oldest, newest = figures.get("version_min"), figures.get("version_max")
+    if oldest is None or newest is None:
+        return ""
+    return str(int(oldest)) if oldest == newest else f"{int(oldest)}-{int(newest)}"
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int], num_labels: int) -> list[str]:
+    """Labels to the left, figures to the right."""
+    return [
+        cell.ljust(width) if i < num_labels else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]

@@ -1,0 +1,234 @@
+"""A backend without a model: it samples by hashing, at a pace of its own. No torch.
+
+All tokens of its vocabulary are equally likely, whatever the temperature; of equals, top-k and top-p keep the first, as
+the real sampler does.
+
+Answers are a pure function of (lease seed, rollout index), so that runs over it can be compared token by token. It
+ships with the package: fault tests, benchmarks of the queue and dry runs of a config use it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from async_rl.config.engine import FakeConfig, GeneratorConfig
+from async_rl.generator.backend import Sampled
+from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
+from async_rl.sampling_mask import KeptTokens, join, pack_ids
+
+_CHARACTERS_PER_TOKEN = 4
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sample. ``started_at`` counts decode steps; -1 while it waits for a seat."""
+
+    lease: Lease
+    index: int
+    prompt_ids: np.ndarray
+    num_tokens: int
+    finish_reason: FinishReason
+    started_at: int = -1
+
+
+class FakeText:
+    """The fake's tokenizer: one token, hashed, for every four characters. See ``trajectory.Text``."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"<{m.get('role', '')}>{m.get('content', '')}" for m in messages) + "<assistant>"
+
+    def encode(self, text: str) -> np.ndarray:
+        chunks = [text[i : i + _CHARACTERS_PER_TOKEN] for i in range(0, len(text), _CHARACTERS_PER_TOKEN)]
+        return np.array([zlib.crc32(chunk.encode()) % self._vocab_size for chunk in chunks], dtype=np.int32)
+
+    def ending(self, token_id: int) -> str:
+        return ""  # what is sampled means nothing: no text ends it
+
+
+class FakeBackend:
+    """See ``backend.Backend``. ``answer_form`` is the form in which answers are written."""
+
+    def __init__(self, config: GeneratorConfig, *, answer_form: str = "boxed") -> None:
+        self._fake = config.fake
+        self._num_seats = config.batch_size
+        self._answer_form = answer_form
+        self._running: list[_Sequence] = []
+        self._waiting: deque[_Sequence] = deque()
+        self._sampled_by_finished: dict[str, int] = {}
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._step_ends_at = 0.0
+        self._version = NO_VERSION
+        # (first decode step, version), in order; entries that no running sequence needs are dropped.
+        self._version_changes: list[tuple[int, int]] = []
+
+    @property
+    def num_seats(self) -> int:
+        return self._num_seats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+        """One token, hashed, for every four characters; int32 [P]. Raises ValueError: one of ``fake.fails_on``."""
+        coder = FakeText(self._fake.vocab_size)
+        text = coder.render(messages)
+        if self._fake.fails_on and self._fake.fails_on in text:
+            raise ValueError(f"generator.fake.fails_on = {self._fake.fails_on!r} is in the prompt")
+        return coder.encode(text)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        if self._version == NO_VERSION:
+            raise RuntimeError("submit before the first activate")
+        self._sampled_by_finished[lease.lease_id] = 0
+        for index in range(lease.group_size):
+            length = _answer_length(self._fake, lease.seed, index)
+            limit = lease.sampling.max_new_tokens
+            reason: FinishReason = "stop" if length <= limit else "length"
+            self._waiting.append(_Sequence(lease, index, prompt_ids, min(length, limit), reason))
+        self._take_seats()
+
+    def cancel(self, lease_id: str) -> None:
+        self._running = [s for s in self._running if s.lease.lease_id != lease_id]
+        self._waiting = deque(s for s in self._waiting if s.lease.lease_id != lease_id)
+        self._sampled_by_finished.pop(lease_id, None)
+        self._take_seats()
+
+    def step(self) -> list[Sampled]:
+        if not self._running:
+            return []
+        self._wait_out_step()
+        self._num_steps += 1
+        self._num_tokens += len(self._running)
+        finished = [s for s in self._running if s.started_at + s.num_tokens == self._num_steps]
+        if not finished:
+            return []
+        self._running = [s for s in self._running if s.started_at + s.num_tokens != self._num_steps]
+        sampled = [self._sampled(s) for s in finished]
+        self._forget_finished_leases(finished)
+        self._take_seats()
+        return sampled
+
+    def progress(self) -> dict[str, int]:
+        tokens = dict(self._sampled_by_finished)
+        for sequence in self._running:
+            tokens[sequence.lease.lease_id] += self._num_steps - sequence.started_at
+        return tokens
+
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        started_s = time.monotonic()
+        self._version = version
+        oldest_step = min((s.started_at for s in self._running), default=self._num_steps)
+        while len(self._version_changes) > 1 and self._version_changes[1][0] <= oldest_step:
+            self._version_changes.pop(0)
+        self._version_changes.append((self._num_steps, version))
+        return time.monotonic() - started_s
+
+    def close(self) -> None:
+        self._running.clear()
+        self._waiting.clear()
+        self._sampled_by_finished.clear()
+
+    def _take_seats(self) -> None:
+        while self._waiting and len(self._running) < self._num_seats:
+            sequence = self._waiting.popleft()
+            sequence.started_at = self._num_steps
+            self._running.append(sequence)
+
+    def _wait_out_step(self) -> None:
+        """Sleep until the step's end on an absolute schedule, so that time spent elsewhere doesn't add to it."""
+        if self._fake.step_time_s == 0:
+            return
+        now = time.monotonic()
+        # A schedule that fell behind by more than a step (the backend was idle) starts anew.
+        started = self._step_ends_at if now - self._step_ends_at < self._fake.step_time_s else now
+        self._step_ends_at = started + self._fake.step_time_s
+        time.sleep(max(0.0, self._step_ends_at - now))
+
+    def _sampled(self, sequence: _Sequence) -> Sampled:
+        lease, count = sequence.lease, sequence.num_tokens
+        steps = np.arange(sequence.started_at, sequence.started_at + count)
+        changed_at = np.array([step for step, _ in self._version_changes])
+        versions = np.array([version for _, version in self._version_changes], dtype=np.int32)
+        random = np.random.default_rng([2, lease.seed, sequence.index])
+        num_kept = _num_kept(lease.sampling, self._fake.vocab_size)
+        return Sampled(
+            lease_id=lease.lease_id,
+            index=sequence.index,
+            prompt_ids=sequence.prompt_ids,
+            token_ids=random.integers(0, num_kept, count, dtype=np.int32),
+            logprobs=np.full(count, -math.log(num_kept), dtype=np.float32),
+            versions=versions[np.searchsorted(changed_at, steps, side="right") - 1],
+            finish_reason=sequence.finish_reason,
+            text=self._text(lease, sequence.index),
+            kept=_first_ids(num_kept, count, self._fake.vocab_size) if lease.wants_kept else None,
+        )
+
+    def _text(self, lease: Lease, index: int) -> str:
+        correct = np.random.default_rng([1, lease.seed, index]).random() < self._fake.accuracy
+        if self._answer_form == "code":
+            return _program(lease.prompt.reward_data, correct=correct)
+        expected = str(lease.prompt.reward_data.get("gt_answer", ""))
+        # A wrong number: two numbers are compared without the symbolic verifier, so grading costs next to nothing.
+        answer = expected if correct else ("-1" if expected != "-1" else "-2")
+        if self._answer_form == "think_answer_tags":
+            return f"<think> sample {index} </think>\n<answer> {answer} </answer>"
+        if self._answer_form == "exact":
+            return answer
+        return f"Sample {index}: the answer is \\boxed{{{answer}}}"
+
+    def _forget_finished_leases(self, finished: Sequence[_Sequence]) -> None:
+        alive = {s.lease.lease_id for s in (*self._running, *self._waiting)}
+        for sequence in finished:
+            lease_id = sequence.lease.lease_id
+            if lease_id in alive:
+                self._sampled_by_finished[lease_id] += sequence.num_tokens
+            else:
+                self._sampled_by_finished.pop(lease_id, None)
+
+
+def _program(reward_data: Mapping[str, Any], *, correct: bool) -> str:
+    """A program that knows the outputs of its row's tests (scripts only), or one that prints something else."""
+    cases = reward_data.get("test_cases", {})
+    known = dict(zip(cases.get("inputs", []), cases.get("outputs", [])))
+    source = f"import sys\nprint({known!r}[sys.stdin.read()])" if correct else "print('wrong')"
+    return f"```python\n{source}\n```"
+
+
+def _num_kept(sampling: Sampling, vocab_size: int) -> int:
+    """Of equally likely tokens: at most ``top_k``, and of those the fewest whose share reaches ``top_p``."""
+    if sampling.keeps_all:
+        return vocab_size
+    return math.ceil(sampling.top_p * min(sampling.top_k or vocab_size, vocab_size))
+
+
+def _first_ids(num_kept: int, count: int, vocab_size: int) -> KeptTokens:
+    """The ids below ``num_kept``, ``count`` times."""
+    once = pack_ids(np.array([num_kept]), np.arange(num_kept), vocab_size=vocab_size)
+    return join([once] * count)
+
+
+def _answer_length(fake: FakeConfig, seed: int, index: int) -> int:
+    """Tokens of an answer, at least 1: log-normal with mean ``mean_tokens`` (so its median is lower)."""
+    normal = np.random.default_rng([0, seed, index]).standard_normal()
+    return max(1, round(fake.mean_tokens * math.exp(fake.sigma * normal - fake.sigma**2 / 2)))

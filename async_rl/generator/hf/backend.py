@@ -1,0 +1,399 @@
+"""Continuous batching over a Hugging Face causal LM. Built from files, fed weights by version.
+
+Each ``step``: waiting samples take the free seats (their prompts prefilled together, once a group, and the keys and
+values copied to its seats), one forward pass decodes one token for every seat, finished sequences leave. Shape
+letters: R = running rows, V = vocabulary, T = prefilled tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.config.engine import GeneratorConfig
+from async_rl.data.chat import load_tokenizer, render_prompt
+from async_rl.errors import ModelError, WeightsError
+from async_rl.generator.backend import Sampled
+from async_rl.generator.counter_random import uniforms
+from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
+from async_rl.generator.hf.forward import make_forward
+from async_rl.generator.hf.running_sequences import SeatTable
+from async_rl.generator.hf.sampler import SamplingPlan, make_plan, pack_kept, sample
+from async_rl.generator.hf.scoring import afresh, by_sampling
+from async_rl.generator.hf.slot_cache import Prefix, SlotCache
+from async_rl.generator.parity import Way
+from async_rl.queue.parity import Given
+from async_rl.records import NO_VERSION, FinishReason, Lease
+from async_rl.sampling_mask import join
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTypeName = Literal["auto", "float32", "bfloat16"]
+
+_REFILL_SHARE = 8
+"""Free seats are filled once they are an eighth of all, or nothing runs."""
+_MAX_PREFILL_TOKENS = 8192
+"""Padded tokens in one prefill pass: bounds its activations."""
+
+_TOKENS_PER_CHARACTER = 4
+"""A byte-level tokenizer may need so many tokens for one character."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A lease of which samples ``next_index`` and on still wait for seats. ``prefix`` is its prompt, prefilled."""
+
+    lease: Lease
+    prompt_ids: np.ndarray
+    next_index: int = 0
+    prefix: Prefix | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.lease.group_size - self.next_index
+
+
+class TransformersBackend:
+    """See ``backend.Backend``.
+
+    ``deterministic`` makes a group's logits a function of the weights and the group, to the last bit. The last bits of
+    a matrix product depend on its shape, may depend on strides, and on the CPU even on where its operands lie. So
+    groups run one at a time, each in a cache of its own, over weights in the model's own (aligned) memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: frozenset[int],
+        config: GeneratorConfig,
+        *,
+        deterministic: bool = False,
+        version: int = NO_VERSION,
+    ) -> None:
+        self._model = model
+        self._tokenizer: Any = tokenizer
+        self._weights = WeightTable(model)
+        self._forward = make_forward(model)
+        self._device = model.device
+        self._deterministic = deterministic
+        self._recompute = config.kv_after_swap == "recompute"
+        self._version = version
+        text_config: Any = model.config.get_text_config(decoder=True)
+        self._vocab_size: int = text_config.vocab_size
+        self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._is_eos_V = np.zeros(self._vocab_size, np.bool_)
+        self._is_eos_V[[i for i in eos_ids if i < self._vocab_size]] = True
+        self._num_layers: int = text_config.num_hidden_layers
+        self._cache = SlotCache(self._num_layers, config.batch_size, self._device)
+        self._seats = SeatTable(config.batch_size)
+        # Seating costs a prefill and a new sampling plan, which a single free seat does not pay back.
+        self._refill_seats = max(1, config.batch_size // _REFILL_SHARE)
+        self._waiting: deque[_Waiting] = deque()
+        self._sampled_by_finished: dict[str, int] = {}
+        self._plan: SamplingPlan | None = None
+        self._num_tokens = 0
+
+    @classmethod
+    def from_files(
+        cls,
+        directory: str | Path,
+        config: GeneratorConfig,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: DTypeName = "auto",
+        deterministic: bool = False,
+        load_pretrained: bool = False,
+        needs_template: bool = True,
+    ) -> TransformersBackend:
+        """A backend for the model and tokenizer in ``directory``.
+
+        Its weights come by ``activate``; with ``load_pretrained`` they are read from the directory too, as version 0.
+        ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU. Without ``needs_template`` prompts are plain text.
+
+        Raises:
+            ModelError: a file is missing or unreadable, or the model is not one that this backend can run.
+        """
+        directory, device = Path(directory), torch.device(device)
+        name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        tokenizer = load_tokenizer(directory, needs_template=needs_template)
+        model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=load_pretrained)
+        eos_ids = end_of_sequence_ids(directory, model.config, tokenizer)
+        version = 0 if load_pretrained else NO_VERSION
+        return cls(model, tokenizer, eos_ids, config, deterministic=deterministic, version=version)
+
+    @property
+    def num_seats(self) -> int:
+        return len(self._seats.position)
+
+    @property
+    def num_running(self) -> int:
+        return self._seats.num_rows + sum(w.num_samples for w in self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+        return render_prompt(self._tokenizer, messages)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        """See ``backend.Backend``.
+
+        Raises:
+            ModelError: prompt and answer may get longer than the model's positions.
+        """
+        if self._version == NO_VERSION:
+            raise RuntimeError("submit before the first activate")
+        longest = len(prompt_ids) + lease.sampling.max_new_tokens
+        if self._max_positions is not None and longest > self._max_positions:
+            raise ModelError(
+                f"a prompt of {len(prompt_ids)} tokens and an answer of up to {lease.sampling.max_new_tokens} may take "
+                f"{longest}, but the model has max_position_embeddings = {self._max_positions}; lower "
+                f"sampling.max_new_tokens"
+            )
+        self._sampled_by_finished[lease.lease_id] = 0
+        self._waiting.append(_Waiting(lease, prompt_ids))
+
+    @torch.inference_mode()
+    def cancel(self, lease_id: str) -> None:
+        self._waiting = deque(w for w in self._waiting if w.lease.lease_id != lease_id)
+        self._sampled_by_finished.pop(lease_id, None)
+        self._leave([row for row, o in enumerate(self._seats.occupants) if o.lease.lease_id == lease_id])
+
+    @torch.inference_mode()
+    def step(self) -> list[Sampled]:
+        """See ``backend.Backend``.
+
+        Raises:
+            WeightsError: the active weights give NaN.
+        """
+        self._seat_waiting()
+        if self._seats.num_rows == 0:
+            return []
+        logits_RV = self._decode()
+        tokens_R, logprobs_R = self._sample(logits_RV)
+        self._seats.record(tokens_R, logprobs_R, self._version)
+        self._num_tokens += self._seats.num_rows
+        return self._finish(tokens_R)
+
+    def progress(self) -> dict[str, int]:
+        tokens = dict(self._sampled_by_finished)
+        counts = self._seats.num_sampled[: self._seats.num_rows].tolist()
+        for occupant, count in zip(self._seats.occupants, counts, strict=True):
+            tokens[occupant.lease.lease_id] += count
+        return tokens
+
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        started_s = time.perf_counter()
+        self._weights.check(weights)
+        self._weights.replace(weights, copy=self._deterministic)
+        self._version = version
+        # Prompts that nobody continued yet are prefilled anew, running sequences if that is asked for.
+        for waiting in self._waiting:
+            waiting.prefix = None
+        if self._recompute:
+            self._prefill_running()
+        return time.perf_counter() - started_s
+
+    @property
+    def name(self) -> str:
+        return "transformers"
+
+    @property
+    def dtype(self) -> str:
+        return str(self._model.dtype).removeprefix("torch.")
+
+    def score(self, sequences: Sequence[Given], temperature: float, way: Way = "sampling") -> np.ndarray:
+        """See ``parity.ScoringBackend``. The cache is one of its own."""
+        if way != "sampling":
+            return afresh(self._model, sequences, temperature, float32_head=way == "float32_head")
+        cache = SlotCache(self._num_layers, len(sequences), self._device)
+        return by_sampling(
+            self._forward, cache, sequences, temperature, vocab_size=self._vocab_size, device=self._device
+        )
+
+    def digests(self) -> Mapping[str, str]:
+        return self._weights.digests()
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._sampled_by_finished.clear()
+        self._leave(list(range(self._seats.num_rows)))
+
+    def _seat_waiting(self) -> None:
+        """Give the free seats to waiting samples, in order of submission."""
+        chosen: list[tuple[_Waiting, int]] = []
+        free = self._seats.num_free
+        if self._seats.num_rows and free < self._refill_seats and not self._deterministic:
+            return
+        for waiting in self._waiting:
+            if free == 0 or (self._deterministic and not self._may_join(waiting, chosen)):
+                break
+            count = min(free, waiting.num_samples)
+            chosen.append((waiting, count))
+            free -= count
+        if not chosen:
+            return
+        if self._deterministic and not self._seats.num_rows:
+            self._cache.forget()
+        self._prefill([w for w, _ in chosen if w.prefix is None and len(w.prompt_ids) > 1])
+        for waiting, count in chosen:
+            first_row = self._seats.sit_down(waiting.lease, waiting.prompt_ids, waiting.next_index, count)
+            self._cache.reserve(self._seats.length, self._seats.max_length)
+            if waiting.prefix is not None:
+                self._cache.write_prefix(first_row, count, waiting.prefix)
+            waiting.next_index += count
+        while self._waiting and self._waiting[0].num_samples == 0:
+            self._waiting.popleft()
+        self._plan = None
+
+    def _may_join(self, waiting: _Waiting, chosen: Sequence[object]) -> bool:
+        """Whether the batch is empty, or of this very group."""
+        if chosen:
+            return False
+        return not self._seats.occupants or self._seats.occupants[0].lease is waiting.lease
+
+    def _prefill(self, prompts: Sequence[_Waiting]) -> None:
+        """Compute the prompts' keys and values, all but each one's last token."""
+        prefixes = self._prefixes([w.prompt_ids[:-1] for w in prompts])
+        for waiting, prefix in zip(prompts, prefixes, strict=True):
+            waiting.prefix = prefix
+
+    @torch.inference_mode()
+    def _prefill_running(self) -> None:
+        """Compute the keys and values of all running rows anew, by the weights of now."""
+        seats = self._seats
+        rows = [row for row in range(seats.num_rows) if seats.position[row] > 0]
+        # The newest token is fed by the next step; everything before it is in the cache.
+        fed = [
+            np.concatenate([seats.occupants[row].prompt_ids, seats.sampled(row)[0]])[: int(seats.position[row])]
+            for row in rows
+        ]
+        for row, prefix in zip(rows, self._prefixes(fed), strict=True):
+            self._cache.write_prefix(row, 1, prefix)
+
+    def _prefixes(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
+        """The keys and values of token ids int32 [P] each, P > 0, in batches of similar length."""
+        prefixes: dict[int, Prefix] = {}
+        batch: list[int] = []
+        for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+            if batch and (len(batch) + 1) * len(sequences[index]) > _MAX_PREFILL_TOKENS:
+                prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
+                batch = []
+            batch.append(index)
+        if batch:
+            prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
+        return [prefixes[index] for index in range(len(sequences))]
+
+    def _prefixes_of_batch(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
+        ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = sequence
+        cache = self._forward.prefill(torch.from_numpy(ids).to(self._device))
+        return [cache.prefix(row, len(sequence)) for row, sequence in enumerate(sequences)]
+
+    def _decode(self) -> Tensor:
+        """Feed every row's next token; logits [R, V]."""
+        seats, cache = self._seats, self._cache
+        num_rows, length = seats.num_rows, cache.padded(seats.length)
+        cache.reserve(length, seats.max_length)
+        inputs = torch.from_numpy(np.stack([seats.next_ids[:num_rows], seats.position[:num_rows]])).to(self._device)
+        ids_R, positions_R = inputs[0], inputs[1]
+        cache.begin_step(positions_R, length)
+        return self._forward.decode(ids_R, positions_R, cache)
+
+    def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int64 [R] and logprobs float32 [R] on the host."""
+        seats, rows = self._seats, slice(0, self._seats.num_rows)
+        if self._plan is None:
+            self._plan = make_plan(
+                seats.temperature[rows],
+                seats.top_p[rows],
+                seats.top_k[rows],
+                vocab_size=logits_RV.shape[1],
+                device=self._device,
+            )
+        uniforms_R = torch.from_numpy(uniforms(seats.key[rows], seats.num_sampled[rows])).to(self._device)
+        tokens_R, logprobs_R, kept_FV = sample(logits_RV, self._plan, uniforms_R)
+        if kept_FV is not None:
+            seats.record_kept(pack_kept(kept_FV))
+        tokens, logprobs = _to_host(tokens_R, logprobs_R)
+        if np.isnan(logprobs).any():
+            raise WeightsError(
+                f"version {self._version} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of {len(logprobs)} "
+                f"sequences; its weights are broken (look for a non-finite loss or a too high optimizer.lr)"
+            )
+        return tokens, logprobs
+
+    def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
+        """Remove the rows that are done; what they sampled."""
+        seats, rows = self._seats, slice(0, self._seats.num_rows)
+        stopped_R = self._is_eos_V[tokens_R]
+        if seats.has_stop[rows].any():
+            for row in np.flatnonzero(seats.has_stop[rows] & ~stopped_R).tolist():
+                stopped_R[row] = self._ends_with_stop(row)
+        done_R = stopped_R | (seats.num_sampled[rows] >= seats.max_sampled[rows])
+        if not done_R.any():
+            return []
+        done = np.flatnonzero(done_R).tolist()
+        finished = [self._sampled(row, "stop" if stopped_R[row] else "length") for row in done]
+        for sampled in finished:
+            self._sampled_by_finished[sampled.lease_id] += len(sampled.token_ids)
+        self._leave(done)
+        alive = {o.lease.lease_id for o in seats.occupants} | {w.lease.lease_id for w in self._waiting}
+        for lease_id in {s.lease_id for s in finished} - alive:
+            del self._sampled_by_finished[lease_id]
+        return finished
+
+    def _ends_with_stop(self, row: int) -> bool:
+        """Whether the newest token completed a stop string; older ones would have ended the row before."""
+        stop = self._seats.occupants[row].lease.sampling.stop
+        window = _TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1)
+        tail = self._decoded(self._seats.last_tokens(row, window))
+        return any(text in tail for text in stop)
+
+    def _sampled(self, row: int, finish_reason: FinishReason) -> Sampled:
+        occupant = self._seats.occupants[row]
+        token_ids, logprobs, versions = self._seats.sampled(row)
+        return Sampled(
+            lease_id=occupant.lease.lease_id,
+            index=occupant.index,
+            prompt_ids=occupant.prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=finish_reason,
+            text=self._decoded(token_ids),
+            kept=join(occupant.kept) if occupant.kept and occupant.lease.wants_kept else None,
+        )
+
+    def _decoded(self, token_ids: np.ndarray) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        if rows:
+            sources, destinations = self._seats.stand_up(rows)
+            self._cache.move(sources, destinations)
+            self._plan = None
+
+
+def _to_host(tokens_R: Tensor, logprobs_R: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both as arrays, by one transfer: float64 holds every token id and every float32 exactly."""
+    if tokens_R.device.type == "cpu":
+        return tokens_R.numpy(), logprobs_R.numpy()
+    packed = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()
+    return packed[0].astype(np.int64), packed[1].astype(np.float32)

@@ -1,0 +1,179 @@
+"""A Hugging Face causal LM that gets its weights from outside: built from its config, filled by name.
+
+Called by the transformers backend. Only models whose every layer is standard full attention are taken: sliding
+windows and recurrent states would need caches of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from async_rl.errors import ModelError, WeightsError
+from async_rl.generator.hf.decode_attention import register
+from async_rl.weights.manifest import digest_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def build_model(
+    directory: Path, *, device: torch.device, dtype: torch.dtype, load_pretrained: bool = False
+) -> PreTrainedModel:
+    """The model that ``directory`` describes, in evaluation mode; its weights uninitialised or as stored there.
+
+    Raises:
+        ModelError: no readable config, a model that this backend can't run, or no stored weights.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = _read_config(directory)
+    refuse_unsupported(config)
+    attention = register()
+    model: Any
+    try:
+        if load_pretrained:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+            model = model.to(device)
+        else:
+            with torch.device(device), no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model.tie_weights()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't build the model of {directory} with sdpa attention: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+def describe_model(directory: Path) -> PreTrainedModel:
+    """The model that ``directory`` describes without any memory for weights: names, shapes and ties of its parameters.
+
+    Raises:
+        ModelError: no readable config, no causal LM, or a quantised one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{directory / 'config.json'} has a quantization_config: a version's tensors can't be put into quantised "
+            f"weights; take the unquantised model out of which it was made"
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't build the model of {directory}: {error}") from error
+    return model
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
+        raise ModelError(f"can't read the model config in {directory}: {type(error).__name__}: {error}") from error
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    """Refuse models whose layers keep anything but plain keys and values of all tokens.
+
+    Raises:
+        ModelError: naming the kinds of layers.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    quantization: Any = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"the transformers backend runs full weights, got a model quantised by {method}; take the unquantised "
+            f"model out of which it was made"
+        )
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    if kinds != {DynamicLayer.__name__} or config.is_encoder_decoder:
+        raise ModelError(
+            f"the transformers backend runs decoders with standard full attention in every layer, got "
+            f"{config.model_type!r} with layers {sorted(kinds)}; use another model"
+        )
+
+
+def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
+    """Every token id that ends an answer: by ``generation_config.json``, by the model's config or by the tokenizer.
+
+    Raises:
+        ModelError: ``generation_config.json`` is not JSON.
+    """
+    path = directory / "generation_config.json"
+    try:
+        stored: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+    sources = (stored.get("eos_token_id"), getattr(config, "eos_token_id", None), tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for source in sources:
+        ids.update(source if isinstance(source, list) else [] if source is None else [source])
+    return frozenset(ids)
+
+
+class WeightTable:
+    """The model's parameters by state-dict name, and how to replace them all between two decode steps."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        every_name = model.named_parameters(remove_duplicate=False)
+        # A tied weight (an output head that is the embedding) has several names; the first is enough.
+        self._aliases = {name: names[id(p)] for name, p in every_name if name not in self._parameters}
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Names and shapes.
+
+        Raises:
+            WeightsError: a tensor is missing, unknown, of another shape, or differs from the one it is tied to.
+        """
+        missing = sorted(self._parameters.keys() - weights.keys())
+        unknown = sorted(weights.keys() - self._parameters.keys() - self._aliases.keys())
+        if adapters := [name for name in unknown if ".lora_" in name]:
+            raise WeightsError(
+                f"got {len(adapters)} tensors of LoRA adapters, {adapters[0]} among them: the transformers backend "
+                f"runs full weights only; merge them in the learner"
+            )
+        if missing or unknown:
+            raise WeightsError(
+                f"expected the model's {len(self._parameters)} parameters, got {len(weights)} tensors: "
+                f"missing {missing[:5]}, unknown {unknown[:5]}; learner and generator must run one model config"
+            )
+        for name, parameter in self._parameters.items():
+            if weights[name].shape != parameter.shape:
+                raise WeightsError(f"{name}: expected shape {list(parameter.shape)}, got {list(weights[name].shape)}")
+        for alias, name in self._aliases.items():
+            if alias in weights and not torch.equal(weights[alias], weights[name]):
+                raise WeightsError(f"{alias} is tied to {name} by the model config, but the two tensors differ")
+
+    def digests(self) -> dict[str, str]:
+        """Of every parameter's bytes, as they are now."""
+        return {name: digest_bytes(_bytes_of(parameter)) for name, parameter in self._parameters.items()}
+
+    def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
+        """Run with ``weights`` from now on. On the CPU tensors of the right dtype are taken over, unless ``copy``."""
+        for name, parameter in self._parameters.items():
+            tensor = weights[name]
+            if parameter.device.type == "cpu" and not copy:
+                parameter.data = tensor.detach().to(device="cpu", dtype=parameter.dtype)
+            else:
+                parameter.data.copy_(tensor, non_blocking=True)
+        for device in {p.device for p in self._parameters.values() if p.device.type == "cuda"}:
+            # The tensors may be reused as soon as we return, so the copies must be over.
+            torch.cuda.synchronize(device)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

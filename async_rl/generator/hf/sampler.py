@@ -1,0 +1,132 @@
+"""Logits to tokens and behavior logprobs, row by row, each with its own temperature, top-p and top-k.
+
+Shape letters: R = rows, V = vocabulary. Called by the transformers backend under inference mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from async_rl.sampling_mask import KeptTokens, pack_ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingPlan:
+    """How each row is sampled; rebuilt only when the rows change. None means: nothing to do for any row.
+
+    Attributes:
+        temperatures: float32 [R, 1]; 1 for greedy rows.
+        greedy: bool [R].
+        filtered: rows (int64 [F]), top_k (int64 [F, 1], V for off) and top_p (float64 [F, 1]) of the rows that have
+            one of them.
+        samples: whether any row is not greedy.
+    """
+
+    temperatures: Tensor | None
+    greedy: Tensor | None
+    filtered: tuple[Tensor, Tensor, Tensor] | None
+    samples: bool
+
+
+def make_plan(
+    temperatures: npt.NDArray[np.float64],
+    top_ps: npt.NDArray[np.float64],
+    top_ks: npt.NDArray[np.int64],
+    *,
+    vocab_size: int,
+    device: torch.device,
+) -> SamplingPlan:
+    """The plan for rows with these settings, each [R]. ``top_k`` 0 and ``top_p`` 1 are off."""
+    greedy = temperatures == 0
+    scales = np.where(greedy, 1.0, temperatures)
+    # Greedy rows stay unfiltered: their logprobs are those of the whole distribution at temperature 1.
+    rows = np.flatnonzero(~greedy & ((top_ps < 1) | (top_ks > 0)))
+    filtered = None
+    if len(rows):
+        sizes = np.where(top_ks[rows] > 0, np.minimum(top_ks[rows], vocab_size), vocab_size)
+        filtered = (
+            torch.as_tensor(rows, device=device),
+            torch.as_tensor(sizes, device=device)[:, None],
+            torch.as_tensor(top_ps[rows], device=device)[:, None],
+        )
+    return SamplingPlan(
+        temperatures=(
+            None if (scales == 1).all() else torch.as_tensor(scales, dtype=torch.float32, device=device)[:, None]
+        ),
+        greedy=torch.as_tensor(greedy, device=device) if greedy.any() else None,
+        filtered=filtered,
+        samples=not greedy.all(),
+    )
+
+
+def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One token a row by inverse CDF, its logprob, and what it was chosen from.
+
+    Args:
+        logits_RV: any float dtype; upcast to float32 before anything else.
+        plan: as made for these rows.
+        uniforms_R: float64 [R] in [0, 1 - 2**-52], on the logits' device.
+
+    Returns:
+        tokens int64 [R] and logprobs float32 [R], in nats, of the distribution that was sampled: after temperature,
+        top-k and top-p, renormalised. NaN where the logits of a row are not a distribution. Then bool [F, V], the
+        tokens that top-k and top-p left of the plan's filtered rows; None without such rows.
+    """
+    logits_RV, kept_FV = _processed(logits_RV, plan)
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    tokens_R1 = _inverse_cdf(logprobs_RV, uniforms_R) if plan.samples else logits_RV.argmax(-1, keepdim=True)
+    if plan.samples and plan.greedy is not None:
+        tokens_R1 = torch.where(plan.greedy[:, None], logits_RV.argmax(-1, keepdim=True), tokens_R1)
+    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0], kept_FV
+
+
+def logprobs_of(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
+    """float32 [R, V], the distribution that ``sample`` draws from, and what top-p and top-k left, as there."""
+    logits_RV, kept_FV = _processed(logits_RV, plan)
+    return torch.log_softmax(logits_RV, dim=-1), kept_FV
+
+
+def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
+    """Logits float32 [R, V] after temperature, top-k and top-p, and bool [F, V], the tokens that those two left."""
+    kept_FV = None
+    logits_RV = logits_RV.float()
+    if plan.temperatures is not None:
+        logits_RV = logits_RV / plan.temperatures
+    if plan.filtered is not None:
+        rows_F, top_ks_F1, top_ps_F1 = plan.filtered
+        logits_RV = logits_RV.clone()
+        kept_logits_FV = _kept_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1)
+        kept_FV = kept_logits_FV > -torch.inf
+        logits_RV[rows_F] = kept_logits_FV
+    return logits_RV, kept_FV
+
+
+def pack_kept(kept_FV: Tensor) -> KeptTokens:
+    """``kept_FV``, bool [F, V], on the host: F sets."""
+    counts_F, ids = kept_FV.sum(-1).cpu(), kept_FV.nonzero()[:, 1].int().cpu()
+    return pack_ids(counts_F.numpy(), ids.numpy(), vocab_size=kept_FV.shape[1])
+
+
+def _inverse_cdf(logprobs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+    cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
+    targets_R1 = uniforms_R[:, None] * cumulative_RV[:, -1:]
+    # right=True: the first index whose cumulative is *above* the target, which never has probability 0.
+    tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True)
+    # Only rows of NaN get past the end; the caller refuses them by their logprob.
+    return tokens_R1.clamp_max_(logprobs_RV.shape[1] - 1)
+
+
+def _kept_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> Tensor:
+    """-inf outside the top-k, then outside the smallest set of the rest whose probability reaches top-p."""
+    ordered_FV, order_FV = logits_FV.sort(dim=-1, descending=True, stable=True)
+    ranks_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)
+    ordered_FV = ordered_FV.masked_fill(ranks_V >= top_ks_F1, -torch.inf)
+    probabilities_FV = ordered_FV.double().softmax(-1)
+    before_FV = probabilities_FV.cumsum(-1) - probabilities_FV
+    ordered_FV = ordered_FV.masked_fill((before_FV >= top_ps_F1) & (ranks_V > 0), -torch.inf)
+    return torch.empty_like(logits_FV).scatter_(1, order_FV, ordered_FV)

@@ -1,0 +1,381 @@
+"""vLLM as a backend: leases in, samples out, weights swapped under running sequences. Built from files.
+
+The engine runs by itself in processes of its own; ``step`` collects what it said. Rollouts are requests of their own
+under one prompt and one salt, so a group's prefill is shared through the prefix cache, and each has its own seed. A
+rollout enters the engine when there is a seat for it, and is salted by the weights it begins with: no prompt is
+continued over keys and values of older weights than it was accepted under.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_rl.config.config import Config
+from async_rl.data.chat import load_tokenizer, render_prompt
+from async_rl.errors import EngineError, ModelError, WeightsError
+from async_rl.generator.backend import Sampled
+from async_rl.generator.hf.causal_model import WeightTable, describe_model, end_of_sequence_ids
+from async_rl.generator.parity import Way
+from async_rl.generator.vllm.arguments import engine_arguments
+from async_rl.generator.vllm.engine import Piece, VllmEngine, check_installed, prepare_environment
+from async_rl.generator.vllm.kv_cache_capacity import SeatEstimate
+from async_rl.generator.vllm.sampling import (
+    Gathered,
+    logprob_of,
+    num_listed,
+    sampling_parameters,
+    scoring_parameters,
+    seeds,
+    token_versions,
+)
+from async_rl.generator.vllm.shared_staging import SharedStaging
+from async_rl.queue.parity import Given
+from async_rl.records import NO_VERSION, FinishReason, Lease
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_STEP_S = 0.02
+"""How long a step waits for news of the engine."""
+_SCORE_LIMIT_S = 120.0
+_FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(slots=True, eq=False)
+class _Rollout:
+    """Sample ``index`` of a lease, running or in line for a seat."""
+
+    lease: Lease
+    index: int
+    prompt_ids: np.ndarray
+    parameters: Any
+    gathered: Gathered
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """A lease's open rollouts and the tokens of its finished ones."""
+
+    num_open: int
+    num_finished_tokens: int = 0
+    running: dict[str, _Rollout] = field(default_factory=dict)
+
+
+class VllmBackend:
+    """See ``backend.Backend``."""
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        table: WeightTable,
+        *,
+        eos_ids: frozenset[int],
+        num_seats: int,
+        max_length: int,
+        recompute: bool,
+        prepares: bool,
+    ) -> None:
+        self._engine, self._table = engine, table
+        self._tokenizer: Any = tokenizer
+        self._eos_ids = eos_ids
+        self._max_length = max_length
+        self._recompute = recompute
+        self._prepares = prepares
+        self._preparing: tuple[int, Mapping[str, Any]] | None = None
+        self._is_set_up = False
+        self._estimate = SeatEstimate(num_seats)
+        self._staging = SharedStaging()
+        self._version = NO_VERSION
+        self._num_activations = 0
+        self._num_requests = 0
+        self._waiting: deque[_Rollout] = deque()
+        self._running: dict[str, _Rollout] = {}
+        self._leases: dict[str, _Progress] = {}
+        self._early: list[Piece] = []
+        self._num_scorings = 0
+
+    @classmethod
+    def from_files(cls, directory: str | Path, config: Config, *, device: str) -> VllmBackend:
+        """The engine for the model and tokenizer in ``directory``; its weights come by ``activate``.
+
+        Raises:
+            ModelError: vLLM is not installed, a file is missing or unreadable, or vLLM can't run the model.
+        """
+        if config.generator.devices is not None:
+            raise ModelError(
+                f"generator.devices: a vLLM generator that is started by hand gets its devices by "
+                f"CUDA_VISIBLE_DEVICES={','.join(map(str, config.generator.devices))}; leave the key out"
+            )
+        prepare_environment(config.generator.num_threads)
+        check_installed()
+        directory = Path(directory)
+        tokenizer = load_tokenizer(directory)
+        model = describe_model(directory)
+        text_config: Any = model.config.get_text_config(decoder=True)
+        answers = [config.eval.of(name).max_new_tokens or 0 for name in config.data.eval]
+        wanted = config.sampling.max_prompt_tokens + max(config.sampling.max_new_tokens, *answers, 0)
+        max_length = min(wanted, getattr(text_config, "max_position_embeddings", None) or wanted)
+        engine = VllmEngine.start(engine_arguments(directory, config, device=device, max_length=max_length))
+        return cls(
+            engine,
+            tokenizer,
+            WeightTable(model),
+            eos_ids=end_of_sequence_ids(directory, model.config, tokenizer),
+            num_seats=config.generator.batch_size,
+            max_length=max_length,
+            recompute=config.generator.kv_after_swap == "recompute",
+            # Elsewhere a version is copied into the tensors that are there: compiled graphs hold their addresses.
+            prepares=device == "cpu" and config.generator.vllm.prepare_weights,
+        )
+
+    @property
+    def num_seats(self) -> int:
+        return self._estimate.seats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._engine.load.num_tokens
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+        return render_prompt(self._tokenizer, messages)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        """See ``backend.Backend``.
+
+        Raises:
+            ModelError: prompt and answer may get longer than the engine's sequences, or vLLM can't sample like that.
+        """
+        if self._version == NO_VERSION:
+            raise RuntimeError("submit before the first activate")
+        sampling = lease.sampling
+        longest = len(prompt_ids) + sampling.max_new_tokens
+        if longest > self._max_length:
+            raise ModelError(
+                f"a prompt of {len(prompt_ids)} tokens and an answer of up to {sampling.max_new_tokens} may take "
+                f"{longest}, but the engine's sequences end at {self._max_length}, by the model's "
+                f"max_position_embeddings or by sampling.max_prompt_tokens; lower sampling.max_new_tokens"
+            )
+        vocab_size = self._engine.vocab_size
+        listed = num_listed(sampling, vocab_size) if lease.wants_kept else 0
+        self._leases[lease.lease_id] = _Progress(lease.group_size)
+        for index, seed in enumerate(seeds(lease)):
+            parameters = sampling_parameters(sampling, seed, listed=listed, eos_ids=self._eos_ids)
+            gathered = Gathered(vocab_size if lease.wants_kept else None)
+            self._waiting.append(_Rollout(lease, index, prompt_ids, parameters, gathered))
+        self._seat_waiting()
+
+    def cancel(self, lease_id: str) -> None:
+        self._waiting = deque(r for r in self._waiting if r.lease.lease_id != lease_id)
+        if (progress := self._leases.pop(lease_id, None)) is not None:
+            for request_id in progress.running:
+                del self._running[request_id]
+            self._engine.abort(list(progress.running))
+            self._early = [piece for piece in self._early if piece.request_id not in progress.running]
+        self._seat_waiting()
+
+    def step(self) -> list[Sampled]:
+        """See ``backend.Backend``. Waits for news of the engine, for a few hundredths of a second.
+
+        Raises:
+            EngineError: the engine has died, or a request failed.
+            WeightsError: the active weights give NaN.
+        """
+        early, self._early = self._early, []
+        pieces = [*early, *self._engine.poll(0.0 if early else _STEP_S)]
+        finished = [sampled for piece in pieces if (sampled := self._take(piece)) is not None]
+        load = self._engine.load
+        self._estimate.observe(load.num_running, load.kv_usage)
+        self._seat_waiting()
+        return finished
+
+    def progress(self) -> dict[str, int]:
+        return {
+            lease_id: lease.num_finished_tokens + sum(len(r.gathered) for r in lease.running.values())
+            for lease_id, lease in self._leases.items()
+        }
+
+    def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
+        """See ``backend.PreparingBackend``: the workers make the version ready in memory of their own.
+
+        True at once where they can't, or shall not; ``activate`` does everything then.
+
+        Raises:
+            EngineError: the engine has died.
+            WeightsError: a tensor is missing, unknown, or of another shape, or a worker could not prepare the version;
+                the active one stays.
+        """
+        if not self._prepares:
+            return True
+        if self._preparing is None or self._preparing[0] != version or self._preparing[1] is not weights:
+            if self._preparing is not None and self._is_preparing():
+                return False  # another one, which reads the memory that this one is to be written to
+            self._stage(weights)
+            if not self._prepares:
+                return True
+            self._engine.start_preparing()
+            self._preparing = (version, weights)
+        return not self._is_preparing()
+
+    def _is_preparing(self, timeout_s: float = 0.0) -> bool:
+        try:
+            return self._engine.preparing(timeout_s)
+        except WeightsError:
+            self._preparing = None
+            raise
+
+    def _stage(self, weights: Mapping[str, Any]) -> None:
+        """Copy ``weights`` to where the engine's workers can see them; it goes on decoding meanwhile."""
+        self._table.check(weights)
+        self._staging.write(weights)
+        if not self._is_set_up:
+            transfer = {"path": self._staging.path, "size_bytes": self._staging.size_bytes, "rows": self._staging.rows}
+            self._engine.set_up_transfer(transfer)
+            self._is_set_up = True
+            if self._prepares and (obstacle := self._engine.preparing_obstacle()):
+                self._prepares = False
+                logger.warning("vLLM is paused while it loads a version, which it can't prepare: %s", obstacle)
+
+    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
+        """See ``backend.Backend``; what is not prepared yet, is prepared first.
+
+        The pause is how long vLLM's engine core was kept from running a decode step: see ``VllmEngine.swap``, and
+        ``VllmEngine.load_paused`` for an engine that does not prepare.
+        """
+        while not self.prepare(version, weights):
+            self._early += self._engine.poll(0.0)
+            self._is_preparing(_STEP_S)
+        if self._prepares:
+            pause_s = self._engine.swap(version, recompute=self._recompute)
+        else:
+            self._stage(weights)
+            pause_s = self._engine.load_paused(version, recompute=self._recompute)
+        self._preparing = None
+        self._version = version
+        self._num_activations += 1
+        return pause_s
+
+    @property
+    def name(self) -> str:
+        return "vllm"
+
+    @property
+    def dtype(self) -> str:
+        return self._engine.dtype
+
+    def score(self, sequences: Sequence[Given], temperature: float, way: Way = "sampling") -> np.ndarray | None:
+        """See ``parity.ScoringBackend``: a request of one token for each, through the sampler of the rollouts.
+
+        Prefixes come from the cache like those of new rollouts, or ``afresh`` from none. Not while top-p or top-k is
+        asked for: vLLM would not list what they left to requests that share a step with these.
+
+        Raises:
+            EngineError: the engine has died, or does not answer.
+        """
+        if way == "float32_head" or any(rollout.gathered.lists for rollout in self._running.values()):
+            return None
+        self._num_scorings += 1
+        salt = f"{self._num_activations}" if way == "sampling" else f"afresh {self._num_scorings}"
+        wanted: list[tuple[str, int]] = []
+        for given in sequences:
+            ids = given.token_ids.tolist()
+            for position in range(len(ids) - given.num_scored, len(ids)):
+                name = f"given {self._num_scorings} {len(wanted)}"
+                wanted.append((name, ids[position]))
+                self._engine.add(name, ids[:position], scoring_parameters(temperature, ids[position]), cache_salt=salt)
+        return self._scored(wanted)
+
+    def _scored(self, wanted: Sequence[tuple[str, int]]) -> np.ndarray:
+        """float32 [N]; what the engine says of rollouts meanwhile is kept for the next step."""
+        found: dict[str, float] = {}
+        tokens = dict(wanted)
+        deadline = time.monotonic() + _SCORE_LIMIT_S
+        while len(found) < len(wanted):
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM did not score {len(wanted)} given tokens within {_SCORE_LIMIT_S:.0f} s")
+            for piece in self._engine.poll(_STEP_S):
+                if piece.request_id not in tokens:
+                    self._early.append(piece)
+                elif piece.logprobs is not None and len(piece.token_ids):
+                    found[piece.request_id] = logprob_of(tokens[piece.request_id], piece.logprobs)
+        return np.array([found[name] for name, _ in wanted], np.float32)
+
+    def digests(self) -> Mapping[str, str]:
+        """Of every worker's parameters, by vLLM's names: some hold several of the model's."""
+        return self._engine.digests()
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+        self._leases.clear()
+        self._engine.close()
+        self._staging.close()
+
+    def _seat_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._estimate.seats:
+            rollout = self._waiting.popleft()
+            self._num_requests += 1
+            # vLLM makes the two parts of a request's name unique by itself, but we look it up by ours.
+            request_id = f"{self._num_requests}"
+            self._running[request_id] = self._leases[rollout.lease.lease_id].running[request_id] = rollout
+            self._engine.add(
+                request_id, rollout.prompt_ids.tolist(), rollout.parameters, cache_salt=f"{self._num_activations}"
+            )
+
+    def _take(self, piece: Piece) -> Sampled | None:
+        """Note a piece; the sample if that was its last."""
+        rollout = self._running[piece.request_id]
+        if len(piece.token_ids):
+            rollout.gathered.add(piece.token_ids, piece.logprobs)
+        if piece.finish_reason is None:
+            return None
+        if piece.finish_reason not in _FINISH_REASONS:
+            raise EngineError(f"expected vLLM to finish by stop or length, got {piece.finish_reason!r}")
+        lease_id = rollout.lease.lease_id
+        progress = self._leases[lease_id]
+        del self._running[piece.request_id], progress.running[piece.request_id]
+        progress.num_open -= 1
+        progress.num_finished_tokens += len(rollout.gathered)
+        if progress.num_open == 0:
+            del self._leases[lease_id]
+        return self._sampled(rollout, piece, _FINISH_REASONS[piece.finish_reason])
+
+    def _sampled(self, rollout: _Rollout, piece: Piece, finish_reason: FinishReason) -> Sampled:
+        token_ids, logprobs = rollout.gathered.arrays()
+        versions = token_versions(piece.spans, len(token_ids))
+        if np.isnan(logprobs).any():
+            raise WeightsError(
+                f"version {versions[np.isnan(logprobs)][0]} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of "
+                f"{len(logprobs)} tokens; its weights are broken (look for a non-finite loss or a too high "
+                f"optimizer.lr)"
+            )
+        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Sampled(
+            lease_id=rollout.lease.lease_id,
+            index=rollout.index,
+            prompt_ids=rollout.prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=finish_reason,
+            text=text,
+            kept=rollout.gathered.kept(),
+        )

@@ -1,0 +1,328 @@
+"""vLLM's ``AsyncLLM``, driven step by step: its event loop runs only inside the calls of this class.
+
+The engine itself is another process and decodes on meanwhile; what it says waits on its socket. So the generator's
+loop needs no second thread, and a swap of weights is one call. Everything here that is vLLM's own is used by
+``vllm_backend`` only; the names are those of 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from async_rl.errors import EngineError, ModelError, WeightsError
+from async_rl.generator.vllm.channel import PrepareChannel
+from async_rl.generator.vllm.core import SWAP
+from async_rl.generator.vllm.plugin import OWNED, TRANSFER_NAME
+
+SUPPORTED = "0.32"
+INSTALL = 'pip install "async-rl[vllm]" (with a GPU; without one see docs/vllm.md)'
+
+_SWAP_LIMIT_S = 300.0
+_ABORT_S = 10.0
+_CLOSE_S = 3.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """News of a request: its next tokens with vLLM's logprobs of them.
+
+    ``finish_reason`` is None while it runs; ``spans`` of weight versions come with the end.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    logprobs: Any
+    finish_reason: str | None
+    spans: Sequence[Any] | None
+
+
+@dataclass(slots=True)
+class Load:
+    """The engine's own figures, as of its newest step. ``num_tokens`` is cumulative."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_tokens: int = 0
+    num_preempted: int = 0
+
+
+def missing_vllm(reason: str) -> str:
+    """What to tell a user whose machine has no vLLM."""
+    return (
+        f'generator.backend = "vllm" needs vLLM {SUPPORTED}, which can\'t be imported here ({reason}): {INSTALL}, or '
+        f'set generator.backend = "transformers"'
+    )
+
+
+def check_installed() -> None:
+    """Whether a vLLM that we know is here, and finds our plugin.
+
+    Raises:
+        ModelError: it is not; the message says what to do.
+    """
+    try:
+        import vllm  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ModelError(missing_vllm(str(error))) from error
+    found: str = vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
+    if not found.startswith(f"{SUPPORTED}."):
+        raise ModelError(f"expected vLLM {SUPPORTED}.*, got {found}: {INSTALL}")
+    if TRANSFER_NAME not in {entry.name for entry in entry_points(group="vllm.general_plugins")}:
+        raise ModelError(
+            f"vLLM finds no plugin {TRANSFER_NAME!r}: it looks for it in the metadata of installed packages; install "
+            f"async-rl (pip install -e . in a checkout) instead of running it from its files"
+        )
+
+
+def prepare_environment(num_threads: int | None) -> None:
+    """What vLLM's processes inherit; to be called before vLLM is imported. What the user has set stays."""
+    os.environ[OWNED] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the plugin's watch on the parent relies on it
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM would pin its threads to cores of its choice, the learner's and other generators' among them.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and TRANSFER_NAME not in chosen.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{chosen},{TRANSFER_NAME}" if chosen else TRANSFER_NAME
+
+
+class VllmEngine:
+    """One engine. Made by ``start``; not thread-safe."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, llm: Any, load: Load) -> None:
+        self._loop, self.load = loop, load
+        self._llm: Any = llm
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pieces: list[Piece] = []
+        self._failure: BaseException | None = None
+        self._arrived = asyncio.Event()
+        self._channel = PrepareChannel(int(llm.vllm_config.parallel_config.world_size), limit_s=_SWAP_LIMIT_S)
+
+    @classmethod
+    def start(cls, arguments: Mapping[str, Any]) -> VllmEngine:
+        """Start the engine's processes; takes a minute. ``arguments`` are vLLM's ``AsyncEngineArgs``.
+
+        Raises:
+            ModelError: vLLM refuses the model or the arguments.
+        """
+        from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+        loop = asyncio.new_event_loop()
+        load = Load()
+
+        async def make() -> Any:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), stat_loggers=[lambda _config, _index=0: _stat_logger(load)]
+            )
+
+        try:
+            return cls(loop, loop.run_until_complete(make()), load)
+        except Exception as error:  # whatever vLLM objects to: the config, the model, the device, its memory
+            loop.close()
+            raise ModelError(
+                f"vLLM can't run this model here: {type(error).__name__}: {error}; the reason is in the lines above. "
+                f"Another model, generator.memory_fraction, generator.vllm.kv_cache_bytes or generator.backend = "
+                f'"transformers" may help'
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in, by torch's name."""
+        return str(self._llm.model_config.dtype).removeprefix("torch.")
+
+    def digests(self) -> dict[str, str]:
+        """A digest of every parameter of every worker, ``RANK:NAME`` -> digest."""
+        of_ranks = self._run(asyncio.wait_for(self._llm.collective_rpc("held_digests"), _SWAP_LIMIT_S))
+        return {f"{rank}:{name}": digest for rank, held in enumerate(of_ranks) for name, digest in held.items()}
+
+    def add(self, request_id: str, prompt_ids: Sequence[int], parameters: Any, *, cache_salt: str) -> None:
+        """Line up a request; its pieces come from ``poll``. Prompts share KV blocks under the same ``cache_salt``."""
+        from vllm.inputs import tokens_input  # pyright: ignore[reportMissingImports]
+
+        prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
+        self._tasks[request_id] = self._loop.create_task(self._follow(request_id, prompt, parameters))
+
+    async def _follow(self, request_id: str, prompt: Any, parameters: Any) -> None:
+        try:
+            async for output in self._llm.generate(prompt, parameters, request_id):
+                answer = output.outputs[0]
+                self._pieces.append(
+                    Piece(request_id, answer.token_ids, answer.logprobs, answer.finish_reason, answer.weight_versions)
+                )
+                self._arrived.set()
+        except Exception as error:  # raised by the next poll, in the generator's loop
+            self._failure = self._failure or error
+            self._arrived.set()
+        finally:
+            self._tasks.pop(request_id, None)
+
+    def poll(self, timeout_s: float) -> list[Piece]:
+        """What the engine said; waits for it for at most ``timeout_s``.
+
+        Raises:
+            EngineError: the engine has died, or a request failed.
+        """
+        if self._tasks or self._pieces:
+            self._loop.run_until_complete(self._wait(timeout_s))
+        if self._failure is not None:
+            raise EngineError(f"vLLM failed: {self._failure!r}; the reason is in the lines above") from self._failure
+        pieces, self._pieces = self._pieces, []
+        self._arrived.clear()
+        return pieces
+
+    async def _wait(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), timeout_s)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these requests and forget what they said; those that are unknown or done are ignored."""
+        tasks = [task for name in request_ids if (task := self._tasks.get(name)) is not None]
+        gone = set(request_ids)
+        if tasks:
+            for task in tasks:
+                task.cancel()
+            self._run(asyncio.wait(tasks, timeout=_ABORT_S))
+        for name in gone:
+            self._tasks.pop(name, None)
+        self._pieces = [piece for piece in self._pieces if piece.request_id not in gone]
+
+    def set_up_transfer(self, transfer: Mapping[str, Any]) -> None:
+        """Have the workers map the memory that versions come by; once, before the first.
+
+        Args:
+            transfer: fields of ``vllm_weights.SharedInit``, but for the pipes.
+
+        Raises:
+            WeightsError: they can't.
+        """
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferInitRequest,
+        )
+
+        request = WeightTransferInitRequest(init_info={**transfer, **self._channel.paths})
+        self._call("map the memory of weights", self._llm.init_weight_transfer_engine(request))
+
+    def preparing_obstacle(self) -> str:
+        """Why this engine can't prepare versions beside decoding; empty: it can."""
+        found = self._call("look at the model's layers", self._llm.collective_rpc("preparing_obstacle"))
+        return next(filter(None, found), "")
+
+    def start_preparing(self) -> None:
+        """Have the workers make the version ready that lies in shared memory, beside decoding; see ``preparing``."""
+        self._channel.prepare()
+
+    def preparing(self, timeout_s: float) -> bool:
+        """Whether a worker is still at it; waits for the last one for at most ``timeout_s``.
+
+        Raises:
+            EngineError: the engine has died.
+            WeightsError: a worker has failed, or takes for ever; the engine goes on with the weights that it has.
+        """
+        if self._llm.errored:
+            raise EngineError("vLLM has died while it prepared weights; the reason is in the lines above")
+        return self._channel.wait(timeout_s)
+
+    def swap(self, version: int, *, recompute: bool) -> float:
+        """Take over what is prepared; seconds for which no decode step could run because of it.
+
+        They are measured in the engine's core, from the begin of its one call between two steps to the end. While that
+        call waits for the step under way, and while its answer travels, the engine decodes.
+
+        Args:
+            version: what tokens are stamped with from now on.
+            recompute: compute the keys and values of running sequences anew, and forget all cached ones.
+
+        Raises:
+            WeightsError: the engine did not take it; it is of no use any more.
+        """
+        swapped = self._llm.engine_core.call_utility_async(SWAP, self._channel.number, str(version), recompute)
+        pause_s = self._call(f"take over version {version}", swapped)
+        self._channel.release()
+        return pause_s
+
+    def load_paused(self, version: int, *, recompute: bool) -> float:
+        """Load the version that lies in shared memory while the engine is paused; the pause in seconds.
+
+        It is counted from the request that stops the engine to the answer that it goes on. See ``swap`` for the rest.
+        """
+        return self._call(f"take over version {version}", self._load_paused(version, recompute=recompute))
+
+    async def _load_paused(self, version: int, *, recompute: bool) -> float:
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferUpdateRequest,
+        )
+
+        llm = self._llm
+        started_s = time.perf_counter()
+        # AsyncLLM.pause_generation does the same, then sleeps for 20 ms.
+        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={}))
+        await llm.finish_weight_update(str(version))
+        await llm.resume_generation()
+        return time.perf_counter() - started_s
+
+    def _call(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
+        """The answer of a call that has to do with weights."""
+        try:
+            return self._run(asyncio.wait_for(call, _SWAP_LIMIT_S))
+        except Exception as error:
+            raise WeightsError(f"vLLM did not {what}: {type(error).__name__}: {error}") from error
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._loop.run_until_complete(work)
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        if self._loop.is_closed():
+            return
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+        self._llm.shutdown(timeout=_CLOSE_S)
+        # Tasks that were cancelled, vLLM's own among them, end here.
+        with contextlib.suppress(Exception):
+            self._run(asyncio.wait_for(asyncio.sleep(0), 1.0))
+        self._loop.close()
+        self._llm = None  # it would shut down once more, and fail, when the interpreter ends
+        self._channel.close()
+
+
+def _stat_logger(load: Load) -> Any:
+    """A logger of vLLM's that writes the newest figures into ``load``."""
+    from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
+
+    class LoadLogger(StatLoggerBase):
+        def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None: ...
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            if scheduler_stats is not None:
+                load.num_running = scheduler_stats.num_running_reqs
+                load.num_waiting = scheduler_stats.num_waiting_reqs
+                load.kv_usage = scheduler_stats.kv_cache_usage
+            if iteration_stats is not None:
+                load.num_tokens += iteration_stats.num_generation_tokens
+                load.num_preempted += iteration_stats.num_preempted_reqs
+
+        def log_engine_initialized(self) -> None: ...
+
+    return LoadLogger()

@@ -1,0 +1,186 @@
+"""What a lease means to vLLM, and what vLLM's answer means to us: sampling parameters there, samples back.
+
+Behavior logprobs and kept sets are of the distribution that was really sampled (``logprobs_mode =
+"processed_logprobs"``): what vLLM's top-k and top-p left out has -inf there, so the finite ones are the kept set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from async_rl.config.engine import VLLM_MIN_TEMPERATURE
+from async_rl.errors import EngineError, ModelError
+from async_rl.generator.counter_random import rollout_keys
+from async_rl.records import NO_VERSION, Lease, Sampling
+from async_rl.sampling_mask import KeptTokens, pack_ids
+
+PROGRESS_TOKENS = 16
+"""A running sequence is heard of every so many tokens."""
+
+_SPARE = 8
+"""Tokens with exactly the k-th logit stay beside the top k; so many more are asked for, to be seen."""
+_MAX_LISTED = 4096
+"""Logprobs a token that are asked for at most."""
+
+
+def seeds(lease: Lease) -> list[int]:
+    """One a rollout, by lease seed and index alone; int63, for vLLM's generators are seeded with signed numbers."""
+    keys = rollout_keys(lease.seed, np.arange(lease.group_size))
+    return [int(key >> np.uint64(1)) for key in keys]
+
+
+def num_listed(sampling: Sampling, vocab_size: int) -> int:
+    """Logprobs to ask for beside the sampled token's: enough to list every kept set whole.
+
+    Raises:
+        ModelError: top-p alone may keep any number of a large vocabulary.
+    """
+    if sampling.keeps_all:
+        return 0
+    wanted = vocab_size if sampling.top_k == 0 else min(vocab_size, sampling.top_k + _SPARE)
+    if wanted > _MAX_LISTED:
+        raise ModelError(
+            f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: the vllm backend can say which "
+            f"tokens they kept for at most {_MAX_LISTED} tokens, of a vocabulary of {vocab_size}; set sampling.top_k "
+            f'to at most {_MAX_LISTED - _SPARE}, or generator.backend = "transformers"'
+        )
+    return wanted
+
+
+def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: Iterable[int]) -> Any:
+    """vLLM's ``SamplingParams``, every field that matters set, so that no file of the model has a say.
+
+    Raises:
+        ModelError: the temperature is one that vLLM would change.
+    """
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+    if 0 < sampling.temperature < VLLM_MIN_TEMPERATURE:
+        raise ModelError(
+            f"temperature {sampling.temperature}: vLLM samples at {VLLM_MIN_TEMPERATURE} at least; set 0 for greedy "
+            f"decoding, or sampling.temperature (temperature_end, eval.temperature) to {VLLM_MIN_TEMPERATURE} or more"
+        )
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed,
+        max_tokens=sampling.max_new_tokens,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=sorted(eos_ids),
+        include_stop_str_in_output=True,
+        # Only stop strings need the engine to know text; ours is decoded once, from all tokens.
+        detokenize=bool(sampling.stop),
+        logprobs=listed,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=PROGRESS_TOKENS,
+    )
+
+
+def scoring_parameters(temperature: float, token_id: int) -> Any:
+    """For one token, whatever it will be, with the log-probability of ``token_id`` in its place; no top-p or top-k."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+    return SamplingParams(
+        temperature=temperature,
+        # No seed: nobody reads what is sampled, and vLLM's CPU build fails on a seeded prompt that it takes in parts.
+        max_tokens=1,
+        logprob_token_ids=[token_id],
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def logprob_of(token_id: int, logprobs: Any) -> float:
+    """The one of ``token_id`` in vLLM's ``FlatLogprobs`` of one token.
+
+    Raises:
+        EngineError: it is not there.
+    """
+    for listed, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True):
+        if listed == token_id:
+            return float(value)
+    raise EngineError(f"expected the logprob of token {token_id} from vLLM, got those of {list(logprobs.token_ids)}")
+
+
+class Gathered:
+    """The pieces of one running sequence's answer. ``vocab_size`` is that of its kept sets; None: it keeps all."""
+
+    def __init__(self, vocab_size: int | None) -> None:
+        self._vocab_size = vocab_size
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._counts: list[int] = []
+        self._kept_ids: list[np.ndarray] = []
+
+    @property
+    def lists(self) -> bool:
+        """Whether vLLM is asked for more than the sampled tokens' logprobs."""
+        return self._vocab_size is not None
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, token_ids: Sequence[int], logprobs: Any) -> None:
+        """The next tokens and vLLM's ``FlatLogprobs`` of them.
+
+        Raises:
+            EngineError: there are not as many logprobs, or a kept set is not listed whole.
+        """
+        starts, ends = logprobs.start_indices, logprobs.end_indices
+        if len(starts) != len(token_ids):
+            raise EngineError(f"expected vLLM's logprobs of {len(token_ids)} tokens, got {len(starts)}")
+        ids, values = logprobs.token_ids, logprobs.logprobs
+        for token_id, start, end in zip(token_ids, starts, ends, strict=True):
+            # The sampled token's own comes first.
+            if ids[start] != token_id:
+                raise EngineError(f"expected the logprob of token {token_id} from vLLM, got that of {ids[start]}")
+            self._token_ids.append(token_id)
+            self._logprobs.append(values[start])
+            if self._vocab_size is not None:
+                self._keep(np.array(ids[start:end]), np.array(values[start:end]), self._vocab_size)
+
+    def _keep(self, ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
+        listed = len(np.unique(ids))
+        kept = np.unique(ids[logprobs > -np.inf])
+        if len(kept) == listed < vocab_size:
+            raise EngineError(
+                f"all {listed} likeliest tokens that vLLM listed were kept, so there may be more with the same logit "
+                f"as the last; raise sampling.top_k"
+            )
+        self._counts.append(len(kept))
+        self._kept_ids.append(kept)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [N] and logprobs float32 [N]."""
+        return np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
+
+    def kept(self) -> KeptTokens | None:
+        if self._vocab_size is None or not self._counts:
+            return None
+        return pack_ids(np.array(self._counts), np.concatenate(self._kept_ids), vocab_size=self._vocab_size)
+
+
+def token_versions(spans: Iterable[Any] | None, num_tokens: int) -> np.ndarray:
+    """int32 [N] from vLLM's spans (``version``, ``start``, ``end``), which must cover every token once, in order.
+
+    Raises:
+        EngineError: they don't, or a version is not a number.
+    """
+    versions = np.full(num_tokens, NO_VERSION, np.int32)
+    end = 0
+    for span in spans or ():
+        if span.start != end or not span.version.isdecimal():
+            break
+        versions[span.start : span.end] = int(span.version)
+        end = span.end
+    if end != num_tokens:
+        raise EngineError(f"expected spans of weight versions over {num_tokens} tokens from vLLM, got {spans}")
+    return versions

@@ -1,0 +1,178 @@
+"""The command lines of the roles that ``launch`` starts, each with the environment that it needs. Pure.
+
+Devices, threads and the ranks' rendezvous are decided here; the supervisor runs what comes out, ``--dry-run`` prints
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from async_rl.config.config import Config
+from async_rl.errors import ConfigError
+from async_rl.net.address import check_address
+from async_rl.net.keys import CLIENT_FILE
+
+_DAY_S = 86400
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to start. ``environment`` is what it gets beside the inherited one; ``name`` names its log file.
+
+    ``cores`` are the CPU cores that it keeps to; none: wherever the system puts it.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+    def shell_line(self) -> str:
+        """The command as one would type it."""
+        variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
+        pinned = ["taskset", "-c", ",".join(map(str, self.cores))] if self.cores else []
+        return " ".join([*variables, *pinned, shlex.join(self.argv)])
+
+
+class RunCommands:
+    """The commands of one ``launch`` of one config."""
+
+    def __init__(
+        self,
+        config: Config,
+        config_arguments: Sequence[str],
+        *,
+        run_id: str,
+        insecure: bool,
+        inherited: Mapping[str, str],
+        num_cores: int,
+        cores: Sequence[int] = (),
+    ) -> None:
+        """``config_arguments`` name the config to the roles: a path and its ``--set``s.
+
+        ``cores`` are dealt out among ranks and generators, if there is one for each and nobody has chosen a number of
+        threads. Where the CPU computes, that is worth a fifth of the steps/s: else the system moves processes about,
+        away from what their cores' caches hold.
+
+        Raises:
+            ConfigError: a device index is not among the visible ones of ``inherited``.
+        """
+        self._config, self._config_arguments, self._run_id = config, tuple(config_arguments), run_id
+        self._flags = ("--insecure",) if insecure else ()
+        keys = config.queue.keys
+        self._generator_flags = self._flags if keys is None else (*self._flags, "--keys", str(Path(keys) / CLIENT_FILE))
+        self._inherited = inherited
+        self._num_threads = max(1, num_cores // max(1, config.learner.nproc + config.generator.count))
+        chosen = (config.learner.num_threads, config.generator.num_threads, inherited.get("OMP_NUM_THREADS"))
+        has_choice = any(threads is not None for threads in chosen)
+        self._shares = _shares(() if has_choice else cores, config.learner.nproc + config.generator.count)
+        self._learner_devices = _visible("learner.devices", config.learner.devices, inherited)
+        self._generator_devices = _visible("generator.devices", config.generator.devices, inherited)
+
+    @property
+    def num_generators(self) -> int:
+        return self._config.generator.count
+
+    def queue(self, bound_port: int | None) -> Command:
+        """The queue server; after a restart it takes the port it had, for everyone knows it by that."""
+        argv = ["queue", *self._config_arguments]
+        if bound_port is not None:
+            host, _ = check_address(self._config.queue.address or "tcp://127.0.0.1:0")
+            host = f"[{host}]" if ":" in host else host
+            argv += ["--set", f"queue.address=tcp://{host}:{bound_port}"]
+        # It ends with launch, so it need not guess from silence: loading a large model takes longer than it lingers.
+        argv += ["--set", f"queue.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
+        return Command("queue", _python(argv), self._environment(1, {"CUDA_VISIBLE_DEVICES": ""}))
+
+    def learner(self, master_port: int) -> list[Command]:
+        """Every rank of the learner; ``master_port`` is the ranks' rendezvous on this machine."""
+        world = self._config.learner.nproc
+        threads = self._config.learner.num_threads
+        devices = {} if self._learner_devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self._learner_devices)}
+        return [
+            Command(
+                f"learner-{rank}",
+                _python(["learner", *self._config_arguments, *self._flags]),
+                self._environment(
+                    threads,
+                    {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(world),
+                        "LOCAL_WORLD_SIZE": str(world),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(master_port),
+                        **devices,
+                    },
+                ),
+                self._shares[rank],
+            )
+            for rank in range(world)
+        ]
+
+    def generator(self, index: int, address: str, num_restarts: int) -> Command:
+        """One generator. A restarted one has a name of its own, and says whose place it takes."""
+        name = f"generator-{index}"
+        identity, dead = (f"{name}-{n}" if n else name for n in (num_restarts, num_restarts - 1))
+        size = self._config.generator.tensor_parallel_size
+        extra: dict[str, str] = {}
+        if self._generator_devices is not None:
+            extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
+        # What may be imported is each machine's own to say, so it is never read from the config that the queue sends.
+        allowed = [json.dumps(name, ensure_ascii=False) for name in self._config.generator.allow_code]
+        own = ["--set", f"generator.allow_code=[{', '.join(allowed)}]"] if allowed else []
+        own += ["--replaces", dead] if num_restarts else []
+        argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
+        cores = self._shares[self._config.learner.nproc + index]
+        return Command(name, argv, self._environment(self._config.generator.num_threads, extra), cores)
+
+    def _environment(self, num_threads: int | None, extra: Mapping[str, str]) -> dict[str, str]:
+        path = self._inherited.get("PYTHONPATH")
+        environment = {
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": f"{_PACKAGE_ROOT}{os.pathsep}{path}" if path else _PACKAGE_ROOT,
+            **extra,
+        }
+        if num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(num_threads)
+        elif "OMP_NUM_THREADS" not in self._inherited:
+            environment["OMP_NUM_THREADS"] = str(self._num_threads)
+        return environment
+
+
+def _shares(cores: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
+    """Neighbouring cores for each process, as even as can be, the first ones not the smallest; none if too few."""
+    if len(cores) < num_processes:
+        return [()] * num_processes
+    bounds = [-(-index * len(cores) // num_processes) for index in range(num_processes + 1)]
+    return [tuple(cores[start:end]) for start, end in pairwise(bounds)]
+
+
+def _python(arguments: Sequence[str]) -> tuple[str, ...]:
+    return (sys.executable, "-m", "async_rl", *arguments)
+
+
+def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, str]) -> list[str] | None:
+    """Device indices as CUDA_VISIBLE_DEVICES entries: they count among the devices that this process may see."""
+    if devices is None:
+        return None
+    value = inherited.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return [str(device) for device in devices]
+    visible = [entry for entry in value.split(",") if entry]
+    for device in devices:
+        if device not in range(len(visible)):
+            raise ConfigError(
+                f"{key}: expected indices into the {len(visible)} devices of CUDA_VISIBLE_DEVICES={value!r}, got "
+                f"{device}"
+            )
+    return [visible[device] for device in devices]

@@ -1,0 +1,344 @@
+"""What ``launch`` shows while a run goes on: a live table on a terminal, else one line a step.
+
+Figures come from tailing ``metrics.jsonl`` and from a thread that asks the queue server; showing them never blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from async_rl.errors import AsyncRLError
+from async_rl.launch.supervisor import Member
+from async_rl.net.keys import ClientKeys
+from async_rl.run.metrics import Row
+
+POLL_S = 1.0
+STATUS_TIMEOUT_S = 2.0
+REFRESH_S = 0.5
+ETA_STEPS = 20
+SHOWN_WAIT_S = 2.0
+MAX_NAMED_MEMBERS = 8
+_WAITED_FOR = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
+_GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
+
+
+class MetricsTail:
+    """New rows of a ``metrics.jsonl`` that grows, and may be replaced by a shorter one (a rollback)."""
+
+    def __init__(self, path: Path) -> None:
+        """Rows that are there already are history: ``poll`` never gives them, ``history`` does."""
+        self._path = path
+        self._inode: int | None = None
+        self._offset = 0
+        self.history: list[Row] = []
+        if path.exists():
+            self._inode = path.stat().st_ino
+            self.history = self._read()
+
+    def poll(self) -> list[Row]:
+        """Rows that were finished since the last call."""
+        try:
+            inode = self._path.stat().st_ino
+        except FileNotFoundError:
+            return []
+        replaced = self._inode is not None and inode != self._inode
+        self._inode = inode
+        if replaced:  # by a part of itself: the rows in it were given before
+            self._offset = 0
+            self._read()
+            return []
+        return self._read()
+
+    def _read(self) -> list[Row]:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+class StatusPoller:
+    """Asks the queue server every ``POLL_S`` in a thread of its own; ``latest`` is the newest answer."""
+
+    def __init__(self, ask: Callable[[], Mapping[str, Any]]) -> None:
+        self._ask = ask
+        self._stop = threading.Event()
+        self.latest: Mapping[str, Any] = {}
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            try:
+                self.latest = self._ask()
+                self.error = ""
+            except AsyncRLError as error:  # shown, and asked again: the supervisor judges whether the queue is dead
+                self.error = str(error)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(STATUS_TIMEOUT_S + POLL_S)
+
+
+def ask_queue(address: str, keys: ClientKeys | None = None) -> Mapping[str, Any]:
+    """One status request on a connection of its own."""
+    from async_rl.queue.client.learner_client import LearnerQueue
+
+    queue = LearnerQueue(address, STATUS_TIMEOUT_S, keys)
+    try:
+        return queue.status()
+    finally:
+        queue.close()
+
+
+class Progress:
+    """Everything shown, gathered from rows and status answers."""
+
+    def __init__(self, num_steps: int, history: Sequence[Row]) -> None:
+        self.num_steps = num_steps
+        self.step_row: Row = {}
+        self.evals: dict[str, list[tuple[int, float]]] = {}
+        self._times: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)
+        for row in history:
+            self.add(row)
+        self._times.clear()
+
+    def add(self, row: Row) -> None:
+        """Take in one row."""
+        for dataset, accuracy in eval_accuracies(row).items():
+            self.evals.setdefault(dataset, []).append((row["step"], accuracy))
+        if is_step_row(row):
+            if self._times and row["step"] <= self._times[-1][0]:
+                self._times.clear()  # rolled back: the pace is measured anew
+            # Generators report less often than the learner steps: their figures stand until the next ones.
+            kept = {key: self.step_row[key] for key in _GENERATOR_KEYS if key in self.step_row}
+            self.step_row = kept | row
+            self._times.append((row["step"], row["time_s"]))
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace of the last ``ETA_STEPS``; None before there are two."""
+        if len(self._times) < 2:
+            return None
+        (first_step, first_s), (last_step, last_s) = self._times[0], self._times[-1]
+        return (last_s - first_s) / (last_step - first_step) * max(0, self.num_steps - last_step)
+
+
+def is_step_row(row: Row) -> bool:
+    """Whether ``row`` tells of an optimizer step (others tell of evaluations)."""
+    return "version" in row and "tokens/trained" in row
+
+
+def eval_accuracies(row: Row) -> dict[str, float]:
+    """Dataset -> accuracy of an eval row; empty for other rows."""
+    names = [key.split("/") for key in row if key.startswith("eval/") and key.endswith("/accuracy")]
+    return {"/".join(parts[1:-1]): row["/".join(parts)] for parts in names if row["/".join(parts)] is not None}
+
+
+def eval_lines(row: Row) -> list[str]:
+    """A line for each set of an eval row; rows without an answer are told, for they count as wrong."""
+    lines: list[str] = []
+    for dataset, accuracy in eval_accuracies(row).items():
+        missing, rows = (row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows"))
+        without = f" ({missing} of {rows} rows without an answer)" if missing else ""
+        lines.append(f"eval {dataset} at step {row['step']}: accuracy {accuracy:.3f}{without}")
+    return lines
+
+
+def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
+    """One step in one line of text."""
+    parts = [f"step {row['step']}/{num_steps}"]
+    parts += [
+        f"{label} {_number(row.get(key))}{unit}"
+        for label, key, unit in (
+            ("reward", "reward/mean", ""),
+            ("accuracy", "accuracy/mean", ""),
+            ("staleness", "staleness/mean", f" (max {_number(row.get('staleness/max'))})"),
+            ("queue", "queue/depth", f" + {_number(row.get('queue/in_flight'))} in flight"),
+            ("trained", "throughput/trained_tokens_per_s", " tok/s"),
+            ("generated", "throughput/generated_tokens_per_s", " tok/s"),
+        )
+        if row.get(key) is not None
+    ]
+    idle = [
+        f"{who} {row[f'idle/{who}']:.0%}" for who in ("learner", "generators") if row.get(f"idle/{who}") is not None
+    ]
+    parts += [f"idle {', '.join(idle)}"] if idle else []
+    parts += [f"ETA {duration(eta_s)}"] if eta_s is not None else []
+    return " | ".join(parts)
+
+
+class PlainView:
+    """One line a step, an evaluation or an event, for logs and pipes."""
+
+    def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
+        self._console, self._tail = console, MetricsTail(metrics)
+        self._progress = Progress(num_steps, self._tail.history)
+
+    def refresh(self, members: Sequence[Member]) -> None:
+        for row in self._tail.poll():
+            self._progress.add(row)
+            for line in eval_lines(row):
+                self.note(line)
+            if is_step_row(row):
+                self.note(step_line(row, self._progress.num_steps, self._progress.eta_s))
+
+    def note(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def watch_queue(self, address: str) -> None:
+        self.note(f"queue server at {address}")
+
+    def close(self) -> None:
+        """Show what came in since the last refresh."""
+        self.refresh([])
+
+
+class LiveView:
+    """A table that is drawn anew twice a second, events scrolling above it. ``keys`` are for asking the queue."""
+
+    def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
+        self._console, self._tail, self._keys = console, MetricsTail(metrics), keys
+        self._progress = Progress(num_steps, self._tail.history)
+        self._poller: StatusPoller | None = None
+        self._drawn_at, self._started_at = 0.0, time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+
+    def refresh(self, members: Sequence[Member]) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at < REFRESH_S:
+            return
+        self._drawn_at = now
+        self._show_rows()
+        self._live.update(self._draw(members), refresh=True)
+
+    def note(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False)
+
+    def watch_queue(self, address: str) -> None:
+        self.note(f"queue server at {address}")
+        self._poller = StatusPoller(lambda: ask_queue(address, self._keys))
+
+    def close(self) -> None:
+        """Leave the last table on the screen."""
+        if self._poller is not None:
+            self._poller.close()
+        self._show_rows()
+        self._live.update(self._draw([]), refresh=True)
+        self._live.stop()
+
+    def _show_rows(self) -> None:
+        for row in self._tail.poll():
+            self._progress.add(row)
+            for line in eval_lines(row):
+                self.note(line)
+
+    def _draw(self, members: Sequence[Member]) -> RenderableType:
+        progress, row = self._progress, self._progress.step_row
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(style="bold")
+        table.add_column()
+        step = row.get("step", 0)
+        eta = f", ETA {duration(progress.eta_s)}" if progress.eta_s is not None else ""
+        so_far = duration(time.monotonic() - self._started_at)
+        table.add_row("step", f"{step}/{progress.num_steps}, {so_far} so far{eta}")
+        if row:
+            self._add_figures(table, row)
+        else:
+            table.add_row("", "no step yet: the model is loaded, then evaluated, then sampled from")
+            table.add_row("queue", self._queue_text(row))
+        if waits := _waits_text(self._poller.latest.get("waits", ())) if self._poller is not None else "":
+            table.add_row("waiting", waits)
+        for dataset, points in progress.evals.items():
+            shown = points if len(points) <= 5 else [points[0], *points[-4:]]
+            table.add_row(f"eval {dataset}", "  ".join(f"{accuracy:.3f} @{at}" for at, accuracy in shown))
+        return Group(table, _members_text(members)) if members else table
+
+    def _add_figures(self, table: Table, row: Row) -> None:
+        table.add_row("reward, accuracy", f"{_number(row.get('reward/mean'))}, {_number(row.get('accuracy/mean'))}")
+        table.add_row("staleness", f"{_number(row.get('staleness/mean'))} (max {_number(row.get('staleness/max'))})")
+        table.add_row("queue", self._queue_text(row))
+        trained, generated = (row.get(f"throughput/{side}_tokens_per_s") for side in ("trained", "generated"))
+        table.add_row("tokens/s", f"trained {_number(trained)}, generated {_number(generated)}")
+        table.add_row(
+            "idle", f"learner {_share(row.get('idle/learner'))}, generators {_share(row.get('idle/generators'))}"
+        )
+
+    def _queue_text(self, row: Row) -> str:
+        status = self._poller.latest if self._poller is not None else {}
+        depth = status.get("depth", row.get("queue/depth"))
+        in_flight = status["ledger"]["groups"]["in_flight"] if status else row.get("queue/in_flight")
+        text = f"{_number(depth)} groups ready, {_number(in_flight)} in flight"
+        error = self._poller.error if self._poller is not None else ""
+        return f"{text} (no answer: {error.splitlines()[0]})" if error else text
+
+
+def _members_text(members: Sequence[Member]) -> RenderableType:
+    """Every process with its state, none broken over two lines; many of a kind are counted."""
+    if len(members) <= MAX_NAMED_MEMBERS:
+        texts = [Text(_member_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in members]
+    else:
+        kinds: dict[tuple[str, str], list[Member]] = {}
+        for member in members:
+            kinds.setdefault((member.name.partition("-")[0], member.state), []).append(member)
+        texts = [
+            Text(_member_line(kind, f"{len(same)} {state}", sum(m.num_restarts for m in same)), style=_style(state))
+            for (kind, state), same in kinds.items()
+        ]
+    return Columns(texts, padding=(0, 3, 0, 0))
+
+
+def _member_line(name: str, state: str, num_restarts: int) -> str:
+    restarts = f", {num_restarts} restart{'s' if num_restarts > 1 else ''}" if num_restarts else ""
+    return f"{name}: {state}{restarts}"
+
+
+def _style(state: str) -> str:
+    return "green" if state in ("running", "done") else "yellow"
+
+
+def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
+    """Who waits for what since when, of waits that can be noticed; the queue server names them."""
+    shown = [
+        f"{wait['who']} for {_WAITED_FOR.get(wait['for'], wait['for'])} ({duration(wait['since_s'])})"
+        for wait in waits
+        if wait["since_s"] >= SHOWN_WAIT_S
+    ]
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return ", ".join(shown[:3]) + more
+
+
+def duration(seconds: float) -> str:
+    """``1h02m``, ``3m05s`` or ``12s``."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,0 +1,251 @@
+"""What can be known to fail before anything is written or started: run directory, address, devices, data, model.
+
+Called by ``launch``, and by the command line for a ``learner`` or ``queue`` that was started by hand. Cheap checks
+come first; every refusal names the key, what was expected, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from async_rl.config.config import Config
+from async_rl.data.chat import check_model, vocabulary_size
+from async_rl.data.dataset import LoadedRows, load_rows_of, load_train_rows
+from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
+from async_rl.generator.vllm.engine import missing_vllm
+from async_rl.net.address import check_address, refuse_open_bind
+from async_rl.net.keys import ServerKeys, client_keys_of
+from async_rl.process.user_code import check_allowed, code_digests
+from async_rl.rewards.registry import build_reward
+from async_rl.run.directory import check_run_dir
+from async_rl.run.metrics import check_wandb
+
+
+def check_launch(config: Config, *, insecure: bool) -> None:
+    """What ``launch`` needs of this machine, its run directory's config apart.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    check_writable(Path(config.run.dir), "run.dir")
+    if config.queue.address is not None:
+        check_bindable(config.queue.address, insecure=insecure, has_keys=config.queue.keys is not None)
+    check_keys(config, is_server=True)
+    check_wandb(config)
+    check_devices(config, "learner", "generator")
+    check_engine(config)
+    check_code(config)
+    check_model(config.model.path, check_data(config).rows[0].messages, dtype=config.model.dtype)
+    check_code_reward(config)
+    check_fake_vocabulary(config)
+
+
+def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
+    """What a learner that nobody checked yet needs. A finished run passes: it will say so itself.
+
+    The data is looked at only where this learner may start the queue server; else it is on the server's machine.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    run_dir = check_run_dir(config, fresh=fresh)
+    if run_dir.is_finished and not fresh:
+        return
+    check_writable(run_dir.path, "run.dir")
+    check_wandb(config)
+    check_devices(config, "learner")
+    check_keys(config, is_server=False)
+    address = config.queue.address
+    if address is None or _is_of_this_machine(address):
+        if address is not None:
+            refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
+        messages = check_data(config).rows[0].messages
+        check_model(config.model.path, messages, dtype=config.model.dtype)
+    else:
+        check_model(config.model.path, dtype=config.model.dtype)
+
+
+def check_queue(config: Config) -> None:
+    """What a queue server needs beside its data and its address, which it checks itself before it writes.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    check_train_is_set(config)
+    check_writable(check_run_dir(config, fresh=False).path, "run.dir")
+
+
+def check_keys(config: Config, *, is_server: bool) -> None:
+    """The keys of ``queue.keys`` can be read: the learner's, and where it is started here the queue server's.
+
+    Raises:
+        KeyFileError: they can't.
+    """
+    client_keys_of(config.queue.keys)
+    if is_server and config.queue.keys is not None:
+        ServerKeys.load(config.queue.keys)
+
+
+def check_train_is_set(config: Config) -> None:
+    """Raise ``ConfigError`` without ``data.train``, unless an environment's rows are made up."""
+    if not config.data.train and not config.makes_up_rows:
+        raise ConfigError("data.train: needed, but not set")
+
+
+def check_code(config: Config) -> None:
+    """The code of yours that the config names is there, and may be imported by the generators that launch starts.
+
+    Raises:
+        ConfigError: it isn't, or may not.
+    """
+    code_digests(config.code_names)
+    if config.generator.count:
+        check_allowed(config.code_names, config.generator.allow_code)
+
+
+def check_data(config: Config) -> LoadedRows:
+    """Every dataset loads; the training rows.
+
+    Raises:
+        ConfigError: ``data.train`` is not set.
+        DataError: a file is missing, or a row is bad; the message names key, file and line.
+    """
+    check_train_is_set(config)
+    key = "data.train"
+    try:
+        train = load_train_rows(config)
+        for name, source in config.data.eval.items():
+            key = f"data.eval.{name}"
+            load_rows_of(config, source)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
+    return train
+
+
+def check_code_reward(config: Config) -> None:
+    """This machine, where generators will run, can isolate programs; or their verifier works.
+
+    Raises:
+        SandboxError: neither, and ``reward.code.allow_unsafe`` does not insist.
+    """
+    if "code" in config.reward.names:
+        build_reward(config).close()
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Whether ``path`` (there or not) can be written in; tried out beside it, for permissions don't tell all.
+
+    Raises:
+        RunError: it can't.
+    """
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise RunError(f"{key}: expected a directory at {path}, but {place} is a file; choose another")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".async-rl-probe-", dir=place):
+            pass
+    except OSError as error:
+        raise RunError(f"{key}: can't write to {path}: {error.strerror or error} in {place}; choose another") from None
+
+
+def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> None:
+    """Whether a server of this machine could bind ``address`` now.
+
+    Raises:
+        AddressError: it is busy, another machine's, or open to a network without keys and without ``insecure``.
+    """
+    refuse_open_bind(address, insecure=insecure, has_keys=has_keys)
+    host, port = check_address(address)
+    if host in {name for _, name in socket.if_nameindex()}:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("" if host == "*" else host, port))
+        except OSError as error:
+            raise AddressError(
+                f"queue.address: can't bind {address}: {error.strerror or error}; choose another port or an address "
+                f"of this machine, or leave queue.address out for any free port on loopback"
+            ) from None
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Whether a server here could bind the host of ``address``.
+
+    Raises:
+        AddressError: no machine of that name is known.
+    """
+    host, _ = check_address(address)
+    if host == "*" or host in {name for _, name in socket.if_nameindex()}:
+        return True
+    try:
+        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise AddressError(f"queue.address: expected a host that is known here, got {host!r}: {error}") from None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(place)
+        except OSError:
+            return False
+    return True
+
+
+def check_devices(config: Config, *roles: str) -> None:
+    """The CUDA devices that the config names for ``roles`` (``learner``, ``generator``) are there.
+
+    Raises:
+        ConfigError: they are not, and the run would silently go on without them.
+    """
+    named = {f"{role}.devices": getattr(config, role).devices for role in roles}
+    named = {key: devices for key, devices in named.items() if devices is not None}
+    wants_nccl = config.weights.transport == "nccl"
+    if not named and not wants_nccl:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wants_nccl and not count:
+        raise ConfigError(
+            'weights.transport: "nccl" needs CUDA devices, but torch finds none; set "auto", "gloo" or "tcp"'
+        )
+    for key, devices in named.items():
+        if not count:
+            raise ConfigError(
+                f"{key}: expected CUDA devices {list(devices)}, but torch finds none here; leave {key} out to run on "
+                f"the CPU, or install a CUDA build of torch"
+            )
+        if "CUDA_VISIBLE_DEVICES" not in os.environ and max(devices) >= count:
+            raise ConfigError(f"{key}: expected indices below {count}, the CUDA devices here, got {list(devices)}")
+
+
+def check_engine(config: Config) -> None:
+    """The engine that the generators started here need is installed; whether it runs the model, it says itself.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if config.generator.backend == "vllm" and config.generator.count and find_spec("vllm") is None:
+        raise ModelError(missing_vllm("there is no such package"))
+
+
+def check_fake_vocabulary(config: Config) -> None:
+    """The fake backend samples only tokens that the model knows.
+
+    Raises:
+        ConfigError: its vocabulary is larger.
+    """
+    if config.generator.backend != "fake":
+        return
+    known = vocabulary_size(config.model.path)
+    if known is not None and config.generator.fake.vocab_size > known:
+        raise ConfigError(
+            f"generator.fake.vocab_size: expected at most the model's vocab_size = {known}, got "
+            f"{config.generator.fake.vocab_size}"
+        )

@@ -1,0 +1,389 @@
+"""Keeps the processes of one run alive, and ends them all: queue server, learner ranks, generators.
+
+``launch`` makes one and calls ``run``. Dead generators and a dead queue server are restarted with a cap and a growing
+pause; a dead learner is restarted once per new checkpoint. Anything else stops the run; the first cause is kept. Before
+the run is finished (the learner says so with a file) no end is a good one, whatever the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from async_rl.launch.commands import Command
+from async_rl.net.address import check_address
+from async_rl.process.parent_watch import Lifeline, kill_group
+from async_rl.queue.server.files import QueueRecord, read_record
+from async_rl.run.directory import RunDir
+
+MAX_RESTARTS = 5
+"""Of one generator, or of the queue server, without ``HEALTHY_S`` of life between them."""
+HEALTHY_S = 600.0
+USER_ERROR = 2
+TAIL_LINES = 25
+TAIL_BYTES = 64 << 10
+CAUSE_S = 30.0
+"""A death that was made good for longer than this is no cause of the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. Tests shorten them."""
+
+    poll_s: float = 0.2
+    queue_start_s: float = 120.0
+    backoff_s: float = 1.0
+    max_backoff_s: float = 30.0
+    finish_s: float = 20.0
+    grace_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process as the view shows it."""
+
+    name: str
+    state: str
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process that ended as it should not; its own lines are bytes ``log_start`` to ``log_end`` of ``log``."""
+
+    name: str
+    exit_code: int
+    log: Path
+    log_start: int
+    log_end: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {describe_exit(self.exit_code)}"
+
+    def tail(self) -> list[str]:
+        """The last lines that it wrote."""
+        with self.log.open("rb") as lines:
+            lines.seek(max(self.log_start, self.log_end - TAIL_BYTES))
+            text = lines.read(self.log_end - lines.tell()).decode("utf-8", errors="replace")
+        return text.splitlines()[-TAIL_LINES:]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the run ended: ``exit_code`` 0 finished, 1 failed, 128 + N by signal N.
+
+    ``deaths`` end with the first cause; before it comes, when that is another, the death that stopped the run.
+    """
+
+    exit_code: int
+    stopped_by: str = ""
+    deaths: tuple[Death, ...] = ()
+
+
+class Commands(Protocol):
+    """What to start; ``async_rl.launch.commands.RunCommands`` in earnest."""
+
+    @property
+    def num_generators(self) -> int: ...
+    def queue(self, bound_port: int | None) -> Command: ...
+    def learner(self, master_port: int) -> list[Command]: ...
+    def generator(self, index: int, address: str, num_restarts: int) -> Command: ...
+
+
+class View(Protocol):
+    """Where progress is shown; calls must not block."""
+
+    def refresh(self, members: Sequence[Member]) -> None: ...
+    def note(self, line: str) -> None: ...
+    def watch_queue(self, address: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Process:
+    command: Command
+    popen: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+
+    def death(self) -> Death:
+        return Death(self.command.name, self.popen.returncode, self.log, self.log_start, self.log.stat().st_size)
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Processes that live and die together. ``restart_at`` is set between a death and the restart."""
+
+    name: str
+    commands: Callable[[], list[Command]]
+    processes: list[_Process] = field(default_factory=list)
+    num_restarts: int = 0
+    recent_restarts: int = 0
+    started_at: float = 0.0
+    restart_at: float | None = None
+
+    def running(self) -> list[_Process]:
+        return [p for p in self.processes if p.popen.poll() is None]
+
+    def ended(self) -> list[_Process]:
+        return [p for p in self.processes if p.popen.poll() is not None]
+
+    def dead(self) -> list[_Process]:
+        return [p for p in self.ended() if p.popen.returncode != 0]
+
+    def done(self) -> bool:
+        """Whether it was started and every process has exited with 0."""
+        return bool(self.processes) and all(p.popen.poll() == 0 for p in self.processes)
+
+
+class _Stop(Exception):  # noqa: N818 - not an error: the way out of the loop
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.stopped_by)
+        self.outcome = outcome
+
+
+class Supervisor:
+    """One run's processes, from the first start to the last exit."""
+
+    def __init__(
+        self,
+        commands: Commands,
+        run_dir: RunDir,
+        *,
+        environment: dict[str, str],
+        view: View,
+        timing: Timing | None = None,
+    ) -> None:
+        """``environment`` is the inherited part of every child's."""
+        self._commands, self._run_dir = commands, run_dir
+        self._environment, self._view, self._timing = environment, view, timing or Timing()
+        self._lifeline = Lifeline()
+        self._wake = threading.Event()
+        self._signals: list[int] = []
+        self._address = ""
+        self._bound_port: int | None = None
+        self._checkpoint: str | None = None
+        self._deaths: list[tuple[_Unit, Death]] = []
+        self._queue = _Unit("queue", lambda: [commands.queue(self._bound_port)])
+        self._learner = _Unit("learner", lambda: commands.learner(_free_port()))
+        self._generators = [
+            _Unit(f"generator-{i}", lambda i=i: self._generator_command(i)) for i in range(commands.num_generators)
+        ]
+
+    def run(self) -> Outcome:
+        """Start everything, keep it alive until the learner is done, end everything.
+
+        SIGINT and SIGTERM end it in order, a second one at once.
+        """
+        with self._handle_signals():
+            try:
+                self._start_all()
+                while not self._learner.done():
+                    self._check()
+                self._view.note("the learner is done")
+                self._await_others()
+                return Outcome(0)
+            except _Stop as stop:
+                self._view.note(f"stopping: {stop.outcome.stopped_by}")
+                return stop.outcome
+            finally:
+                self._stop_all()
+                self._lifeline.close()
+
+    def members(self) -> list[Member]:
+        """Every process with its state."""
+        return [
+            Member(p.command.name, _state(unit, p), unit.num_restarts) for unit in self._units() for p in unit.processes
+        ]
+
+    def _units(self) -> list[_Unit]:
+        return [self._queue, self._learner, *self._generators]
+
+    def _start_all(self) -> None:
+        self._start(self._queue)
+        self._address = self._await_queue()
+        self._view.watch_queue(self._address)
+        self._checkpoint = latest_checkpoint(self._run_dir)
+        self._start(self._learner)
+        for unit in self._generators:
+            self._start(unit)
+
+    def _generator_command(self, index: int) -> list[Command]:
+        return [self._commands.generator(index, self._address, self._generators[index].num_restarts)]
+
+    def _start(self, unit: _Unit) -> None:
+        unit.processes = []
+        unit.started_at, unit.restart_at = time.monotonic(), None
+        for command in unit.commands():
+            log = self._run_dir.logs / f"{command.name}.log"
+            with log.open("ab") as out:
+                out.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {command.shell_line()}\n".encode())
+            offset = log.stat().st_size
+            popen = self._lifeline.spawn(
+                command.argv, environment={**self._environment, **command.environment}, log=log
+            )
+            if command.cores:
+                os.sched_setaffinity(popen.pid, command.cores)
+            unit.processes.append(_Process(command, popen, log, offset))
+
+    def _await_queue(self) -> str:
+        """The address that the queue server just started has written down."""
+        deadline = time.monotonic() + self._timing.queue_start_s
+        while time.monotonic() < deadline:
+            self._pause()
+            if ended := self._queue.ended():
+                raise self._failure(self._queue, ended[0].death())
+            if (record := self._queue_record()) is not None:
+                _, self._bound_port = check_address(record.address)
+                return record.address
+        reason = f"the queue server did not write {self._run_dir.queue} in {self._timing.queue_start_s:.0f} s"
+        process = self._queue.processes[0]
+        kill_group(process.popen.pid, signal.SIGKILL)
+        process.popen.wait()
+        raise _Stop(Outcome(1, reason, (process.death(),)))
+
+    def _queue_record(self) -> QueueRecord | None:
+        """What the queue server of now has written down; an earlier one's record has another process id."""
+        record = read_record(self._run_dir.path)
+        return record if record is not None and record.pid in {p.popen.pid for p in self._queue.running()} else None
+
+    def _pause(self) -> None:
+        """Wait for the next poll, show, and leave on a signal."""
+        self._wake.wait(self._timing.poll_s)
+        self._view.refresh(self.members())
+        if self._signals:
+            raise _Stop(Outcome(128 + self._signals[0], signal.Signals(self._signals[0]).name))
+
+    def _check(self) -> None:
+        """One round: notice deaths, judge them, start what is due."""
+        self._pause()
+        # The queue first: when it took others down with it, it is the first cause.
+        for unit in (self._queue, *self._generators):
+            # In this order: the file is there before the queue server tells anyone to end.
+            if unit.restart_at is None and unit.ended() and (unit.dead() or not self._run_dir.is_finished):
+                self._restart_later(unit)
+        if self._learner.dead():
+            self._restart_learner()
+        for unit in self._units():
+            if unit.restart_at is not None and time.monotonic() >= unit.restart_at:
+                if unit is self._learner and self._queue_record() is None:
+                    continue  # a learner that finds no queue server starts one, and that one would be nobody's here
+                unit.num_restarts += 1
+                unit.recent_restarts += 1
+                self._start(unit)
+
+    def _restart_later(self, unit: _Unit) -> None:
+        process = unit.processes[0]
+        death = process.death()
+        kill_group(process.popen.pid, signal.SIGKILL)  # what it started must not outlive it
+        self._deaths.append((unit, death))
+        if time.monotonic() - unit.started_at > HEALTHY_S:
+            unit.recent_restarts = 0
+            self._deaths = [(u, d) for u, d in self._deaths if u is not unit or d is death]
+        if death.exit_code == USER_ERROR:
+            raise self._failure(unit, death)
+        if unit.recent_restarts >= MAX_RESTARTS:
+            raise self._failure(unit, death, f"{death}, after {unit.num_restarts} restarts")
+        pause = min(self._timing.backoff_s * 2**unit.recent_restarts, self._timing.max_backoff_s)
+        unit.restart_at = time.monotonic() + pause
+        self._view.note(f"{death}; restarting it in {pause:.0f} s (log: {death.log})")
+
+    def _restart_learner(self) -> None:
+        # Several ranks may be dead by now: the one that fell silent first is the cause.
+        dead = sorted(self._learner.dead(), key=lambda p: (p.popen.returncode != USER_ERROR, p.log.stat().st_mtime))
+        death = dead[0].death()
+        self._end(self._learner.processes, grace_s=0.0)
+        self._deaths.append((self._learner, death))
+        # One that died after its last file, but before it could tell the others, is asked to tell them.
+        newest = "its end" if self._run_dir.is_finished else latest_checkpoint(self._run_dir)
+        if death.exit_code == USER_ERROR or newest is None or newest == self._checkpoint:
+            raise self._failure(self._learner, death)
+        self._checkpoint = newest
+        self._learner.restart_at = time.monotonic() + self._timing.backoff_s
+        self._learner.processes = []
+        self._view.note(f"{death}; restarting the learner from {newest} (log: {death.log})")
+
+    def _failure(self, unit: _Unit, death: Death, stopped_by: str = "") -> _Stop:
+        """The end of the run. The first cause is the oldest death whose unit has not been well since."""
+        now = time.monotonic()
+        open_deaths = [d for u, d in self._deaths if u is unit or not u.running() or now - u.started_at < CAUSE_S]
+        deaths = (death,) if not open_deaths or open_deaths[0] is death else (death, open_deaths[0])
+        return _Stop(Outcome(1, stopped_by or str(death), deaths))
+
+    def _await_others(self) -> None:
+        """Generators end by themselves when the queue server tells them that the run is finished."""
+        deadline = time.monotonic() + self._timing.finish_s
+        while time.monotonic() < deadline and any(unit.running() for unit in self._generators):
+            self._pause()
+
+    def _stop_all(self) -> None:
+        """Learner and generators first: their last words still find the queue server."""
+        others = [p for unit in (self._learner, *self._generators) for p in unit.processes]
+        self._end(others, self._timing.grace_s)
+        self._end(self._queue.processes, self._timing.grace_s)
+
+    def _end(self, processes: Sequence[_Process], grace_s: float) -> None:
+        """SIGTERM, ``grace_s``, SIGKILL for whole groups. A second signal to us cuts the grace short."""
+        for process in processes:
+            if process.popen.poll() is None:
+                process.popen.terminate()
+        deadline = time.monotonic() + grace_s
+        asked = len(self._signals)
+        while any(p.popen.poll() is None for p in processes):
+            if time.monotonic() >= deadline or len(self._signals) > asked:
+                break
+            self._wake.clear()
+            self._wake.wait(min(0.05, self._timing.poll_s))
+        for process in processes:
+            kill_group(process.popen.pid, signal.SIGKILL)
+            process.popen.wait()
+
+    @contextmanager
+    def _handle_signals(self) -> Iterator[None]:
+        def note(signum: int, _frame: FrameType | None) -> None:
+            self._signals.append(signum)
+            self._wake.set()
+
+        before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+def latest_checkpoint(run_dir: RunDir) -> str | None:
+    """Which checkpoint ``checkpoints/latest`` names; None when there is none yet."""
+    latest = run_dir.checkpoints / "latest"
+    if latest.is_symlink():
+        return str(latest.readlink())
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _state(unit: _Unit, process: _Process) -> str:
+    code = process.popen.poll()
+    if code is None:
+        return "running"
+    if unit.restart_at is not None:
+        return "restarting"
+    return "done" if code == 0 else describe_exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,311 @@
+"""Records to messages and back: the only place that knows how a ``Group`` looks on the wire."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from async_rl.errors import WireError
+from async_rl.net.wire import DEFAULT_LIMITS, Limits, Piece, Pieces, TypedReader, encode_pieces
+from async_rl.records import (
+    BoolArray,
+    FinishReason,
+    Float32Array,
+    Group,
+    Int32Array,
+    LeaseKind,
+    Rollout,
+    TokenSequence,
+    Turn,
+)
+from async_rl.sampling_mask import KeptTokens, split, why_malformed
+
+_T = TypeVar("_T")
+_COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""For the fields of records: a number that is not negative."""
+
+
+def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
+    """``fields[key]``, checked to be a ``kind`` (an int passes for a float, a bool never for an int).
+
+    Raises:
+        WireError: the key is missing or of another type.
+    """
+    value: Any = fields.get(key)
+    if type(value) is kind:
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise WireError(f"expected {key!r} to be {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def read_as(plain: Any, kind: type[_T]) -> _T:
+    """A message's plain data as a ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
+
+    Checked in C. What a record does not know is passed over, so that newer peers may say more.
+
+    Raises:
+        WireError: something is missing or of the wrong type.
+    """
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise WireError(f"not what makes a {getattr(kind, '__name__', kind)}: {error}") from error
+
+
+class TurnFields(msgspec.Struct, frozen=True, gc=False):
+    """The turns of a group's R rollouts, U in all, rollout behind rollout.
+
+    Attributes:
+        counts: [R], adds up to U.
+        num_tokens: [U], under the mask.
+        rewards: [U].
+        scores: [U].
+    """
+
+    counts: list[Count]
+    num_tokens: list[Count]
+    rewards: list[float]
+    scores: list[float]
+
+
+class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What a group's message says beside its arrays. R rollouts of S sequences with T tokens in all.
+
+    Attributes:
+        num_sequences: [R], adds up to S.
+        lengths: [S], tokens of each sequence, adds up to T.
+        reward_parts: by name [R], None for a rollout without that part.
+        accuracy: [R].
+        finish_reason: [R].
+        extracted: [R].
+        turns: None where no environment played.
+    """
+
+    lease_id: str
+    kind: LeaseKind
+    position: int
+    generator_id: str
+    lineage: str
+    temperature: float
+    weights_digest: dict[int, str]
+    sampling_time_s: float
+    num_sequences: list[Count]
+    lengths: list[Count]
+    reward_parts: dict[str, list[float | None]]
+    accuracy: list[float]
+    finish_reason: list[FinishReason]
+    extracted: list[str | None]
+    turns: TurnFields | None = None
+
+
+def encode_group(group: Group) -> bytes:
+    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread."""
+    return b"".join(group_pieces(group))
+
+
+def group_pieces(group: Group) -> list[Piece]:
+    """``encode_group``, for whoever has a place to put the frame together: each copy of it counts.
+
+    Rollouts travel as columns, as ``FlatGroup`` has them: a fixed number of lists is packed, checked and summed up
+    much faster than a map for each.
+    """
+    rollouts = group.rollouts
+    sequences = [s for r in rollouts for s in r.sequences]
+    names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
+    turns = [turn for r in rollouts for turn in r.turns]
+    fields = GroupFields(
+        lease_id=group.lease_id,
+        kind=group.kind,
+        position=group.position,
+        generator_id=group.generator_id,
+        lineage=group.lineage,
+        temperature=group.temperature,
+        weights_digest=dict(group.weights_digest),
+        sampling_time_s=group.sampling_time_s,
+        num_sequences=[len(r.sequences) for r in rollouts],
+        lengths=[len(s.token_ids) for s in sequences],
+        reward_parts={name: [r.reward_parts.get(name) for r in rollouts] for name in names},
+        accuracy=[r.accuracy for r in rollouts],
+        finish_reason=[r.finish_reason for r in rollouts],
+        extracted=[r.extracted for r in rollouts],
+        turns=TurnFields(
+            counts=[len(r.turns) for r in rollouts],
+            num_tokens=[turn.num_tokens for turn in turns],
+            rewards=[turn.reward for turn in turns],
+            scores=[turn.score for turn in turns],
+        )
+        if turns
+        else None,
+    )
+    arrays = [
+        _column("<i4", [s.token_ids for s in sequences]),
+        _column("|b1", [s.loss_mask for s in sequences]),
+        _column("<f4", [s.behavior_logprobs for s in sequences]),
+        _column("<i4", [s.versions for s in sequences]),
+    ]
+    kept = [s.kept for s in sequences if s.kept is not None]
+    if kept:
+        if len(kept) != len(sequences):
+            raise ValueError(f"expected kept tokens of all {len(sequences)} sequences or of none, got {len(kept)}")
+        arrays += [_column("<i4", [k.sizes for k in kept]), _column("<i4", [k.words for k in kept])]
+    return encode_pieces("group", fields, arrays)
+
+
+def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:
+    # A view of nothing can't be cast.
+    return Pieces(dtype, [np.ascontiguousarray(array, dtype).data.cast("B") for array in arrays if len(array)])
+
+
+_READER = TypedReader("group", GroupFields)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatGroup:
+    """A group's message as it came, everything in it checked.
+
+    Attributes:
+        fields: all but the arrays.
+        token_ids: int32 [T], like the others a view into the frame, and sequence behind sequence.
+        loss_mask: bool [T].
+        behavior_logprobs: float32 [T].
+        versions: int32 [T].
+        kept: of the tokens under the mask; None where nothing was left out.
+    """
+
+    fields: GroupFields
+    token_ids: Int32Array
+    loss_mask: BoolArray
+    behavior_logprobs: Float32Array
+    versions: Int32Array
+    kept: KeptTokens | None
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.fields.num_sequences)
+
+
+def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> Group:
+    """The group in ``frame``; its arrays are views into it.
+
+    Raises:
+        WireError: the frame is malformed or its lengths, dtypes or values don't fit together.
+    """
+    flat = decode_flat_group(frame, limits)
+    fields, rewards = flat.fields, flat.fields.reward_parts
+    token_ids, loss_mask, logprobs, versions = flat.token_ids, flat.loss_mask, flat.behavior_logprobs, flat.versions
+    sequences: list[TokenSequence] = []
+    start = 0
+    for length, kept in zip(fields.lengths, _kept_by_sequence(flat), strict=True):
+        at = slice(start, start + length)
+        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], kept))
+        start = at.stop
+    turns = _turns_by_rollout(flat)
+    rollouts: list[Rollout] = []
+    first = 0
+    for index, count in enumerate(fields.num_sequences):
+        parts = {name: value for name, values in rewards.items() if (value := values[index]) is not None}
+        rollouts.append(
+            Rollout(
+                sequences=tuple(sequences[first : first + count]),
+                reward_parts=parts,
+                accuracy=fields.accuracy[index],
+                finish_reason=fields.finish_reason[index],
+                extracted=fields.extracted[index],
+                turns=next(turns),
+            )
+        )
+        first += count
+    return Group(
+        lease_id=fields.lease_id,
+        kind=fields.kind,
+        position=fields.position,
+        generator_id=fields.generator_id,
+        lineage=fields.lineage,
+        temperature=fields.temperature,
+        rollouts=tuple(rollouts),
+        weights_digest=fields.weights_digest,
+        sampling_time_s=fields.sampling_time_s,
+    )
+
+
+def _kept_by_sequence(flat: FlatGroup) -> Sequence[KeptTokens | None]:
+    if flat.kept is None:
+        return [None] * len(flat.fields.lengths)
+    ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
+    return split(flat.kept, np.diff(ends, prepend=0).tolist())
+
+
+def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
+    columns = flat.fields.turns
+    if columns is None:
+        return repeat((), flat.num_rollouts)
+    turns = map(Turn, columns.num_tokens, columns.rewards, columns.scores)
+    return (tuple(islice(turns, count)) for count in columns.counts)
+
+
+def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
+    """The group in ``frame``, not taken apart: for whoever needs only a few facts of it.
+
+    Raises:
+        WireError: where ``decode_group`` does.
+    """
+    fields, arrays = _READER.read(frame, limits)
+    if len(arrays) not in (4, 6):
+        raise WireError(f"expected a 'group' message with 4 or 6 arrays, got {len(arrays)}")
+    token_ids, loss_mask, logprobs, versions = arrays[:4]
+    num_tokens = token_ids.size
+    for array, dtype in zip(arrays, _COLUMN_DTYPES):
+        if array.dtype != dtype or array.shape != (num_tokens,):
+            raise WireError("expected four flat arrays of one length: int32, bool, float32, int32")
+    # Sums of other bytes would count tokens that are not there.
+    if np.greater(loss_mask.view(np.uint8), 1).tobytes().find(1) >= 0:
+        raise WireError("expected a mask of bytes 0 and 1")
+    _check_sum("lengths", fields.lengths, num_tokens)
+    _check_sum("num_sequences", fields.num_sequences, len(fields.lengths))
+    num_rollouts = len(fields.num_sequences)
+    for name, values in fields.reward_parts.items():
+        _check_length(f"reward_parts.{name}", values, num_rollouts)
+    _check_length("accuracy", fields.accuracy, num_rollouts)
+    _check_length("finish_reason", fields.finish_reason, num_rollouts)
+    _check_length("extracted", fields.extracted, num_rollouts)
+    if fields.turns is not None:
+        _check_turns(fields.turns, num_rollouts)
+    kept = None if len(arrays) == 4 else _kept(arrays)
+    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, kept)
+
+
+def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
+    num_turns = len(turns.num_tokens)
+    _check_length("turns.counts", turns.counts, num_rollouts)
+    _check_sum("turns.counts", turns.counts, num_turns)
+    _check_length("turns.rewards", turns.rewards, num_turns)
+    _check_length("turns.scores", turns.scores, num_turns)
+
+
+def _kept(arrays: Sequence[np.ndarray]) -> KeptTokens:
+    sizes, words = arrays[4:]
+    if sizes.dtype != _COLUMN_DTYPES[0] or words.dtype != _COLUMN_DTYPES[0]:
+        raise WireError(f"expected kept tokens as int32, got {sizes.dtype} and {words.dtype}")
+    if fault := why_malformed(sizes, words, int(np.count_nonzero(arrays[1]))):
+        raise WireError(fault)
+    return KeptTokens(sizes, words)
+
+
+def _check_sum(name: str, counts: list[int], total: int) -> None:
+    if sum(counts) != total:
+        raise WireError(f"expected {name!r} to be counts that add up to {total}, got {reprlib.repr(counts)}")
+
+
+def _check_length(name: str, values: Sequence[object], length: int) -> None:
+    if len(values) != length:
+        raise WireError(f"expected {name!r} to be a list of {length}, got {reprlib.repr(values)}")

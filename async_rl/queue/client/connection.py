@@ -1,0 +1,296 @@
+"""One DEALER socket with requests that are sent again until they are answered. The base of both queue clients.
+
+Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from async_rl.errors import AddressError, LineageError, QueueError
+from async_rl.net.address import check_address
+from async_rl.net.keys import ClientKeys
+from async_rl.net.wire import Limits, Message, Piece, decode, encode
+from async_rl.queue.frames import is_readable, send_frames
+from async_rl.queue.memory_link import MemoryLink
+from async_rl.queue.neighbours import TYPES as LINK_TYPES
+from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
+from async_rl.queue.storage.payloads import Body, Bytes, let_go, plain
+
+RESEND_S = 5.0
+_RETRY_S = 0.02
+_LIMITS = Limits(max_bytes=1 << 34, max_depth=None)
+"""The server is believed, as far as the types of what is read: keys prove that it is the one."""
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A request without an answer. ``due_at`` is when it is (next) sent, ``sent_at`` when it last was."""
+
+    request_id: str
+    type: str
+    fields: dict[str, Any]
+    arrays: tuple[np.ndarray, ...]
+    parts: tuple[Body, ...]
+    wait_s: float
+    due_at: float
+    sent_at: float | None = None
+
+
+class Connection:
+    """A client's socket to ``address``. It connects in the background, and again after the server was restarted.
+
+    ``keys`` are needed where the server has keys; a server that can't prove that it is the one they name gets nothing.
+
+    Raises:
+        AddressError: the address is malformed.
+    """
+
+    def __init__(self, address: str, name: str, keys: ClientKeys | None = None) -> None:
+        host, port = check_address(address)
+        if not port:
+            raise AddressError(f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}")
+        self.address, self._has_keys = address, keys is not None
+        self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+        self._outstanding: dict[str, Outstanding] = {}
+        self._unsent: list[Outstanding] = []
+        self._num_outstanding: Counter[str] = Counter()
+        self._waiting_since: float | None = None
+        self._memory: MemoryLink | None = None
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{self._prefix}".encode())
+        # Without a connection nothing is lined up in the socket, so a restarted server is not flooded with repeats.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        if keys is not None:
+            keys.identify(self._socket)
+        self._is_connected = False
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(address)
+
+    @property
+    def keys_hint(self) -> str:
+        """What may be wrong with the keys where nobody answers: a server says nothing to those it does not know."""
+        if self._has_keys:
+            return "it answers only if its allowed.txt lists this key, and the key file is its own"
+        return "a server with keys answers only those who have one (--keys FILE, or queue.keys)"
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds without any reply while something that should have been answered is outstanding."""
+        return 0.0 if self._waiting_since is None else max(0.0, time.monotonic() - self._waiting_since)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a server is at the other end, as of the last ``poll``; one that is busy or stopped counts."""
+        return self._is_connected
+
+    def share_memory(self, own_bytes: int = 0) -> None:
+        """Let large bodies pass through memory, both ways, if the server is on this machine and agrees.
+
+        ``own_bytes``: room for those of this end that are not answered yet.
+        """
+        if self._memory is None:
+            self._memory = MemoryLink(self.post, own_bytes)
+            self._memory.ask()
+
+    def body_of(self, pieces: Sequence[Piece]) -> Body:
+        """A part for ``post``, of these pieces, where it is cheapest to send."""
+        return b"".join(pieces) if self._memory is None else self._memory.body_of(pieces)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether they do."""
+        return self._memory is not None and self._memory.is_shared
+
+    def num_outstanding(self, *types: str) -> int:
+        """Requests of these types without an answer."""
+        return sum(self._num_outstanding[type_] for type_ in types)
+
+    def post(
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, parts: Sequence[Body] = (),
+        wait_s: float = 0.0, with_next: bool = False,
+    ) -> str:  # fmt: skip
+        """Line up a request; its id. ``wait_s`` is how long the server may hold the answer back.
+
+        ``with_next``: it goes out together with the next one, which wakes the server once for both.
+        """
+        request_id = f"{self._prefix}-{next(self._numbers)}"
+        now = time.monotonic()
+        self._outstanding[request_id] = request = Outstanding(
+            request_id, type_, {**fields, "request_id": request_id, "wait_s": wait_s}, tuple(arrays), tuple(parts),
+            wait_s, now,
+        )  # fmt: skip
+        self._num_outstanding[type_] += 1
+        self._unsent.append(request)
+        if not with_next:
+            self._send_unsent(now)
+        return request_id
+
+    def send_once(self, type_: str, fields: Mapping[str, Any]) -> bool:
+        """Send something that wants no answer; False without a connection, or once closed."""
+        if self._socket.closed:
+            return False
+        self._follow_link(time.monotonic())
+        try:
+            self._socket.send(encode(type_, fields), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """Stop waiting for this answer."""
+        self._pop(request_id)
+        self._update_silence(time.monotonic(), heard=False)
+
+    def poll(self, timeout_s: float) -> list[tuple[Outstanding | None, Message]]:
+        """Messages that came within ``timeout_s`` (returns with the first), each with the request it answers.
+
+        An answer that says ``more`` is not the last of its request.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            self._send_due(now)
+            due = min((o.due_at for o in self._outstanding.values()), default=deadline)
+            left_s = min(due, deadline) - now
+            ready = [socket for socket, _ in self._poller.poll(max(1, int(left_s * 1000)) if left_s > 0 else 0)]
+            now = time.monotonic()
+            if self._monitor in ready:
+                self._follow_link(now)
+            received = self._receive(now) if self._socket in ready else []
+            self._update_silence(now, heard=bool(received))
+            if received or now >= deadline:
+                return received
+
+    def close(self) -> None:
+        """May be called again."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _follow_link(self, now: float) -> None:
+        """After a connection broke, its requests may be lost: with the next one all are due at once."""
+        while is_readable(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._is_connected:
+                self._begin_again(now)
+
+    def _begin_again(self, now: float) -> None:
+        if self._memory is not None:
+            for request_id in [o.request_id for o in self._outstanding.values() if o.type in LINK_TYPES]:
+                self._pop(request_id)
+            self._memory.ask()
+        for request in self._outstanding.values():
+            request.due_at = now
+
+    def _send_due(self, now: float) -> None:
+        self._send_unsent(now)
+        for request in self._outstanding.values():
+            if request.due_at <= now:
+                self._try_send([request], now)
+
+    def _send_unsent(self, now: float) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent:
+            self._try_send(unsent, now)
+
+    def _try_send(self, requests: Sequence[Outstanding], now: float) -> None:
+        """Together, as one message of the socket; the server reads them one by one."""
+        frames = [frame for request in requests for frame in self._frames(request)]
+        try:
+            send_frames(self._socket, frames)
+        except zmq.Again:
+            for request in requests:
+                request.due_at = now + _RETRY_S
+        else:
+            for request in requests:
+                request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
+
+    def _frames(self, request: Outstanding) -> Sequence[Bytes]:
+        frame = encode(request.type, request.fields, request.arrays, num_parts=len(request.parts))
+        return [frame, *(map(plain, request.parts) if self._memory is None else self._memory.outgoing(request.parts))]
+
+    def _pop(self, request_id: str) -> Outstanding | None:
+        request = self._outstanding.pop(request_id, None)
+        if request is not None:
+            self._num_outstanding[request.type] -= 1
+            for body in request.parts:
+                let_go(body)
+        return request
+
+    def _receive(self, now: float) -> list[tuple[Outstanding | None, Message]]:
+        received: list[tuple[Outstanding | None, Message]] = []
+        while is_readable(self._socket):
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            message = decode(frame.buffer, _LIMITS)
+            # All frames of one multipart message are there once its first is.
+            frames = [self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)]
+            parts = frames if self._memory is None else self._memory.incoming(frames)
+            if parts is None:
+                continue
+            message = message.with_parts(parts)
+            request_id = message.fields.get("request_id")
+            request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
+            if self._memory is not None and request is not None and request.type in LINK_TYPES:
+                self._memory.note(message)
+            # An answer to a repeat of something answered already says nothing new.
+            elif request is not None or request_id is None:
+                received.append((request, message))
+        return received
+
+    def _answered(self, request_id: str, message: Message, now: float) -> Outstanding | None:
+        """The request that this answers, for good unless there is more to come."""
+        if message.type == "unshared":
+            return self._send_whole(request_id, now)
+        if message.fields.get("more") is not True:
+            return self._pop(request_id)
+        request = self._outstanding.get(request_id)
+        if request is not None:
+            request.due_at = now + RESEND_S
+        return request
+
+    def _send_whole(self, request_id: str, now: float) -> None:
+        """The server does not know this client's memory, or no more: until it does, it gets the bodies themselves."""
+        if self._memory is not None and self._memory.is_shared:
+            self._memory.ask()
+        if request_id in self._outstanding:
+            self._outstanding[request_id].due_at = now
+
+    def _update_silence(self, now: float, *, heard: bool) -> None:
+        """An answer that may be held back by the server counts as missing only after that time."""
+        if not any(o.sent_at is None or now > o.sent_at + o.wait_s for o in self._outstanding.values()):
+            self._waiting_since = None
+        elif heard or self._waiting_since is None:
+            self._waiting_since = now
+
+
+def raise_error(message: Message) -> None:
+    """Raise what an error reply says; other messages pass."""
+    if message.type == "error":
+        text = str(message.fields.get("message", "no reason given"))
+        raise LineageError(text) if message.fields.get("kind") == "lineage" else QueueError(text)

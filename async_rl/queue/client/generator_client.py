@@ -1,0 +1,230 @@
+"""A generator's side of the queue: never blocks beyond the poll it is asked for, everything pipelined.
+
+Returns and failures are repeated until they are answered, through a restart of the server. Whatever comes back is an
+event of ``poll``.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+
+from async_rl.errors import AddressError, QueueError, WireError
+from async_rl.net.codec import field, group_pieces, read_as
+from async_rl.net.keys import ClientKeys
+from async_rl.net.wire import Message
+from async_rl.queue.client.connection import Connection, Outstanding, raise_error
+from async_rl.queue.messages import (
+    Announced,
+    Announcement,
+    Cancelled,
+    FailureCause,
+    Finished,
+    GeneratorEvent,
+    GeneratorStats,
+    LeasesGranted,
+    Returned,
+    Verdict,
+    Welcome,
+)
+from async_rl.queue.parity import Answer, encode_answer
+from async_rl.queue.storage.payloads import Body
+from async_rl.records import Group
+
+_HELLO_WAIT_S = 5.0
+_HELLO_MARGIN_S = 0.5
+"""The last answer is asked for so long before the wait is over, so that its reason is heard."""
+_RETURN_BYTES = 1 << 20
+_SHARED_BYTES = 64 << 20
+"""Memory for groups on their way to a queue on this machine; what has no room in it takes the socket."""
+_RETURN_GROUPS = 16
+"""Groups that finish between two polls share a message, up to so many bytes and groups: most of what a small group
+costs everyone is its message."""
+
+
+class GeneratorQueue:
+    """The queue as a generator uses it. One thread owns it.
+
+    Raises:
+        AddressError: the address is malformed.
+    """
+
+    def __init__(self, address: str, generator_id: str, keys: ClientKeys | None = None) -> None:
+        self.address, self.generator_id = address, generator_id
+        self._connection = Connection(address, generator_id, keys)
+        self._announcement: Announcement | None = None
+        self._finished = False
+        self._is_known = False
+        self._early: list[GeneratorEvent] = []
+        self._returning: dict[str, Body] = {}
+        self._num_unanswered = 0
+
+    def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
+        """Introduce this generator; waits for a queue, and a learner attached to it, up to ``wait_s``.
+
+        ``replaces`` names a dead one, whose leases are given out again at once.
+
+        Raises:
+            AddressError: no queue answered. QueueError: a queue did, but no learner has attached.
+        """
+        deadline = time.monotonic() + wait_s
+        reason = ""
+        fields = {
+            "generator_id": self.generator_id, "backend": backend, "host": host or socket.gethostname(),
+            "replaces": replaces,
+        }  # fmt: skip
+        while (left_s := deadline - time.monotonic()) > (_HELLO_MARGIN_S if reason else 0):
+            held_s = max(0.0, min(_HELLO_WAIT_S, left_s - _HELLO_MARGIN_S))
+            request_id = self._connection.post("hello", fields, wait_s=held_s)
+            message = self._answer_to(request_id, min(deadline, time.monotonic() + 2 * _HELLO_WAIT_S))
+            if message is not None and message.type == "welcome":
+                self._is_known = True
+                self._connection.share_memory(_SHARED_BYTES)
+                return _welcome(message)
+            if message is not None:
+                reason = field(message.fields, "reason", str)
+        if reason:
+            raise QueueError(
+                f"the queue at {self.address} answered, but no learner attached in {wait_s:.0f} s: {reason}"
+            )
+        raise AddressError(
+            f"no queue answered at {self.address} within {wait_s:.0f} s; is it running, and reachable? Also, "
+            f"{self._connection.keys_hint}"
+        )
+
+    @property
+    def lease_request_outstanding(self) -> bool:
+        return self._connection.num_outstanding("lease") > 0
+
+    @property
+    def heartbeat_outstanding(self) -> bool:
+        return self._connection.num_outstanding("heartbeat") > 0
+
+    @property
+    def num_unanswered_returns(self) -> int:
+        """Groups and failures that the queue has not answered yet."""
+        return self._num_unanswered
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last reply, while one is overdue; 0 otherwise."""
+        return self._connection.silent_s
+
+    @property
+    def finished(self) -> bool:
+        """Whether the queue said that the run is over."""
+        return self._finished
+
+    @property
+    def announcement(self) -> Announcement | None:
+        """The newest version that the queue told of."""
+        return self._announcement
+
+    def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
+        """Ask for leases, sampling with ``version`` of ``lineage``. Does nothing while one request is outstanding."""
+        if not self.lease_request_outstanding:
+            fields = {"generator_id": self.generator_id, "lineage": lineage, "version": version}
+            self._connection.post("lease", {**fields, "max_leases": max_leases}, wait_s=wait_s)
+
+    def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
+        """Report progress by lease: numbers that must grow. Does nothing while one heartbeat is outstanding."""
+        if not self.heartbeat_outstanding:
+            fields = {"generator_id": self.generator_id, "progress": dict(progress), "stats": stats}
+            self._connection.post("heartbeat", fields)
+
+    def return_group(self, group: Group) -> None:
+        """Hand a finished group over: sent with the next ``poll``. A ``Returned`` event says what became of it."""
+        self._returning[group.lease_id] = self._connection.body_of(group_pieces(group))
+        self._num_unanswered += 1
+        num_bytes = sum(map(len, self._returning.values()))
+        if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:
+            self._send_returns()
+
+    def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
+        """Give a lease back unsampled; a ``Returned`` event answers."""
+        fields = {"generator_id": self.generator_id, "lease_id": lease_id, "cause": cause, "detail": detail[:2000]}
+        self._num_unanswered += 1
+        self._connection.post("fail", fields)
+
+    def answer_probe(self, lineage: str, answer: Answer) -> None:
+        """What became of a probe, for the learner to ask for; repeated until the queue has it."""
+        fields = {"generator_id": self.generator_id, "lineage": lineage, "version": answer.version}
+        self._connection.post("parity", {**fields, "answer": encode_answer(answer)})
+
+    def poll(self, timeout_s: float) -> list[GeneratorEvent]:
+        """What the queue said; returns with the first of it, or after ``timeout_s``.
+
+        Raises:
+            QueueError: the server refused a request.
+        """
+        self._send_returns()
+        events, self._early = self._early, []
+        for request, message in self._connection.poll(0.0 if events else timeout_s):
+            events += self._events(request, message)
+        return events
+
+    def close(self) -> None:
+        """Leave: leases still held are given out again at once."""
+        if self._is_known:
+            self._connection.send_once("bye", {"generator_id": self.generator_id})
+        self._connection.close()
+
+    def _send_returns(self) -> None:
+        if not self._returning:
+            return
+        returning, self._returning = self._returning, {}
+        fields = {"generator_id": self.generator_id, "lease_ids": list(returning)}
+        self._connection.post("return", fields, parts=list(returning.values()))
+
+    def _answer_to(self, request_id: str, deadline: float) -> Message | None:
+        while (left_s := deadline - time.monotonic()) > 0:
+            for request, message in self._connection.poll(left_s):
+                if request is not None and request.request_id == request_id:
+                    self._early += self._notice(message)
+                    raise_error(message)
+                    return message
+                self._early += self._events(request, message)
+        self._connection.forget(request_id)
+        return None
+
+    def _events(self, request: Outstanding | None, message: Message) -> list[GeneratorEvent]:
+        raise_error(message)
+        events = self._notice(message)
+        if message.type == "leases":
+            events.append(read_as(message.fields.get("granted"), LeasesGranted))
+        elif message.type == "returned":
+            returned = _returned(message)
+            self._num_unanswered -= len(returned)
+            events += returned
+        return events
+
+    def _notice(self, message: Message) -> list[GeneratorEvent]:
+        """What any message may carry besides its answer."""
+        events: list[GeneratorEvent] = []
+        announced = message.fields.get("announcement")
+        if announced is not None:
+            announcement = read_as(announced, Announcement)
+            if announcement != self._announcement:
+                self._announcement = announcement
+                events.append(Announced(announcement))
+        cancelled = read_as(message.fields.get("cancelled", ()), tuple[str, ...])
+        if cancelled:
+            events.append(Cancelled(cancelled))
+        if message.fields.get("finished") and not self._finished:
+            self._finished = True
+            events.append(Finished())
+        return events
+
+
+def _returned(message: Message) -> list[Returned]:
+    verdicts = read_as(message.fields.get("verdicts"), dict[str, Verdict])
+    return [Returned(lease_id, verdict) for lease_id, verdict in verdicts.items()]
+
+
+def _welcome(message: Message) -> Welcome:
+    names = read_as(message.fields.get("files"), list[str])
+    if len(names) != len(message.arrays):
+        raise WireError(f"a welcome of {len(names)} files came with {len(message.arrays)}")
+    files = {name: array.tobytes() for name, array in zip(names, message.arrays, strict=True)}
+    return Welcome(field(message.fields, "run_id", str), field(message.fields, "config_toml", str), files)

@@ -1,0 +1,320 @@
+"""The learner's side of the queue: synchronous, every request repeated until it is answered.
+
+``GeneratorQueue``, the generators' side, lives next door and is offered from here too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from async_rl.errors import QueueError, WireError
+from async_rl.net.codec import decode_group, field, read_as
+from async_rl.net.keys import ClientKeys
+from async_rl.net.wire import Message
+from async_rl.queue.client.connection import Connection, raise_error
+from async_rl.queue.client.generator_client import GeneratorQueue
+from async_rl.queue.messages import (
+    Acked,
+    Announcement,
+    Batch,
+    EvalResult,
+    NotReady,
+    QueueStats,
+    TakenEntry,
+    TakenGroup,
+    TrainedFacts,
+)
+from async_rl.queue.parity import Answer, decode_answer
+from async_rl.queue.protocol import as_array
+from async_rl.records import Group, Prompt
+
+__all__ = ["GeneratorQueue", "LearnerQueue"]
+
+logger = logging.getLogger(__name__)
+
+ALIVE_EVERY_S = 5.0
+_LOOK_EVERY_S = 0.25
+_LOST_AFTER_S = 1.0
+"""A connection that is away for so long is no hiccup, and is said."""
+_MAX_REVIVALS = 5
+"""For one request: a server that dies of it each time is not to be started for ever."""
+
+
+class _KeepAlive:
+    """Says on a socket of its own that the learner lives, also while its main thread trains."""
+
+    def __init__(self, address: str, lineage: str, keys: ClientKeys | None) -> None:
+        self._address, self._lineage, self._keys = address, lineage, keys
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="queue-keep-alive", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        connection = Connection(self._address, "learner-alive", self._keys)
+        try:
+            while not self._end.wait(ALIVE_EVERY_S):
+                connection.send_once("alive", {"lineage": self._lineage})
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+class LearnerQueue:
+    """The queue as the learner's rank 0 uses it. Methods block until answered.
+
+    ``revive`` is called now and then while there is no connection to the server; it may start a dead one again, and
+    says so with True. ``while_waiting`` is called now and then while an answer is awaited.
+
+    Raises (all methods): ``LineageError`` when a newer learner owns the queue, ``QueueError`` when the server refuses,
+    or does not answer within ``timeout_s`` (beyond the wait that was asked for).
+    """
+
+    def __init__(
+        self, address: str, timeout_s: float = 60.0, keys: ClientKeys | None = None, *,
+        revive: Callable[[], bool] | None = None, while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.address, self._keys, self._revive, self._while_waiting = address, keys, revive, while_waiting
+        self._lost_at: float | None = None
+        self._is_lost_told = False
+        self._num_revived = 0
+        self._timeout_s = timeout_s
+        self._connection = Connection(address, "learner", keys)
+        self._keep_alive: _KeepAlive | None = None
+        self._lineage: str | None = None
+        self._begun_take: tuple[tuple[str, int, int], str] | None = None
+        self._answers: dict[str, Message] = {}
+        self._arrived: dict[str, list[TakenGroup]] = {}
+        self._unheeded: set[str] = set()
+
+    def attach(
+        self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
+        config_toml: str, files: Mapping[str, bytes], snapshot: bytes | None,
+    ) -> None:  # fmt: skip
+        """Own the queue from here on, in the state that ``snapshot`` says (none: empty)."""
+        names = sorted(files)
+        arrays = [as_array(files[name]) for name in names]
+        if snapshot is not None:
+            arrays.append(as_array(snapshot))
+        fields = {
+            "run_id": run_id,
+            "lineage": lineage,
+            "parent_lineage": parent_lineage,
+            "fork_version": fork_version,
+            "step": step,
+            "num_steps": num_steps,
+            "config_toml": config_toml,
+            "files": names,
+            "has_snapshot": snapshot is not None,
+        }
+        self._call("attach", fields, arrays)
+        self._connection.share_memory()
+        self._lineage = lineage
+        if self._keep_alive is not None:
+            self._keep_alive.close()
+        self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
+
+    def announce(self, announcement: Announcement) -> None:
+        """A version was published. Returns at once; if the queue refuses it, the next method that blocks raises."""
+        fields = {"announcement": announcement, "lineage": announcement.lineage}
+        self._unheeded.add(self._connection.post("announce", fields))
+
+    def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
+        """Every generator's newest answer to a probe, of version ``since`` or later, by generator."""
+        reply = self._call("parity_answers", {"lineage": lineage, "since": since})
+        names = read_as(reply.fields.get("generators"), list[str])
+        if len(names) != len(reply.arrays):
+            raise WireError(f"answers of {len(names)} generators came with {len(reply.arrays)}")
+        return {name: decode_answer(a.tobytes()) for name, a in zip(names, reply.arrays, strict=True)}
+
+    def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
+        """Ask for an evaluation of a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
+        fields = {"dataset": dataset, "step": step, "min_version": min_version, "exclusive": exclusive}
+        self._call("evaluate", {**fields, "lineage": lineage})
+
+    def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
+        """Finished evaluations, each until it is named in ``received``.
+
+        A row that could not be sampled comes with a group without rollouts.
+        """
+        keys = [[dataset, step] for dataset, step in received]
+        reply = self._call("eval_results", {"lineage": lineage, "received": keys})
+        bodies = iter(reply.parts)
+        return [
+            _eval_result(entry, bodies, lineage) for entry in read_as(reply.fields.get("results"), list[dict[str, Any]])
+        ]
+
+    def await_eval(self, lineage: str, wait_s: float) -> str:
+        """Wait for a finished evaluation that was not handed over yet: empty if there is one, else the reason."""
+        return field(self._call("await_eval", {"lineage": lineage}, wait_s=wait_s).fields, "reason", str)
+
+    def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
+        """Send the request that the next ``take`` of the same step and version waits for; returns at once."""
+        fields = {"lineage": lineage, "step": step, "version": version}
+        self._begun_take = ((lineage, step, version), self._connection.post("take", fields, wait_s=wait_s))
+
+    def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
+        """The groups of the step after ``step`` done ones, trained first at ``version``; waits up to ``wait_s``."""
+        begun, self._begun_take = self._begun_take, None
+        fields = {"lineage": lineage, "step": step, "version": version}
+        if begun is not None and begun[0] == (lineage, step, version):
+            request_id = begun[1]
+        else:
+            request_id = self._connection.post("take", fields, wait_s=wait_s)
+        while (reply := self._await(request_id, "take", wait_s)).type != "not_ready":
+            groups = self._arrived.pop(request_id)
+            if len(groups) == field(reply.fields, "num_groups", int):
+                return Batch(tuple(groups))
+            # A part of it was lost with its connection. The queue hands the same batch over again.
+            request_id = self._connection.post("take", fields, wait_s=wait_s)
+        return read_as(reply.fields.get("answer"), NotReady)
+
+    def ack(
+        self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
+        lease_bound: int | None = None, next_take_s: float | None = None,
+    ) -> Acked:  # fmt: skip
+        """The step that was taken as ``step`` is done, and the learner is at ``version``.
+
+        ``lease_bound``: of staleness, for leases from here on (none: ``queue.max_staleness``). ``next_take_s``: the
+        take of the next step is begun right behind (``begin_take``, with so long a wait).
+        """
+        fields = {
+            "lineage": lineage, "step": step, "version": version, "snapshot": snapshot, "lease_bound": lease_bound,
+        }  # fmt: skip
+        request_id = self._connection.post("ack", {**fields, "facts": facts}, with_next=next_take_s is not None)
+        if next_take_s is not None:
+            self.begin_take(lineage, step + 1, version, next_take_s)
+        return _acked(self._await(request_id, "ack", 0.0))
+
+    def checkpoint_committed(self, lineage: str, step: int) -> None:
+        """The checkpoint after ``step`` steps is whole: the queue may forget what only older ones need."""
+        self._call("checkpoint_committed", {"lineage": lineage, "step": step})
+
+    def snapshot(self, lineage: str) -> bytes:
+        """The queue's state between two steps, for a checkpoint."""
+        body = _acked(self._call("snapshot", {"lineage": lineage})).snapshot
+        if body is None:
+            raise WireError("expected a snapshot, got none")
+        return body
+
+    def finish(self, lineage: str) -> None:
+        """The run is over; generators are told to end."""
+        self._call("finish", {"lineage": lineage})
+
+    def status(self) -> dict[str, Any]:
+        """Everything a person wants to see of the queue, as plain data."""
+        return field(self._call("status", {}).fields, "status", dict)
+
+    def ping(self) -> str:
+        """The run id that the server serves; empty before its first learner if none was given."""
+        return field(self._call("ping", {}).fields, "run_id", str)
+
+    def versions(self) -> dict[str, str]:
+        """What is installed where the server runs, name -> version."""
+        return dict(field(self._call("ping", {}).fields, "versions", dict))
+
+    def close(self) -> None:
+        """Leave. Unless the run is finished, the server ends ``queue.linger_s`` later."""
+        if self._keep_alive is not None:
+            self._keep_alive.close()
+        if self._lineage is not None:
+            self._connection.send_once("bye_learner", {"lineage": self._lineage})
+        self._connection.close()
+
+    def _call(
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, wait_s: float = 0.0
+    ) -> Message:
+        return self._await(self._connection.post(type_, fields, arrays, wait_s=wait_s), type_, wait_s)
+
+    def _await(self, request_id: str, type_: str, wait_s: float) -> Message:
+        """The answer to this request; answers to others that come meanwhile are kept for them."""
+        deadline = time.monotonic() + self._timeout_s + wait_s
+        while (message := self._answers.pop(request_id, None)) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._connection.forget(request_id)
+                raise QueueError(
+                    f"the queue at {self.address} did not answer {type_!r} within {self._timeout_s + wait_s:.0f} s; "
+                    f"see logs/queue.log in the run directory; {self._connection.keys_hint}"
+                )
+            for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
+                if request is not None and request.request_id in self._unheeded:
+                    self._unheeded.remove(request.request_id)
+                    raise_error(answer)
+                elif request is not None:
+                    self._note(request.request_id, answer)
+            if request_id in self._answers:
+                continue
+            self._while_waiting()
+            if self._watch_connection(type_, left_s):
+                deadline = time.monotonic() + self._timeout_s + wait_s
+        if self._is_lost_told and self._lost_at is not None:
+            logger.info("the queue at %s is back after %.0f s", self.address, time.monotonic() - self._lost_at)
+        self._lost_at, self._is_lost_told, self._num_revived = None, False, 0
+        raise_error(message)
+        return message
+
+    def _note(self, request_id: str, answer: Message) -> None:
+        """Keep an answer, or a part of a batch: decoded at once, while the next part is on its way."""
+        if answer.type == "batch":
+            entries = read_as(answer.fields.get("groups"), list[TakenEntry])
+            first = field(answer.fields, "first", int)
+            if len(entries) != len(answer.parts):
+                raise WireError(f"{len(entries)} groups of a batch came with {len(answer.parts)} bodies")
+            arrived = self._arrived.setdefault(request_id, [])
+            # One that was asked for twice may come twice; it is the same then, from its first group on.
+            del arrived[first:]
+            if first == len(arrived):
+                arrived += [
+                    TakenGroup(decode_group(body), entry.prompt, entry.queued_s, entry.arrival_version, entry.masked)
+                    for entry, body in zip(entries, answer.parts, strict=True)
+                ]
+            if field(answer.fields, "more", bool):
+                return
+        self._answers[request_id] = answer
+
+    def _watch_connection(self, type_: str, left_s: float) -> bool:
+        """Say that the server is away, once, and let ``revive`` see to it; whether it started one."""
+        if self._connection.is_connected:
+            return False
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        if now - self._lost_at >= _LOST_AFTER_S and not self._is_lost_told:
+            self._is_lost_told = True
+            logger.warning(
+                "no connection to the queue at %s; %r waits for it up to %.0f s more", self.address, type_, left_s
+            )
+        if self._revive is None or not self._revive():
+            return False
+        self._num_revived += 1
+        if self._num_revived > _MAX_REVIVALS:
+            raise QueueError(
+                f"the queue server died {self._num_revived} times before it had answered {type_!r}; see "
+                f"logs/queue.log in the run directory for the first cause"
+            )
+        return True
+
+
+def _acked(reply: Message) -> Acked:
+    stats = read_as(reply.fields.get("stats"), QueueStats)
+    return Acked(stats, reply.arrays[0].tobytes() if reply.arrays else None)
+
+
+def _eval_result(entry: Any, bodies: Iterator[memoryview], lineage: str) -> EvalResult:
+    groups: list[tuple[Prompt, Group]] = []
+    for item in read_as(entry.get("prompts"), list[dict[str, Any]]):
+        prompt = read_as(item.get("prompt"), Prompt)
+        if field(item, "answered", bool):
+            group = decode_group(next(bodies))
+        else:
+            group = Group("", "eval", prompt.position, "", lineage, 0.0, ())
+        groups.append((prompt, group))
+    return EvalResult(field(entry, "dataset", str), field(entry, "step", int), tuple(groups))

@@ -1,0 +1,178 @@
+"""The staleness arithmetic of the queue, and its settings. Pure.
+
+With ``k`` optimizer steps a batch, a batch that is taken at version ``v`` is trained last at ``v + k - 1``; the
+batch after it at ``v + 2k - 1``, and so on. A group sampled at ``m`` is in the bound ``eta`` while that is at most
+``m + eta``.
+
+Leases are given by the learner's ``lease_bound``, at most ``eta``; whatever is there is trained as long as ``eta`` lets
+it. So a bound that is lowered (``queue.adaptive``) costs no sample: new leases wait until what was given before it, by
+their count, is within it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+from msgspec.structs import replace
+
+from async_rl.config.config import Config, OnStale
+from async_rl.errors import ConfigError
+from async_rl.records import LeaseKind, Sampling
+from async_rl.sampling_mask import words_at_most
+
+BYTES_PER_TOKEN = 13
+"""int32 id, bool mask, float32 logprob, int32 version."""
+_BYTES_PER_WORD = 4
+_ROLLOUT_OVERHEAD = 1024
+_GROUP_OVERHEAD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSettings:
+    """What the buffer must know of the config.
+
+    Raises:
+        ConfigError: no step fits into ``max_bytes``, or the versions that generators get are always too old, or
+            nothing bounds the tokens that top-p may keep.
+    """
+
+    group_size: int
+    groups_per_step: int
+    max_staleness: int
+    sampling: Sampling
+    updates_per_batch: int = 1
+    sync_every: int = 1
+    max_bytes: int = 2 << 30
+    filter_range: tuple[float, float] | None = (0.01, 0.99)
+    refill: bool = True
+    max_filtered: int = 3200
+    lease_timeout_s: float = 120.0
+    max_attempts: int = 3
+    seed: int = 0
+    generator_timeout_s: float = 30.0
+    on_stale: OnStale = "mask"
+    wait_s: float = 60.0
+    accepts_changed_data: bool = False
+    temperature_end: float | None = None
+    temperature_steps: int = 1
+    vocab_size: int | None = None
+    max_turns: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
+            raise ConfigError(
+                f"sampling.top_p: {self.sampling.top_p} alone may keep the whole vocabulary, and how large that is the "
+                f"queue can't read from model.path here; set sampling.top_k, which bounds it, or put the model's "
+                f"config.json there"
+            )
+        needed = self.groups_per_step * self.worst_case_bytes
+        if needed > self.max_bytes:
+            raise ConfigError(
+                f"queue.max_bytes: one step of {self.groups_per_step} groups may need {needed} bytes, got "
+                f"{self.max_bytes}; raise it, or lower learner.groups_per_step, sampling.group_size or "
+                f"sampling.max_new_tokens" + ("" if self.sampling.keeps_all else ", or lower (or set) sampling.top_k")
+            )
+        if self.lowest_bound > self.max_staleness:
+            raise ConfigError(
+                f"weights.sync_every + learner.updates_per_batch: expected at most queue.max_staleness + 2 = "
+                f"{self.max_staleness + 2}, got {self.sync_every} + {self.updates_per_batch}; generators could never "
+                f"be fresh enough"
+            )
+
+    @classmethod
+    def from_config(cls, config: Config, *, vocab_size: int | None = None) -> BufferSettings:
+        """``vocab_size`` is the model's: what bounds the tokens that top-p keeps, if top-k does not."""
+        return cls(
+            group_size=config.sampling.group_size,
+            groups_per_step=config.learner.groups_per_step,
+            max_staleness=config.queue.max_staleness,
+            sampling=train_sampling(config),
+            updates_per_batch=config.learner.updates_per_batch,
+            sync_every=config.weights.sync_every,
+            max_bytes=config.queue.max_bytes,
+            filter_range=config.queue.filter_range,
+            refill=config.queue.refill,
+            max_filtered=config.max_filtered,
+            lease_timeout_s=config.queue.lease_timeout_s,
+            max_attempts=config.queue.max_attempts,
+            seed=config.run.seed,
+            on_stale=config.queue.on_stale,
+            wait_s=config.queue.wait_s,
+            accepts_changed_data=config.data.on_change == "accept",
+            temperature_end=config.sampling.temperature_end,
+            temperature_steps=config.temperature_steps,
+            vocab_size=vocab_size,
+            max_turns=config.environment.max_turns if config.environment.is_set else 1,
+        )
+
+    @property
+    def worst_case_bytes(self) -> int:
+        """The largest body that a training lease may bring back.
+
+        In a rollout of several turns each may begin a token sequence of its own, with the whole text so far.
+        """
+        sampling = self.sampling
+        tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
+        kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_kept_words)
+        return self.group_size * (tokens * BYTES_PER_TOKEN + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
+
+    @property
+    def _most_kept_words(self) -> int:
+        """Words of the largest set of kept tokens."""
+        bounds = [self.sampling.top_k or None, None if self.vocab_size is None else words_at_most(self.vocab_size)]
+        return min(bound for bound in bounds if bound is not None)
+
+    def sampling_at(self, version: int) -> Sampling:
+        """How ``version`` samples: its temperature lies on a line from ``sampling.temperature`` to the end."""
+        if self.temperature_end is None:
+            return self.sampling
+        done, start = min(1.0, version / self.temperature_steps), self.sampling.temperature
+        return replace(self.sampling, temperature=(1 - done) * start + done * self.temperature_end)
+
+    @property
+    def lowest_bound(self) -> int:
+        """As ``Config.lowest_bound``: what a learner's ``lease_bound`` is never below."""
+        return self.sync_every + self.updates_per_batch - 2
+
+    def group_limit(self, *, version: int, active_version: int, steps_left: int, bound: int) -> int:
+        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks.
+
+        ``bound`` is the learner's ``lease_bound``, here and for ``oldest_for_lease``.
+        """
+        batches = (bound + 1 - (version - active_version)) // self.updates_per_batch
+        return max(0, min(batches, steps_left)) * self.groups_per_step
+
+    def oldest_trainable(self, version: int) -> int:
+        """The oldest version that a batch taken at ``version`` may hold."""
+        return version + self.updates_per_batch - 1 - self.max_staleness
+
+    def oldest_after_step(self, version: int) -> int:
+        """The oldest version that the batch after one taken at ``version`` may hold."""
+        return self.oldest_trainable(version + self.updates_per_batch)
+
+    def oldest_for_lease(self, *, version: int, outstanding: int, bound: int) -> int:
+        """The oldest version for the next lease, with ``outstanding`` groups before it, at its expected batch."""
+        batches_before = outstanding // self.groups_per_step
+        return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
+
+    def lease_seed(self, kind: LeaseKind, dataset: str, position: int) -> int:
+        """As ``lease_seed``, of this run."""
+        return lease_seed(self.seed, kind, dataset, position)
+
+
+def lease_seed(run_seed: int, kind: LeaseKind, dataset: str, position: int) -> int:
+    """63 bits that depend on nothing but the run's seed and the prompt's place."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{kind}/{dataset}/{position}".encode()) >> 1
+
+
+def train_sampling(config: Config) -> Sampling:
+    s = config.sampling
+    return Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens, s.max_prompt_tokens, s.stop)
+
+
+def eval_sampling(config: Config, name: str) -> Sampling:
+    """How the set of ``data.eval`` called ``name`` is answered."""
+    s, chosen = config.sampling, config.eval.of(name)
+    longest = chosen.max_new_tokens or s.max_new_tokens
+    return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, longest, s.max_prompt_tokens, s.stop)

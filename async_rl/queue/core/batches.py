@@ -1,0 +1,155 @@
+"""What the learner takes and acknowledges: exactly the groups of one step, checked against the bound. Pure.
+
+A take hands over groups in the order of (named version, stream position), none above its bound; taken again, the same
+groups. Under ``on_stale = "wait"`` it first waits for leases that this step would make stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_rl.errors import QueueError
+from async_rl.queue.core import report, restore
+from async_rl.queue.core.state import LearnerSide, QueueState
+from async_rl.queue.messages import NotReady, TrainedFacts
+from async_rl.queue.storage.payloads import Body
+from async_rl.records import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBody:
+    """One taken group, still encoded."""
+
+    prompt: Prompt
+    queued_s: float
+    arrival_version: int
+    masked: bool
+    body: Body
+
+
+def take(state: QueueState, lineage: str, step: int, version: int, num_groups: int) -> tuple[TakenBody, ...] | NotReady:
+    """As ``Buffer.take``."""
+    learner = state.attached(lineage)
+    if learner.taken and step == learner.step + 1:
+        # Sent right behind the ack, which was held up on its way: it will come again.
+        return NotReady(f"waits for the ack of step {learner.step}", report.stats(state))
+    if (step, version) != (learner.step, learner.version):
+        raise QueueError(
+            f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
+            f"version {version}"
+        )
+    if not learner.taken:
+        state.drop_too_old(learner)
+        if len(state.queued) < num_groups or learner.finished or not learner.steps_left:
+            return report.not_ready(state, learner, num_groups)
+        if _must_wait(state, learner):
+            return report.not_ready(state, learner, num_groups)
+        learner.hold(state.queued.pop_first(num_groups))
+        for group in learner.taken:
+            state.ledger.take(group.num_rollouts, group.num_tokens)
+        learner.waits_since = None
+        state.revision += 1
+        _cancel_left_behind(state, learner)
+    return tuple(
+        TakenBody(
+            state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, state.bodies.read(g.place)
+        )
+        for g in learner.taken
+    )
+
+
+def lacks_groups(state: QueueState, lineage: str, step: int, num_groups: int) -> bool:
+    """As ``Buffer.lacks_groups``."""
+    learner = state.learner
+    if learner is None or (learner.lineage, learner.step) != (lineage, step) or learner.taken:
+        return False
+    is_over = learner.finished or not learner.steps_left or state.stream.exhausted or state.stop_diagnosis()
+    return len(state.queued) < num_groups and not is_over
+
+
+def ack(
+    state: QueueState, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool,
+    lease_bound: int | None = None,
+) -> bytes | None:  # fmt: skip
+    """As ``Buffer.ack``; the snapshot that was asked for."""
+    learner = state.attached(lineage)
+    if learner.acked is not None and learner.acked[0] == step:
+        return learner.acked[1]
+    if step != learner.step or not learner.taken:
+        raise QueueError(f"expected an ack of step {learner.step}, taken before, got one of step {step}")
+    newest = learner.version + (state.settings.updates_per_batch if facts.stepped else 0)
+    if not learner.version + facts.stepped <= new_version <= newest:
+        raise QueueError(
+            f"expected version {learner.version + facts.stepped}..{newest} after step {step}, got {new_version}"
+        )
+    lowest, highest = state.settings.lowest_bound, state.settings.max_staleness
+    lease_bound = highest if lease_bound is None else lease_bound
+    if not lowest <= lease_bound <= highest:
+        raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {lease_bound}")
+    _settle(state, learner, facts)
+    learner.lease_bound = lease_bound
+    learner.step, learner.version = step + 1, new_version
+    state.filtered_since_step = state.filtered_right_since_step = 0
+    state.drop_too_old(learner)
+    if not learner.steps_left:
+        state.end_training()
+    state.revision += 1
+    learner.acked = (step, restore.save(state, learner) if snapshot else None)
+    return learner.acked[1]
+
+
+def wait_deadline(state: QueueState) -> float | None:
+    """When a waiting step goes on without the leases that it waits for; None if none waits."""
+    learner = state.learner
+    if learner is None or learner.waits_since is None:
+        return None
+    return learner.waits_since + state.settings.wait_s
+
+
+def stop_waiting(state: QueueState) -> None:
+    """Cancel what a step has waited for long enough; the step would make it stale."""
+    deadline, learner = wait_deadline(state), state.learner
+    if learner is None or deadline is None or state.now < deadline:
+        return
+    _cancel_left_behind(state, learner)
+    # Leases given out since a batch is complete are young enough: it is taken next, and waits for nothing again.
+    learner.waits_since = None
+
+
+def _cancel_left_behind(state: QueueState, learner: LearnerSide) -> None:
+    """Cancel the leases that the step at the learner's version makes stale and that are not in its batch.
+
+    That is certain once the batch is taken. Sampling on while it trains would keep seats and room in the bound from
+    what the next steps need: at a bound of 1, a tenth of the steps/s (``benchmarks/on_stale.py``). Should the optimizer
+    step be skipped, they were cancelled for nothing, and come again.
+    """
+    if state.settings.on_stale != "mask":
+        for held in state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
+            state.lose_lease(held, "cancelled")
+
+
+def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
+    """Whether a batch that could go must wait for leases that it would make stale."""
+    if state.settings.on_stale != "wait":
+        return False
+    if not state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
+        return False
+    if learner.waits_since is None:
+        learner.waits_since = state.now
+    return True
+
+
+def _settle(state: QueueState, learner: LearnerSide, facts: TrainedFacts) -> None:
+    """Book the taken groups: trained as the facts say, or dropped with a skipped optimizer step."""
+    taken = learner.taken
+    if facts.stepped:
+        rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)
+        state.ledger.train(len(taken), rollouts, tokens, facts)
+    learner.hold(())
+    for group in taken:
+        state.attempts.pop(group.position, None)
+        if facts.stepped:
+            state.count_outcome("trained", group)
+            state.let_go(group)
+        else:
+            state.drop_group(group, "taken", "step_skipped")

@@ -1,0 +1,183 @@
+"""Evaluations: every row of a dataset sampled once (``num_samples`` answers each), their answers held until received.
+
+Pure, and a part of the buffer, which owns the leases. An evaluation has a ledger of its own and does not count in
+admission. A row that can't be sampled is answered with a group without rollouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, Self
+
+from async_rl.queue.core.changes import Changes
+from async_rl.queue.storage.payloads import BodyStore, Place
+from async_rl.records import Prompt, Sampling
+
+
+class Row(Protocol):
+    """One dataset row."""
+
+    @property
+    def messages(self) -> tuple[Mapping[str, str], ...]: ...
+    @property
+    def reward_data(self) -> Mapping[str, Any]: ...
+
+
+EvalKey = tuple[str, int]
+"""Dataset name and the learner's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where one row's encoded group lies, and what the ledger knows of it. Without a place it was given up."""
+
+    place: Place | None
+    rollouts: int = 0
+    tokens: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """The inverse of ``facts``."""
+        return cls(**{**facts, "place": Place(**facts["place"]) if facts["place"] is not None else None})
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """One dataset at one step. ``todo`` are rows without lease or answer."""
+
+    key: EvalKey
+    rows: Sequence[Row]
+    num_samples: int
+    sampling: Sampling
+    min_version: int
+    exclusive: bool
+    todo: list[int] = field(default_factory=list)
+    attempts: Counter[int] = field(default_factory=Counter)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    delivered: bool = False
+
+    @property
+    def done(self) -> bool:
+        return len(self.answers) == len(self.rows)
+
+    def prompt(self, row: int) -> Prompt:
+        return Prompt(row, row, 0, self.rows[row].messages, self.rows[row].reward_data)
+
+    def give_back(self, row: int) -> None:
+        """A row's lease ended by nobody's fault."""
+        heapq.heappush(self.todo, row)
+
+    def lose(self, row: int, *, max_attempts: int, again: bool) -> bool:
+        """A row's lease ended without an answer; whether it is to be given up."""
+        self.attempts[row] += 1
+        if again and self.attempts[row] < max_attempts:
+            heapq.heappush(self.todo, row)
+            return False
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data, without rows, sampling and answers."""
+        return {
+            "dataset": self.key[0],
+            "step": self.key[1],
+            "num_samples": self.num_samples,
+            "min_version": self.min_version,
+            "exclusive": self.exclusive,
+            "attempts": dict(self.attempts),
+        }
+
+    @property
+    def progress_line(self) -> str:
+        return f"{self.key[0]} at step {self.key[1]}: {len(self.answers)} of {len(self.rows)} rows"
+
+
+def entry_key(key: EvalKey, row: int | None = None) -> str:
+    """The key of an evaluation's record, or of that of its answer to ``row``."""
+    return json.dumps([*key] if row is None else [*key, row])
+
+
+class EvalBook:
+    """The evaluations that were asked for and not yet received."""
+
+    def __init__(self, changes: Changes, bodies: BodyStore) -> None:
+        self._changes, self._bodies = changes, bodies
+        self._open: dict[EvalKey, Evaluation] = {}
+        self._received: set[EvalKey] = set()
+        self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[Evaluation]:
+        return iter(self._open.values())
+
+    def add(self, evaluation: Evaluation) -> bool:
+        """Ask for an evaluation; whether it is new."""
+        if evaluation.key in self._open or evaluation.key in self._received:
+            return False
+        evaluation.todo = [row for row in range(len(evaluation.rows)) if row not in evaluation.answers]
+        self._open[evaluation.key] = evaluation
+        self.note(evaluation)
+        return True
+
+    def get(self, key: EvalKey) -> Evaluation | None:
+        return self._open.get(key)
+
+    def note(self, evaluation: Evaluation) -> None:
+        """Write its attempts down."""
+        self._changes.put("evaluation", entry_key(evaluation.key), evaluation)
+
+    def answer(self, evaluation: Evaluation, row: int, answer: Answer) -> None:
+        """A row is answered, or given up."""
+        evaluation.answers[row] = answer
+        self.num_bytes += answer.place.length if answer.place is not None else 0
+        self._changes.put("answer", entry_key(evaluation.key, row), answer)
+
+    def confirm(self, key: EvalKey) -> Evaluation | None:
+        """The learner has it: forget it. None if it is not here (any more)."""
+        evaluation = self._open.get(key)
+        if evaluation is None or not evaluation.done:
+            return None
+        self._received.add(key)
+        self._forget(evaluation)
+        return evaluation
+
+    def clear(self) -> None:
+        """A new learner asks anew."""
+        for evaluation in list(self._open.values()):
+            self._forget(evaluation)
+        self._received.clear()
+
+    def restore_received(self, keys: Iterable[EvalKey]) -> None:
+        """Evaluations that the learner has."""
+        self._received = set(keys)
+
+    @property
+    def received(self) -> list[EvalKey]:
+        return sorted(self._received)
+
+    @property
+    def finished(self) -> list[Evaluation]:
+        return [e for e in self._open.values() if e.done]
+
+    @property
+    def unfinished(self) -> list[Evaluation]:
+        return [e for e in self._open.values() if not e.done]
+
+    @property
+    def exclusive(self) -> Evaluation | None:
+        """An unfinished evaluation that no training lease may overtake."""
+        return next((e for e in self.unfinished if e.exclusive), None)
+
+    def _forget(self, evaluation: Evaluation) -> None:
+        del self._open[evaluation.key]
+        self._changes.delete("evaluation", entry_key(evaluation.key))
+        for row, answer in evaluation.answers.items():
+            self._changes.delete("answer", entry_key(evaluation.key, row))
+            if answer.place is not None:
+                self.num_bytes -= answer.place.length
+                self._bodies.release(answer.place)

@@ -1,0 +1,238 @@
+"""Leases in flight, their progress and expiry, and the generators that hold them. Pure; time comes as ``now``."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from async_rl.queue.core.changes import Changes
+from async_rl.queue.messages import GeneratorStats
+from async_rl.records import Lease
+
+_REMEMBERED = 65_536
+"""Closed leases whose fate is remembered, to tell a repeated return from an unknown one."""
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """A lease in flight. ``version`` is the generator's active one when it asked; ``reserved`` bytes."""
+
+    lease: Lease
+    generator_id: str
+    version: int
+    reserved: int
+    issued_at: float
+    grown_at: float
+    progress: int = 0
+    evaluation: tuple[str, int] | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """No token of it can be older: a generator activates the lease's oldest version before it samples."""
+        return max(self.version, self.lease.min_version)
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data: what can't be had from the settings and the rows. Its progress isn't worth writing down."""
+        lease = self.lease
+        return {
+            "position": lease.prompt.position,
+            "min_version": lease.min_version,
+            "lineage": lease.lineage,
+            "attempt": lease.attempt,
+            "generator_id": self.generator_id,
+            "version": self.version,
+            "issued_at": self.issued_at,
+            "evaluation": self.evaluation,
+        }
+
+
+class Fate(msgspec.Struct, frozen=True, gc=False):
+    """What became of a closed lease. ``number`` counts them, so that the oldest can be forgotten first."""
+
+    fate: str
+    number: int
+
+    def facts(self) -> dict[str, Any]:
+        return {"fate": self.fate, "number": self.number}
+
+
+class LeaseTable:
+    """Leases by id. One that did not grow for ``timeout_s`` is expired."""
+
+    def __init__(self, timeout_s: float, changes: Changes) -> None:
+        self._timeout_s, self._changes = timeout_s, changes
+        self._held: dict[str, HeldLease] = {}
+        self._closed: OrderedDict[str, Fate] = OrderedDict()
+        self._by_version: list[tuple[int, str]] = []
+        self._check_at: float | None = None
+        self._num_fates = 0
+        self.reserved = 0
+        self.num_training = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[HeldLease]:
+        return iter(list(self._held.values()))
+
+    def get(self, lease_id: str) -> HeldLease | None:
+        return self._held.get(lease_id)
+
+    def add(self, held: HeldLease) -> None:
+        lease_id = held.lease.lease_id
+        self._held[lease_id] = held
+        self._changes.put("lease", lease_id, held, is_new=True)
+        self.reserved += held.reserved
+        if held.evaluation is None:
+            self.num_training += 1
+            heapq.heappush(self._by_version, (held.oldest_version, lease_id))
+        deadline = held.grown_at + self._timeout_s
+        self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
+
+    def close(self, lease_id: str, fate: str) -> HeldLease:
+        """Take a lease out of flight; ``fate`` is what late or repeated returns of it are told."""
+        held = self._held.pop(lease_id)
+        self._changes.delete("lease", lease_id)
+        self.reserved -= held.reserved
+        self.num_training -= held.evaluation is None
+        while self._by_version and self._by_version[0][1] not in self._held:
+            heapq.heappop(self._by_version)
+        self.set_fate(lease_id, fate)
+        return held
+
+    def set_fate(self, lease_id: str, fate: str) -> None:
+        self._num_fates += 1
+        self._closed[lease_id] = known = Fate(fate, self._num_fates)
+        self._changes.put("fate", lease_id, known)
+        while len(self._closed) > _REMEMBERED:
+            self._changes.delete("fate", self._closed.popitem(last=False)[0])
+
+    def restore_fate(self, lease_id: str, known: Fate) -> None:
+        """A fate that was written down; to be called from the oldest to the newest."""
+        self._closed[lease_id] = known
+        self._num_fates = known.number
+
+    def fate(self, lease_id: str) -> str | None:
+        """What became of a closed lease; None if it was never known, or too long ago."""
+        known = self._closed.get(lease_id)
+        return None if known is None else known.fate
+
+    def training_older_than(self, oldest: int) -> list[HeldLease]:
+        """Training leases of which a token may be older than ``oldest``; they stay until they are closed."""
+        heap, older = self._by_version, []
+        while heap and (heap[0][0] < oldest or heap[0][1] not in self._held):
+            entry = heapq.heappop(heap)
+            if entry[1] in self._held:
+                older.append(entry)
+        for entry in older:
+            heapq.heappush(heap, entry)
+        return [self._held[lease_id] for _, lease_id in older]
+
+    def grow(self, lease_id: str, progress: int, now: float) -> None:
+        """A heartbeat's progress; only growth keeps a lease alive."""
+        held = self._held[lease_id]
+        if progress > held.progress:
+            held.progress, held.grown_at = progress, now
+
+    @property
+    def next_deadline(self) -> float | None:
+        """No lease expires before; None without leases."""
+        return self._check_at
+
+    def expired(self, now: float) -> list[HeldLease]:
+        """Those without growth for the timeout. They stay until they are closed."""
+        if self._check_at is None or now < self._check_at:
+            return []
+        late = [h for h in self._held.values() if now - h.grown_at >= self._timeout_s]
+        alive = [h.grown_at + self._timeout_s for h in self._held.values() if now - h.grown_at < self._timeout_s]
+        self._check_at = min(alive, default=None)
+        return late
+
+
+@dataclass(slots=True)
+class GeneratorEntry:
+    """A generator as the queue sees it. ``cancelled`` are leases it has not yet been told to stop."""
+
+    generator_id: str
+    seen_at: float
+    host: str = ""
+    backend: str = ""
+    active: tuple[str, int] | None = None
+    stats: GeneratorStats = field(default_factory=GeneratorStats)
+    cancelled: set[str] = field(default_factory=set)
+
+
+class GeneratorTable:
+    """Generators by id; silent ones count as gone after ``timeout_s`` and are forgotten after ten times that."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._entries: dict[str, GeneratorEntry] = {}
+        self._to_tell: set[str] = set()
+        self._forget_at = 0.0
+
+    def seen(self, generator_id: str, now: float) -> GeneratorEntry:
+        entry = self._entries.get(generator_id)
+        if entry is None:
+            entry = self._entries[generator_id] = GeneratorEntry(generator_id, now)
+        entry.seen_at = max(now, entry.seen_at)
+        return entry
+
+    def remove(self, generator_id: str) -> None:
+        self._entries.pop(generator_id, None)
+        self._to_tell.discard(generator_id)
+
+    def forget_silent(self, now: float) -> None:
+        """Asked on every request, so it looks at them all only when one may be due."""
+        if now < self._forget_at:
+            return
+        for entry in list(self._entries.values()):
+            if now - entry.seen_at > 10 * self._timeout_s:
+                self.remove(entry.generator_id)
+        self._forget_at = min((e.seen_at for e in self._entries.values()), default=now) + 10 * self._timeout_s
+
+    def alive(self, now: float) -> list[GeneratorEntry]:
+        return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
+
+    def cancel(self, held: HeldLease) -> None:
+        """Note that the holder is to stop sampling this lease."""
+        entry = self._entries.get(held.generator_id)
+        if entry is not None:
+            entry.cancelled.add(held.lease.lease_id)
+            self._to_tell.add(held.generator_id)
+
+    def pop_cancelled(self, generator_id: str) -> set[str]:
+        entry = self._entries.get(generator_id)
+        if entry is None:
+            return set()
+        cancelled, entry.cancelled = entry.cancelled, set()
+        self._to_tell.discard(generator_id)
+        return cancelled
+
+    def with_cancelled(self) -> list[str]:
+        return list(self._to_tell)
+
+    def total(self, now: float) -> GeneratorStats:
+        """The sum of the stats of those alive."""
+        names = GeneratorStats.__struct_fields__
+        alive = self.alive(now)
+        return GeneratorStats(**{name: sum(getattr(e.stats, name) for e in alive) for name in names})
+
+    def as_dicts(self, now: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": e.generator_id,
+                "host": e.host,
+                "backend": e.backend,
+                "active": list(e.active) if e.active else None,
+                "seen_s_ago": now - e.seen_at,
+                "alive": now - e.seen_at <= self._timeout_s,
+                "stats": msgspec.structs.asdict(e.stats),
+            }
+            for e in self._entries.values()
+        ]

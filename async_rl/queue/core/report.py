@@ -1,0 +1,194 @@
+"""The queue's state for people and metrics, as records and plain data. Reads, never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from async_rl.queue.core.state import LearnerSide, QueueState
+from async_rl.queue.messages import NotReady, QueueStats
+
+_ANNOUNCED = ("lineage", "version", "digest", "channel")
+"""Of the announcement, for people."""
+
+
+def ledger_dict(state: QueueState) -> dict[str, Any]:
+    """Both ledgers and the outcomes."""
+    return {
+        **state.ledger.as_dict(),
+        "eval": state.eval_ledger.as_dict(),
+        "outcomes": state.outcomes.as_dict(),
+    }
+
+
+def check_totals(state: QueueState) -> None:
+    """Raises AssertionError if an identity is broken, or the ledger and the totals of what is held differ."""
+    state.ledger.check()
+    state.eval_ledger.check()
+    groups, tokens = state.ledger.groups, state.ledger.tokens
+    held_tokens = state.queued.num_tokens + sum(g.num_tokens for g in state.taken)
+    _compare(
+        {
+            "queued": (groups.queued, len(state.queued)),
+            "taken": (groups.taken, len(state.taken)),
+            "in_flight": (groups.in_flight, state.leases.num_training),
+            "tokens": (tokens.queued + tokens.taken, held_tokens),
+            "prompts": (state.stream.position, _prompts(state)),
+        }
+    )
+
+
+def check(state: QueueState) -> None:
+    """``check_totals``, and every total against what it sums; takes time with what is held.
+
+    Raises:
+        AssertionError: something does not add up, or a prompt got lost.
+    """
+    check_totals(state)
+    queued, leases = list(state.queued), list(state.leases)
+    _compare(
+        {
+            "queued bytes": (state.queued.num_bytes, sum(g.place.length for g in queued)),
+            "held bytes": (state.group_bytes, sum(g.place.length for g in (*queued, *state.taken))),
+            "queued tokens": (state.queued.num_tokens, sum(g.num_tokens for g in queued)),
+            "reserved": (state.leases.reserved, sum(lease.reserved for lease in leases)),
+            "training leases": (state.leases.num_training, sum(lease.evaluation is None for lease in leases)),
+        }
+    )
+
+
+def _compare(facts: Mapping[str, tuple[int, int]]) -> None:
+    wrong = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
+    if wrong:
+        raise AssertionError(f"(counted, held) differ: {wrong}")
+
+
+def _prompts(state: QueueState) -> int:
+    """Prompts drawn from the stream, by where they are now; those that were dropped to come again count once."""
+    groups = state.ledger.groups
+    here = state.stream.num_again + groups.in_flight + groups.queued + groups.taken
+    ended = ("poison", "too_slow", "step_skipped", "unused_at_end")
+    return here + groups.done + groups.filtered + state.prompts_too_long + sum(groups.dropped[c] for c in ended)
+
+
+def ledger_file(state: QueueState) -> dict[str, Any]:
+    """What ``ledger.json`` holds. ``broken`` names an identity that does not hold (a bug of ours)."""
+    learner = state.learner
+    plain: dict[str, Any] = {
+        "lineage": learner.lineage if learner else None,
+        "step": learner.step if learner else None,
+        "version": learner.version if learner else None,
+        **ledger_dict(state),
+        "set_aside": set_aside(state),
+    }
+    try:
+        check_totals(state)
+    except AssertionError as error:
+        plain["broken"] = str(error)
+    return plain
+
+
+def stats(state: QueueState) -> QueueStats:
+    """The queue at the last time it was told."""
+    alive = state.generators.alive(state.now)
+    return QueueStats(
+        depth=len(state.queued),
+        bytes=state.group_bytes + state.evals.num_bytes,
+        in_flight=state.ledger.groups.in_flight,
+        num_generators=len(alive),
+        generators=state.generators.total(state.now),
+        ledger=ledger_dict(state),
+        prompts_too_long=state.prompts_too_long,
+        epoch=state.stream.epoch,
+        roster=tuple(sorted(entry.generator_id for entry in alive)),
+    )
+
+
+def not_ready(state: QueueState, learner: LearnerSide, num_groups: int) -> NotReady:
+    """Why a take of ``num_groups`` can't be filled, for the watchdog."""
+    if learner.finished or not learner.steps_left:
+        return NotReady(f"all {learner.num_steps} steps are trained", stats(state), exhausted=True)
+    stop = state.stop_diagnosis()
+    if stop:
+        return NotReady(stop, stats(state), stop=stop)
+    in_flight = state.ledger.groups.in_flight
+    if state.stream.exhausted and not in_flight:
+        line = f"the data has ended with {len(state.queued)} groups left, a step needs {num_groups}"
+        return NotReady(line, stats(state), exhausted=True)
+    if learner.waits_since is not None:
+        late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
+        waited_s = state.now - learner.waits_since
+        line = f"waits {waited_s:.0f} s (queue.wait_s) for {len(late)} groups that this step would make stale"
+        return NotReady(line, stats(state))
+    line = f"{who_samples(state)}{len(state.queued)} of {num_groups} groups are queued, {in_flight} in flight"
+    if state.filtered_since_step:
+        line += f", {state.filtered_since_step} filtered since the last step"
+    blocker = state.evals.exclusive
+    if blocker is not None:
+        line += f"; evaluation comes first: {blocker.progress_line}"
+    if learner.announcement is None:
+        line += "; no version is announced yet"
+    return NotReady(line, stats(state))
+
+
+def who_samples(state: QueueState) -> str:
+    """A warning to put before what is waited for, if nobody samples."""
+    return "" if state.generators.alive(state.now) else "no generator is connected: "
+
+
+def status(state: QueueState) -> dict[str, Any]:
+    """Everything a person wants to see, as plain data."""
+    learner = state.learner
+    announced = learner.announcement if learner else None
+    return {
+        "lineage": learner.lineage if learner else None,
+        "step": learner.step if learner else None,
+        "num_steps": learner.num_steps if learner else None,
+        "version": learner.version if learner else None,
+        "lease_bound": learner.lease_bound if learner else None,
+        "finished": bool(learner and learner.finished),
+        "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
+        "depth": len(state.queued),
+        "bytes": state.group_bytes + state.evals.num_bytes,
+        "bytes_pinned": sum(g.place.length for g in state.pins.groups if not state.is_held(g.lease_id)),
+        "bytes_reserved": state.leases.reserved,
+        "max_bytes": state.settings.max_bytes,
+        "stream": {
+            "position": state.stream.position,
+            "again": state.stream.num_again,
+            "epoch": state.stream.epoch,
+        },
+        "leases": _leases(state),
+        "generators": state.generators.as_dicts(state.now),
+        "evaluations": [e.progress_line for e in state.evals],
+        "prompts_too_long": state.prompts_too_long,
+        "filtered_since_step": state.filtered_since_step,
+        "stop": state.stop_diagnosis(),
+        "set_aside": set_aside(state),
+        "ledger": ledger_dict(state),
+    }
+
+
+def set_aside(state: QueueState) -> list[dict[str, Any]]:
+    """The prompts that were given up last, with the row of the data set (counted from 0, bad rows left out)."""
+    found: list[dict[str, Any]] = []
+    for position, cause in state.set_aside_last.items():
+        row, epoch = state.stream.locate(position)
+        found.append({"position": position, "row": row, "epoch": epoch, "cause": cause})
+    return found
+
+
+def _leases(state: QueueState) -> list[dict[str, Any]]:
+    return [
+        {
+            "lease_id": held.lease.lease_id,
+            "generator": held.generator_id,
+            "kind": held.lease.kind,
+            "version": held.version,
+            "attempt": held.lease.attempt,
+            "progress": held.progress,
+            "age_s": state.now - held.issued_at,
+            "silent_s": state.now - held.grown_at,
+        }
+        for held in state.leases
+    ]

@@ -1,0 +1,317 @@
+"""What the buffer knows, and the transitions that its parts share: losing a lease, dropping a group, asking again.
+
+Pure. ``buffer.py`` is the face of it; ``grants.py`` and ``returns.py`` hold the two long decisions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from async_rl.errors import LineageError, QueueError
+from async_rl.queue.core import ledger as ledgers
+from async_rl.queue.core.admission import BufferSettings
+from async_rl.queue.core.changes import Changes
+from async_rl.queue.core.evals import Answer, EvalBook, Row
+from async_rl.queue.core.group_summary import GroupFacts
+from async_rl.queue.core.leases import GeneratorTable, HeldLease, LeaseTable
+from async_rl.queue.core.ledger import Ledger, Outcomes
+from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.ready_groups import Shelf
+from async_rl.queue.core.snapshot_refs import Pins
+from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
+from async_rl.queue.messages import Announcement, DropCause
+from async_rl.queue.storage.payloads import BodyStore
+from async_rl.records import Prompt
+
+_NAMED = 100
+"""Prompts that were set aside are named up to so many; all are counted."""
+
+
+@dataclass(slots=True)
+class LearnerSide:
+    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken`` belongs to ``step``.
+
+    ``acked`` is the last acked step with the snapshot that its ack asked for. ``waits_since``: under ``on_stale =
+    "wait"``, when the next batch could have been handed over but for leases that it would make stale. ``lease_bound``
+    is the bound on staleness that leases are given by, as of the last ack: ``max_staleness``, or less.
+    """
+
+    lineage: str
+    step: int
+    num_steps: int
+    version: int
+    fork_version: int
+    lease_bound: int
+    announcement: Announcement | None = None
+    taken: tuple[HeldGroup, ...] = ()
+    taken_bytes: int = 0
+    acked: tuple[int, bytes | None] | None = None
+    waits_since: float | None = None
+    finished: bool = False
+
+    def hold(self, groups: tuple[HeldGroup, ...]) -> tuple[HeldGroup, ...]:
+        """``groups`` are taken from here on; those that were before."""
+        before, self.taken = self.taken, groups
+        self.taken_bytes = sum(group.place.length for group in groups)
+        return before
+
+    @property
+    def steps_left(self) -> int:
+        return max(0, self.num_steps - self.step)
+
+    @property
+    def announced_version(self) -> int | None:
+        return None if self.announcement is None else self.announcement.version
+
+
+@dataclass(slots=True)
+class Attempts:
+    """How often a prompt was lost: by failing (poison at the limit) and by being too late (too slow at the limit)."""
+
+    failed: int = 0
+    stale: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class QueueState:
+    """Everything that changes. ``revision`` grows with every change, so that waiting requests are tried again.
+
+    ``data_digest`` names the training rows, so that a snapshot of other rows is never restored. ``set_aside`` counts an
+    epoch's prompts that were given up; ``set_aside_last`` names the last of them by position, with the cause.
+    """
+
+    settings: BufferSettings
+    rows: Sequence[Row]
+    stream: PromptStream
+    data_digest: str
+    instance: str
+    bodies: BodyStore
+    changes: Changes
+    leases: LeaseTable
+    generators: GeneratorTable
+    evals: EvalBook
+    pins: Pins
+    learner: LearnerSide | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    queued: Shelf = field(default_factory=Shelf)
+    attempts: dict[int, Attempts] = field(default_factory=dict)
+    set_aside: Counter[int] = field(default_factory=Counter)
+    set_aside_last: dict[int, str] = field(default_factory=dict)
+    old_lineages: set[str] = field(default_factory=set)
+    filtered_since_step: int = 0
+    filtered_right_since_step: int = 0
+    prompts_too_long: int = 0
+    num_leases: int = 0
+    revision: int = 0
+    now: float = 0.0
+    clock_ahead_s: float = 0.0
+
+    def at(self, now: float) -> None:
+        """Time never runs backwards here, whatever order the callers' clocks were read in.
+
+        ``now`` is of the callers' clock; ``clock_ahead_s`` is how far this one, which outlives processes, is ahead.
+        """
+        self.now = max(self.now, now + self.clock_ahead_s)
+
+    def attached(self, lineage: str) -> LearnerSide:
+        """The learner, if ``lineage`` is its.
+
+        Raises:
+            LineageError: another learner owns the queue.
+            QueueError: no learner is attached here.
+        """
+        if self.learner is None:
+            raise QueueError(
+                f"expected an attached learner, got lineage {lineage} on a queue server that has just started; "
+                f"it holds no group of this run, so start the learner again from its checkpoint"
+            )
+        if lineage != self.learner.lineage:
+            raise LineageError(
+                f"lineage {lineage} no longer owns the queue, {self.learner.lineage} does; a newer learner took over"
+            )
+        return self.learner
+
+    @property
+    def group_bytes(self) -> int:
+        """Bodies that are queued or taken."""
+        return self.queued.num_bytes + (0 if self.learner is None else self.learner.taken_bytes)
+
+    @property
+    def taken(self) -> tuple[HeldGroup, ...]:
+        return () if self.learner is None else self.learner.taken
+
+    @property
+    def outstanding(self) -> int:
+        """Training groups taken, in flight or queued."""
+        groups = self.ledger.groups
+        return groups.taken + groups.in_flight + groups.queued
+
+    def prompt(self, position: int) -> Prompt:
+        row, epoch = self.stream.locate(position)
+        return Prompt(position, row, epoch, self.rows[row].messages, self.rows[row].reward_data)
+
+    def lose_lease(
+        self, held: HeldLease, cause: DropCause, *, tokens: int = 0, stop_sampling: bool = True, again: bool = True
+    ) -> None:
+        """A lease ends without a usable group; its prompt comes again, or is set aside.
+
+        ``again`` False (evaluations only) gives the row up at once.
+        """
+        rollouts = held.lease.group_size
+        if stop_sampling:
+            self.generators.cancel(held)
+        if held.evaluation is not None:
+            evaluation = self.evals.get(held.evaluation)
+            given_up = evaluation is not None and evaluation.lose(
+                held.lease.prompt.row, max_attempts=self.settings.max_attempts, again=again
+            )
+            if evaluation is not None:
+                self.evals.note(evaluation)
+                if given_up:
+                    self.evals.answer(evaluation, held.lease.prompt.row, Answer(None))
+            final: DropCause = "poison" if given_up and again else cause
+            self.leases.close(held.lease.lease_id, final)
+            self.eval_ledger.drop("in_flight", final, rollouts, tokens)
+        else:
+            final = self._ask_again(held.lease.prompt.position, cause)
+            self.leases.close(held.lease.lease_id, final)
+            self.ledger.drop("in_flight", final, rollouts, tokens)
+            if cause == "cancelled":
+                # Its answers are at least as long as the last heartbeat said; what they are worth, nobody knows.
+                self.outcomes.add("cancelled", rollouts=rollouts, tokens=held.progress, reward=0.0, accuracy=0.0)
+        self.revision += 1
+
+    def give_back(self, held: HeldLease) -> None:
+        """A lease ends by nobody's fault; its prompt comes again and no attempt is counted."""
+        rollouts = held.lease.group_size
+        self.leases.close(held.lease.lease_id, "cancelled")
+        if held.evaluation is not None:
+            self.eval_ledger.drop("in_flight", "cancelled", rollouts, 0)
+            evaluation = self.evals.get(held.evaluation)
+            if evaluation is not None:
+                evaluation.give_back(held.lease.prompt.row)
+        else:
+            self.ledger.drop("in_flight", "cancelled", rollouts, 0)
+            self.stream.put_back(held.lease.prompt.position)
+        self.revision += 1
+
+    def refuse_prompt(self, held: HeldLease) -> None:
+        """A prompt that is too long is never tried again."""
+        if held.evaluation is not None:
+            self.lose_lease(held, "refused", stop_sampling=False, again=False)
+            return
+        self.leases.close(held.lease.lease_id, "refused")
+        self.ledger.drop("in_flight", "refused", held.lease.group_size, 0)
+        self.prompts_too_long += 1
+        self._give_up(held.lease.prompt.position, "too_long")
+        self.revision += 1
+
+    def keep_group(self, group: HeldGroup) -> None:
+        """A new group is queued."""
+        self.queued.add(group)
+        self.changes.put("group", group.lease_id, GroupEntry(group), is_new=True)
+        self.revision += 1
+
+    def drop_group(self, group: HeldGroup, source: ledgers.Place, cause: DropCause, *, again: bool = False) -> None:
+        """A queued or taken group leaves; the caller has taken it out of its place."""
+        final = self._ask_again(group.position, cause) if again else cause
+        self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
+        self.count_outcome("dropped", group)
+        self.let_go(group)
+        self.revision += 1
+
+    def let_go(self, group: HeldGroup) -> None:
+        """Forget a group that left, unless a snapshot still needs it."""
+        if group.lease_id in self.pins:
+            self.changes.put("group", group.lease_id, GroupEntry(group, is_held=False))
+        else:
+            self.changes.delete("group", group.lease_id)
+            self.bodies.release(group.place)
+
+    def is_held(self, lease_id: str) -> bool:
+        """Whether the group is queued or taken."""
+        return lease_id in self.queued or any(group.lease_id == lease_id for group in self.taken)
+
+    def unpin(self, groups: Iterable[HeldGroup]) -> None:
+        """No snapshot needs these any more: let go of those that left meanwhile."""
+        for group in groups:
+            if not self.is_held(group.lease_id):
+                self.let_go(group)
+
+    def count_outcome(self, fate: str, group: HeldGroup | GroupFacts) -> None:
+        self.outcomes.add(
+            fate,
+            rollouts=group.num_rollouts,
+            tokens=group.num_tokens,
+            reward=group.reward,
+            accuracy=group.accuracy,
+        )
+
+    def drop_too_old(self, learner: LearnerSide) -> None:
+        """After the version moved: queued groups and leases that can't be trained any more are dropped."""
+        oldest = self.settings.oldest_trainable(learner.version)
+        for group in self.queued.pop_older_than(oldest):
+            self.drop_group(group, "queued", "stale", again=True)
+        # Under "mask" a lease can always make it: its newer tokens will be young enough.
+        if self.settings.on_stale != "mask":
+            for held in self.leases.training_older_than(oldest):
+                self.lose_lease(held, "cancelled")
+
+    def end_training(self) -> None:
+        """No further step: what is queued or in flight for training is unused."""
+        for group in self.queued.pop_all():
+            self.drop_group(group, "queued", "unused_at_end")
+        for held in self.leases:
+            if held.evaluation is None:
+                self.generators.cancel(held)
+                self.leases.close(held.lease.lease_id, "unused_at_end")
+                self.ledger.drop("in_flight", "unused_at_end", held.lease.group_size, 0)
+                self.revision += 1
+
+    def attempts_of(self, position: int) -> Attempts:
+        return self.attempts.get(position, Attempts())
+
+    def stop_diagnosis(self) -> str:
+        """Why the run can't go on; empty if it can."""
+        if self.filtered_since_step >= self.settings.max_filtered:
+            right = self.filtered_right_since_step
+            wrong = self.filtered_since_step - right
+            return (
+                f"{self.filtered_since_step} groups were filtered since the last step (queue.max_filtered): {right} "
+                f"with a mean accuracy at or above queue.filter_range, {wrong} at or below; the data is too easy or "
+                f"too hard for this model, or the reward misreads its answers: look at rollouts, or change data.train"
+            )
+        full = [epoch for epoch, count in self.set_aside.items() if count >= self.stream.num_rows]
+        if full:
+            return (
+                f"every prompt of epoch {full[0]} was set aside ({self.prompts_too_long} were longer than "
+                f"sampling.max_prompt_tokens = {self.settings.sampling.max_prompt_tokens}, others failed or were too "
+                f"slow queue.max_attempts times); see the generators' logs"
+            )
+        return ""
+
+    def _ask_again(self, position: int, cause: DropCause) -> DropCause:
+        """Let the prompt come again, unless it used up its attempts; the cause that counts."""
+        attempts = self.attempts.setdefault(position, Attempts())
+        if cause in ("stale", "cancelled"):
+            attempts.stale += 1
+            final: DropCause = "too_slow" if attempts.stale >= self.settings.max_attempts else cause
+        else:
+            attempts.failed += 1
+            final = "poison" if attempts.failed >= self.settings.max_attempts else cause
+        if final == cause:
+            self.stream.put_back(position)
+        else:
+            self._give_up(position, final)
+        return final
+
+    def _give_up(self, position: int, cause: str) -> None:
+        self.attempts.pop(position, None)
+        self.set_aside[position // self.stream.num_rows] += 1
+        self.set_aside_last[position] = cause
+        while len(self.set_aside_last) > _NAMED:
+            del self.set_aside_last[next(iter(self.set_aside_last))]

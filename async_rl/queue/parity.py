@@ -1,0 +1,212 @@
+"""Whether engine and learner give the same tokens the same log-probabilities by the same weights. No torch.
+
+The learner scores a few given tokens while it holds a version and sends them, as a ``Probe``, with the version's
+announcement; every generator scores the same tokens once it has activated that version, and its ``Answer`` goes back
+through the queue. So nobody waits for anybody, and each generator is compared at one version exactly. What the two
+sides do with it is in ``learner.parity`` and ``generator.parity``; the doctor compares in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from async_rl.errors import WireError
+from async_rl.net.codec import field
+from async_rl.net.wire import Limits, decode, encode
+
+MAX_SEQUENCES = 8
+MAX_CONTEXT = 64
+"""Given tokens before the first that is scored, at most."""
+MAX_SCORED = 32
+"""Scored tokens of a sequence, at most."""
+
+_LIMITS = Limits(max_bytes=1 << 20, max_header_bytes=1 << 16, max_arrays=2 * MAX_SEQUENCES, max_items=64, max_depth=4)
+_EXACT_LIMIT = 1e-3
+_ROUNDED_LIMIT = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Tokens int32 [T], of which the last ``num_scored`` are scored, each after all those before it."""
+
+    token_ids: np.ndarray
+    num_scored: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """What generators are to score at ``version``, and what the learner found.
+
+    Attributes:
+        temperature: what logits are divided by. There is no top-p and no top-k.
+        logprobs: the learner's, float32 [num_scored] of every sequence, nats.
+        dtype: what the learner computes in, by torch's name.
+        limit: ``weights.parity_limit``; None: by the dtypes of both sides.
+    """
+
+    lineage: str
+    version: int
+    temperature: float
+    sequences: tuple[Given, ...]
+    logprobs: tuple[np.ndarray, ...]
+    dtype: str
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What a generator found at the probe's version.
+
+    Attributes:
+        logprobs: float32, all scored tokens one after the other; None: its engine can't score given tokens.
+        backend, dtype: the engine, and what it computes in.
+        cause: the likely cause of a difference above the limit, found by experiments there; empty: none found.
+        excluded: what those experiments excluded.
+    """
+
+    version: int
+    backend: str
+    dtype: str
+    logprobs: np.ndarray | None
+    cause: str = ""
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """|engine - learner| over ``tokens`` log-probabilities, nats; ``bias`` is the mean of engine - learner.
+
+    Infinite where one side gives a token no probability at all.
+    """
+
+    tokens: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+    bias: float
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """``parity/mean`` and so on, for a row of ``metrics.jsonl``."""
+        names = ("tokens", "mean", "p50", "p95", "p99", "max")
+        return {f"{prefix}{name}": getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return (
+            f"mean |difference| {self.mean:.2g} nats over {self.tokens} tokens (median {self.p50:.2g}, 99th percentile "
+            f"{self.p99:.2g}, largest {self.max:.2g})"
+        )
+
+
+def compare(engine: np.ndarray, learner: np.ndarray) -> Difference:
+    """Log-probabilities [N] of the same tokens.
+
+    Raises:
+        ValueError: not as many of both, or none.
+    """
+    if engine.shape != learner.shape or not engine.size:
+        raise ValueError(
+            f"expected as many log-probabilities of both, at least one, got {engine.shape}, {learner.shape}"
+        )
+    delta = engine.astype(np.float64) - learner.astype(np.float64)
+    size = np.where(np.isfinite(delta), np.abs(delta), np.inf)
+    p50, p95, p99 = (float(np.quantile(size, share, method="higher")) for share in (0.5, 0.95, 0.99))
+    bias = float(delta.mean()) if np.isfinite(delta).all() else math.inf
+    return Difference(len(delta), float(size.mean()), p50, p95, p99, float(size.max()), bias)
+
+
+def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
+    """The mean |difference| above which the two sides are not at one.
+
+    Kernels that round to bfloat16 differ by about 0.01 from one another; float32 ones by 1e-6.
+    """
+    if limit is not None:
+        return limit
+    return _EXACT_LIMIT if set(dtypes) == {"float32"} else _ROUNDED_LIMIT
+
+
+def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:
+    """Whether the engine looks like leaving tokens out (top-p, top-k) that the learner counts.
+
+    What is left out has no probability, and what is kept has a greater one, every single token.
+    """
+    delta = engine.astype(np.float64) - learner.astype(np.float64)
+    kept = delta[engine > -np.inf]
+    if not kept.size:
+        return False
+    tolerance = 0.1 * float(np.abs(kept).mean())
+    return bool((kept >= -tolerance).all()) and (kept.size < delta.size or float(kept.mean()) > 0)
+
+
+def encode_probe(probe: Probe) -> bytes:
+    """As it travels in ``Announcement.probe``."""
+    fields = {
+        "lineage": probe.lineage, "version": probe.version, "temperature": float(probe.temperature),
+        "scored": [given.num_scored for given in probe.sequences], "dtype": probe.dtype, "limit": probe.limit,
+    }  # fmt: skip
+    return bytes(encode("probe", fields, [*(given.token_ids for given in probe.sequences), *probe.logprobs]))
+
+
+def decode_probe(data: bytes) -> Probe:
+    """The inverse of ``encode_probe``.
+
+    Raises:
+        WireError: it is malformed.
+    """
+    message = decode(data, _LIMITS)
+    scored, arrays = field(message.fields, "scored", list), message.arrays
+    if not scored or len(arrays) != 2 * len(scored):
+        raise WireError(f"expected tokens and logprobs of {len(scored)} sequences, got {len(arrays)} arrays")
+    tokens, logprobs = arrays[: len(scored)], arrays[len(scored) :]
+    for ids, values, count in zip(tokens, logprobs, scored, strict=True):
+        fits = type(count) is int and 0 < count == len(values) < len(ids) <= MAX_CONTEXT + MAX_SCORED
+        if ids.dtype != np.int32 or values.dtype != np.float32 or not fits:
+            raise WireError(f"expected a sequence of int32 with {count} float32 logprobs, got {ids.dtype} {len(ids)}")
+    limit = message.fields.get("limit")
+    return Probe(
+        lineage=field(message.fields, "lineage", str),
+        version=field(message.fields, "version", int),
+        temperature=field(message.fields, "temperature", float),
+        sequences=tuple(Given(np.array(ids), count) for ids, count in zip(tokens, scored, strict=True)),
+        logprobs=tuple(np.array(values) for values in logprobs),
+        dtype=field(message.fields, "dtype", str),
+        limit=None if limit is None else field(message.fields, "limit", float),
+    )
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """As the queue keeps it for the learner."""
+    fields = {
+        "version": answer.version, "backend": answer.backend, "dtype": answer.dtype, "cause": answer.cause,
+        "excluded": list(answer.excluded),
+    }  # fmt: skip
+    return bytes(encode("answer", fields, [] if answer.logprobs is None else [answer.logprobs]))
+
+
+def decode_answer(data: bytes) -> Answer:
+    """The inverse of ``encode_answer``.
+
+    Raises:
+        WireError: it is malformed.
+    """
+    message = decode(data, _LIMITS)
+    fields: Any = message.fields
+    excluded = field(fields, "excluded", list)
+    if not all(isinstance(text, str) for text in excluded):
+        raise WireError("expected what was excluded to be text")
+    if message.arrays and (message.arrays[0].dtype != np.float32 or message.arrays[0].ndim != 1):
+        raise WireError(f"expected float32 [N], got {message.arrays[0].dtype} {list(message.arrays[0].shape)}")
+    return Answer(
+        version=field(fields, "version", int),
+        backend=field(fields, "backend", str),
+        dtype=field(fields, "dtype", str),
+        logprobs=np.array(message.arrays[0]) if message.arrays else None,
+        cause=field(fields, "cause", str),
+        excluded=tuple(excluded),
+    )

@@ -1,0 +1,123 @@
+"""The queue's two small files in the run directory: ``queue.json`` and ``ledger.json``, rewritten atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.net.address import check_address
+from async_rl.queue.core.buffer import Buffer
+
+LEDGER_EVERY_S = 1.0
+_LEDGER_GAP_S = 0.25
+"""Steps that come faster share one writing of the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRecord:
+    """Where a run's queue server is. ``run_id`` is empty until its first learner attached, unless it was given."""
+
+    run_id: str
+    pid: int
+    address: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_record(run_dir: Path) -> QueueRecord | None:
+    """The recorded server; None if none is recorded, or the file is not one of ours."""
+    try:
+        plain = json.loads((run_dir / "queue.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    match plain:
+        case {"run_id": str(run_id), "pid": int(pid), "address": str(address)}:
+            return QueueRecord(run_id, pid, address)
+        case _:
+            return None
+
+
+def last_port(run_dir: Path, run_id: str) -> int | None:
+    """The port of this run's last server, which generators still know."""
+    record = read_record(run_dir)
+    if record is None or (run_id and record.run_id != run_id):
+        return None
+    return check_address(record.address)[1]
+
+
+def write_json(path: Path, plain: Mapping[str, Any]) -> None:
+    """The file appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+class BackgroundFile:
+    """A JSON file that a thread rewrites: to replace one may wait for the disk, longer than a group takes.
+
+    Raises (``write`` and ``close``): OSError, what went wrong with the last writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.name)
+        self._writing: Future[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last writing goes on."""
+        return self._writing is not None and not self._writing.done()
+
+    def write(self, plain: Mapping[str, Any]) -> None:
+        """Begin to write; not to be called while it is busy."""
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = self._thread.submit(write_json, self._path, plain)
+
+    def close(self) -> None:
+        """Returns when the last writing is done."""
+        self._thread.shutdown()
+        if self._writing is not None:
+            self._writing.result()
+
+
+class RunFiles:
+    """Both files of a server at ``address``, kept true."""
+
+    def __init__(self, run_dir: Path, address: str) -> None:
+        self._run_dir, self._address = run_dir, address
+        self._ledger = BackgroundFile(run_dir / "ledger.json")
+        self._recorded_run_id: str | None = None
+        self._written_revision, self._written_at, self._written_step = -1, 0.0, -1
+
+    def record(self, run_id: str) -> None:
+        """Say in ``queue.json`` where the server is."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
+        self._recorded_run_id = run_id
+
+    def write(self, run_id: str, buffer: Buffer, now: float) -> None:
+        """Both files, if there is something new, and the last writing is long enough ago."""
+        if self._recorded_run_id != run_id:
+            self.record(run_id)
+        step = buffer.learner.step if buffer.learner is not None else -1
+        is_due = now - self._written_at >= (_LEDGER_GAP_S if step != self._written_step else LEDGER_EVERY_S)
+        if self._written_revision == buffer.revision or not is_due or self._ledger.is_busy:
+            return
+        self._written_revision, self._written_at, self._written_step = buffer.revision, now, step
+        self._ledger.write(_ledger_of(run_id, buffer))
+
+    def write_last(self, run_id: str, buffer: Buffer) -> None:
+        """The ledger as it is at the end."""
+        self._ledger.close()
+        write_json(self._run_dir / "ledger.json", _ledger_of(run_id, buffer))
+
+
+def _ledger_of(run_id: str, buffer: Buffer) -> dict[str, Any]:
+    return {"run_id": run_id, **buffer.ledger_file()}

@@ -1,0 +1,369 @@
+"""The queue server: one ROUTER socket around the buffer, one thread, one loop.
+
+It waits for nobody. Requests that can't be answered yet are parked and tried again after every change; malformed ones
+are counted and answered. What a turn of the loop changed is committed to the journal before any of its replies goes
+out, so nothing that anybody was told can be forgotten. ``queue.json`` says where it is, ``ledger.json`` what became of
+everything. It ends when the run is finished and its generators were told, when its learner is gone for
+``queue.linger_s``, when the lifeline of whoever started it breaks, or on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from async_rl.config.config import Config
+from async_rl.data.chat import vocabulary_size
+from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
+from async_rl.net.wire import Message, decode, encode
+from async_rl.process.fault_points import fault_point
+from async_rl.queue.core.admission import BufferSettings, eval_sampling
+from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core.changes import Changes
+from async_rl.queue.core.evals import Row
+from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.messages import Announcement
+from async_rl.queue.neighbours import NotSharedError, OutdatedError, free_unkept
+from async_rl.queue.protocol import name
+from async_rl.queue.server.endpoint import Endpoint
+from async_rl.queue.server.files import LEDGER_EVERY_S, RunFiles, last_port
+from async_rl.queue.server.handlers import OF_LEARNERS, Handlers, WelcomePack
+from async_rl.queue.server.outbox import Outbox
+from async_rl.queue.server.pending import Parking, Request
+from async_rl.queue.server.replies import Reply, Waiting
+from async_rl.queue.storage.journal import Journal, pack, unpack
+from async_rl.queue.storage.payloads import Body, RecentBodies
+
+logger = logging.getLogger(__name__)
+
+LEARNER_SILENCE_S = 20.0
+"""A learner that said nothing for so long, not even that it is alive, is gone."""
+FINISH_GRACE_S = 10.0
+"""After the end, generators have so long to hear of it."""
+_DRAIN_S = 0.003
+"""Messages are handled for so long before their replies go out. Longer, and the learner waits behind generators'
+returns; shorter, and every message pays for a commit of its own."""
+_MAX_DRAIN = 256
+_RECENT_BYTES = 256 << 20
+"""Groups in memory beside the journal."""
+
+
+class QueueServer:
+    """Binds at once; ``run`` serves until the end. ``orphan_s``: ends if no learner attaches for so long.
+
+    Raises:
+        AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
+        KeyFileError: the keys of ``queue.keys`` are missing or unfit.
+        ConfigError: the queue can't hold one step.
+        ModelError: how much room a step needs depends on the model, which is not there.
+    """
+
+    def __init__(
+        self, config: Config, train_rows: Sequence[Row], eval_rows: Mapping[str, Sequence[Row]], *,
+        data_digest: str = "", open_journal: Callable[[], Journal] | None = None, run_id: str = "",
+        insecure: bool = False,
+        lifeline_fd: int | None = None, orphan_s: float | None = None,
+        on_ready: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        if not train_rows:
+            raise ConfigError(f"data.train: expected at least one row, got none in {config.data.train!r}")
+        stream = PromptStream(
+            len(train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
+        )
+        settings = BufferSettings.from_config(config, vocab_size=_vocabulary_size(config))
+        run_dir = Path(config.run.dir)
+        # A server that is refused its address leaves no journal behind.
+        self._endpoint = Endpoint(config.queue, insecure=insecure, last_port=last_port(run_dir, run_id))
+        self.address = self._endpoint.address
+        try:
+            self._journal = open_journal() if open_journal is not None else None
+        except UserError:
+            self._endpoint.close()
+            raise
+        self._changes = Changes(is_wanted=self._journal is not None)
+        buffer = Buffer(
+            settings, train_rows, stream, data_digest=data_digest, instance=secrets.token_hex(2),
+            bodies=None if self._journal is None else RecentBodies(self._journal, _RECENT_BYTES), changes=self._changes,
+        )  # fmt: skip
+        limited = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
+        self._handlers = Handlers(buffer, config, limited, run_id)
+        self._buffer, self._config, self._on_ready = buffer, config, on_ready
+        self._lifeline_fd, self._orphan_s = lifeline_fd, orphan_s
+        self._parking = Parking(lambda: buffer.revision, self._send, self._failed)
+        self._outbox = Outbox()
+        self._has_batch = False
+        self._committed = -1
+        self._told: tuple[Announcement | None, bool] = None, False
+        self._saved_welcome: WelcomePack | None = None
+        self._saved_handlers: tuple[Any, ...] = ()
+        self._wake_read, self._wake_write = os.pipe()
+        self._stop_reason = ""
+        self._started = self._learner_seen = time.monotonic()
+        self._finished_at: float | None = None
+        self._files = RunFiles(run_dir, self.address)
+        self._poller = zmq.Poller()
+        self._endpoint.register(self._poller)
+        for fd in (self._wake_read, lifeline_fd):
+            if fd is not None:
+                self._poller.register(fd, zmq.POLLIN)
+        if self._journal is not None:
+            try:
+                self._load(self._journal)
+            except QueueError:
+                self._close()
+                raise
+
+    def stop(self, reason: str) -> None:
+        """End the loop soon; safe from a signal handler or another thread."""
+        self._stop_reason = reason
+        os.write(self._wake_write, b"x")
+
+    def run(self) -> str:
+        """Serve; the reason why it ended."""
+        self._files.record(self._handlers.run_id)
+        if self._on_ready is not None:
+            self._on_ready(self.address)
+        # The rows stay for good: no collection needs to look at them again.
+        gc.freeze()
+        logger.info("the queue serves %s", self.address)
+        try:
+            while not (reason := self._why_end(time.monotonic())):
+                self._wait()
+                self._drain()
+                if self._has_batch:
+                    # The learner does nothing until it comes, and what else is there to answer takes a while.
+                    self._commit()
+                    self._send_outbox()
+                now = time.monotonic()
+                self._buffer.expire(now)
+                self._parking.answer(now)
+                self._push_notices()
+                self._commit()
+                self._send_outbox()
+                self._files.write(self._handlers.run_id, self._buffer, now)
+            logger.info("the queue ends: %s", reason)
+            self._commit()
+            self._files.write_last(self._handlers.run_id, self._buffer)
+            return reason
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._endpoint.close()
+        if self._journal is not None:
+            self._journal.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # The loop's parts.
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        deadlines = [now + LEDGER_EVERY_S, *self._parking.deadlines()]
+        if self._buffer.next_deadline is not None:
+            deadlines.append(self._buffer.next_deadline)
+        self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
+
+    def _drain(self) -> None:
+        now = time.monotonic()
+        for identity, frames in self._endpoint.receive(_MAX_DRAIN, now):
+            self._receive(identity, frames)
+            self._parking.answer_only("take")
+            if self._has_batch or time.monotonic() - now >= _DRAIN_S:
+                break
+        self._endpoint.note_refused(now)
+        self._endpoint.neighbours.look(now)
+
+    def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
+        """What a client sent together: one message, or some behind one another, each with its parts."""
+        left = self._receive_first(identity, frames)
+        while left and self._endpoint.lets_in_another(identity, time.monotonic()):
+            left = self._receive_first(identity, left)
+
+    def _receive_first(self, identity: bytes, frames: list[memoryview]) -> list[memoryview]:
+        """Handle the first message; the frames behind it, none if it did not tell where it ends."""
+        request_id: str | None = None
+        bodies: list[Body] = []
+        left: list[memoryview] = []
+        try:
+            if not frames:
+                raise WireError("expected a frame, got none")
+            sizes = self._endpoint.sizes
+            message = decode(frames[0], sizes.limits)
+            request_id = _request_id(message)
+            end = 1 + message.num_parts
+            bodies = self._endpoint.neighbours.fetch(identity, frames[1:end], sizes.limits.max_bytes)
+            message = message.with_parts(bodies)
+            left = frames[end:]
+            sizes.check(message, len(frames[0]) + sum(map(len, bodies)))
+            self._handle(identity, request_id, message)
+        except NotSharedError:
+            self._send(Request(identity, request_id, None, "unshared"), Reply("unshared", {}))
+        except OutdatedError:
+            logger.debug("a late repeat of %s, whose groups were received before, is left out", request_id)
+        except Exception as error:
+            self._send(Request(identity, request_id, None, "malformed"), self._failed(identity, error))
+        finally:
+            free_unkept(bodies)
+        return left
+
+    def _failed(self, identity: bytes, error: Exception) -> Reply:
+        """The server outlives bad requests, and its own bugs: the request is refused, and the log has the place."""
+        if isinstance(error, WireError):
+            self._endpoint.note_malformed(identity, time.monotonic())
+        if not isinstance(error, AsyncRLError):
+            logger.error("a request failed by a bug", exc_info=error)
+        return _error(error)
+
+    def _handle(self, identity: bytes, request_id: str | None, message: Message) -> None:
+        now = time.monotonic()
+        if message.type in OF_LEARNERS:
+            self._endpoint.refuse_strangers(message.type)
+        generator_id = self._handlers.generator_of(message, identity, now)
+        self._note_learner(message, now)
+        answer = self._endpoint.neighbours.answer(identity, message) or self._handlers.handle(message, now)
+        request = Request(identity, request_id, generator_id, message.type)
+        if isinstance(answer, Reply):
+            self._send(request, answer)
+        elif isinstance(answer, Waiting):
+            self._parking.park(request, answer, now)
+
+    def _note_learner(self, message: Message, now: float) -> None:
+        learner = self._buffer.learner
+        lineage = message.fields.get("lineage")
+        if message.type == "attach" or (learner is not None and lineage == learner.lineage and message.type != "lease"):
+            self._learner_seen = now
+
+    def _send(self, request: Request, reply: Reply) -> None:
+        self._has_batch |= reply.type == "batch"
+        if reply.type == "status":
+            reply = self._whole_status(reply)
+        notice = {} if request.generator_id is None else self._notice(request.generator_id, reply)
+        for message in (reply, *reply.further):
+            fields = {**message.fields, "request_id": request.request_id, **notice}
+            frame = encode(message.type, fields, message.arrays, num_parts=len(message.parts))
+            parts = self._endpoint.neighbours.outgoing(request.identity, message.parts)
+            self._outbox.add(request.identity, [frame, *parts])
+
+    def _whole_status(self, reply: Reply) -> Reply:
+        """With what the server knows beside the buffer."""
+        waits = self._parking.waits(time.monotonic())
+        extra = {
+            "address": self.address, "pid": os.getpid(), "waits": waits,
+            "shared_memory": self._endpoint.neighbours.status(), **self._endpoint.counters(),
+        }  # fmt: skip
+        return replace(reply, fields={**reply.fields, "status": {**reply.fields["status"], **extra}})
+
+    def _notice(self, generator_id: str, reply: Reply) -> dict[str, Any]:
+        notice = self._handlers.notice(generator_id)
+        if own := reply.fields.get("cancelled"):
+            notice["cancelled"] = [*own, *notice.get("cancelled", [])]
+        return notice
+
+    def _send_outbox(self) -> None:
+        self._has_batch = False
+        for identity, frames in self._outbox.drain():
+            self._endpoint.send(identity, frames)
+
+    # Durability.
+
+    def _commit(self) -> None:
+        """Write down what changed since the last turn."""
+        if self._journal is None or self._committed == self._buffer.revision:
+            return
+        state = {"queue": pack(self._buffer.save())}
+        if (key := self._handlers.saved_key) != self._saved_handlers:
+            self._saved_handlers = key
+            state["handlers"] = pack(self._handlers.save())
+        if self._handlers.welcome is not self._saved_welcome:
+            self._saved_welcome = self._handlers.welcome
+            state["welcome"] = pack(self._handlers.save_welcome())
+        self._journal.commit(self._changes.drain(), state)
+        self._committed = self._buffer.revision
+        fault_point("queue.journaled")
+
+    def _load(self, journal: Journal) -> None:
+        """Go on where the last server of this journal stopped."""
+        found = journal.load()
+        if found is None:
+            return
+        welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
+        rows, now = self._handlers.eval_rows, time.monotonic()
+        samplings = {name: eval_sampling(self._config, name) for name in rows}
+        journal.adopt(self._buffer.load(found.entries, unpack(found.state["queue"]), rows, samplings, now))
+        self._handlers.load(unpack(found.state["handlers"]), welcome, now)
+        self._saved_welcome = self._handlers.welcome
+        # Loading is no change of its own.
+        self._changes.drain()
+        self._committed = self._buffer.revision
+        stats = self._buffer.stats()
+        logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
+
+    def _push_notices(self) -> None:
+        """Tell generators unasked of a new version, the end, and leases to stop."""
+        news = self._handlers.news
+        everyone = news != self._told and news != (None, False)
+        self._told = news
+        told = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_tell()
+        for generator_id in told:
+            identity = self._handlers.roster.identity(generator_id)
+            if identity is not None:
+                self._outbox.add(identity, [encode("notice", self._handlers.notice(generator_id))])
+
+    # Life.
+
+    def _why_end(self, now: float) -> str:
+        if self._stop_reason:
+            return self._stop_reason
+        if self._lifeline_fd is not None and _is_broken(self._lifeline_fd):
+            return "whoever started it is gone"
+        if self._buffer.finished:
+            self._finished_at = self._finished_at or now
+            untold = [g for g in self._buffer.alive_generators(now) if not self._handlers.roster.has_left(g)]
+            if not untold or now - self._finished_at >= FINISH_GRACE_S:
+                return "the run is finished"
+            return ""
+        linger_s = self._config.queue.linger_s
+        if self._buffer.learner is None:
+            if self._orphan_s is not None and now - self._started >= self._orphan_s:
+                return f"no learner attached for {self._orphan_s:.0f} s"
+            return ""
+        silence_s = 0.0 if self._handlers.learner_gone else LEARNER_SILENCE_S
+        if now - self._learner_seen >= silence_s + linger_s:
+            return f"the learner is gone for {now - self._learner_seen:.0f} s (queue.linger_s = {linger_s:.0f})"
+        return ""
+
+
+def _request_id(message: Message) -> str | None:
+    return None if message.fields.get("request_id") is None else name(message.fields, "request_id")
+
+
+def _is_broken(fd: int) -> bool:
+    """Whether the other end of a lifeline pipe was closed; nothing is ever written to it."""
+    readable, _, _ = select.select([fd], [], [], 0)
+    return bool(readable) and not os.read(fd, 1)
+
+
+def _error(error: Exception) -> Reply:
+    kinds = {LineageError: "lineage", WireError: "wire"}
+    kind = kinds.get(type(error), "queue" if isinstance(error, AsyncRLError) else "internal")
+    return Reply("error", {"kind": kind, "message": str(error) or type(error).__name__})
+
+
+def _vocabulary_size(config: Config) -> int | None:
+    """That of the tokens that are sampled, where the room to reserve depends on it: top-p without top-k."""
+    if config.sampling.top_p == 1 or config.sampling.top_k:
+        return None
+    if config.generator.backend == "fake":
+        return config.generator.fake.vocab_size
+    return vocabulary_size(config.model.path)

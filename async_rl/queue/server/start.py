@@ -1,0 +1,260 @@
+"""Starting a queue server, or finding the one that runs: ``run_queue`` for the command, ``ensure_queue`` for rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
+from async_rl.errors import AddressError, QueueError
+from async_rl.net.address import check_address
+from async_rl.net.keys import ClientKeys, client_keys_of
+from async_rl.process.memory import reuse_freed_memory
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.server.files import read_record
+from async_rl.queue.server.server import QueueServer
+from async_rl.queue.storage.journal import Journal
+from async_rl.run.directory import move_aside
+
+logger = logging.getLogger(__name__)
+
+_PING_S = 10.0
+"""A recorded server whose process lives may be busy; a second one beside it would split the run."""
+_START_S = 60.0
+_LOOK_AGAIN_S = 0.2
+
+
+def run_queue(
+    config: Config, *, insecure: bool, run_id: str | None = None, fresh: bool = False,
+    lifeline_fd: int | None = None, on_ready: Callable[[str], None] | None = None,
+) -> None:  # fmt: skip
+    """Load the data, bind, and serve until the end; what ``async-rl queue CONFIG`` does.
+
+    It goes on from the journal that an earlier server left, unless it is to start ``fresh``.
+    With a ``run_id`` only that run's learner may attach, and the server ends if none does in time. ``on_ready`` gets
+    the address. SIGTERM and SIGINT end it in good order.
+
+    Raises:
+        DataError: a data set is wrong. AddressError: the address can't be bound. ConfigError: the config does not fit.
+    """
+    from async_rl.data.dataset import load_rows_of, load_train_rows
+
+    reuse_freed_memory()
+
+    train = load_train_rows(config)
+    evals = {name: load_rows_of(config, source).rows for name, source in config.data.eval.items()}
+    open_journal = partial(_open_journal, config, run_id or "", fresh=fresh) if config.queue.journal else None
+    server = QueueServer(
+        config, train.rows, evals, data_digest=train.digest, open_journal=open_journal, run_id=run_id or "",
+        insecure=insecure, lifeline_fd=lifeline_fd, on_ready=on_ready,
+        orphan_s=config.queue.linger_s + _START_S if run_id else None,
+    )  # fmt: skip
+    serve_until_signal(server)
+
+
+def journal_directory(config: Config) -> Path:
+    """Where this run's queue writes down what it holds."""
+    return Path(config.queue.journal_dir or Path(config.run.dir) / "queue")
+
+
+def _open_journal(config: Config, run_id: str, *, fresh: bool) -> Journal:
+    directory = journal_directory(config)
+    if fresh and directory.exists():
+        move_aside(directory)
+    return Journal(directory, identity=run_id)
+
+
+def serve_until_signal(server: QueueServer) -> str:
+    """Serve; SIGTERM and SIGINT end it. The reason why it ended."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda got, _: server.stop(signal.Signals(got).name))
+    return server.run()
+
+
+def ensure_queue(
+    config: Config, run_id: str, insecure: bool, log_path: Path, *, command: Sequence[str] | None = None,
+    may_start: bool = True, wait_s: float = _START_S,
+) -> str:  # fmt: skip
+    """The address of this run's queue: the running one, or one that is started in a session of its own.
+
+    ``command`` is what starts a server (the config file and options are added to it); none: this package's. Without
+    ``may_start`` somebody else starts it, again if need be, and it is waited for up to ``wait_s``.
+
+    Raises:
+        QueueError: the server that was started ended, or did not answer in time; the message has the end of its log.
+            Or there is none, and it may not be started.
+        AddressError: ``queue.address`` is on another host and nothing answers there.
+    """
+    wanted = config.queue.address
+    if wanted is not None and not _is_local(check_address(wanted)[0]):
+        if answering_run(wanted, _START_S, client_keys_of(config.queue.keys)) is None:
+            raise AddressError(
+                f"no queue answers at queue.address = {wanted}; start one there: async-rl queue CONFIG, with the same "
+                f"queue.keys as here"
+            )
+        return wanted
+    found = _running(config, run_id)
+    deadline = time.monotonic() + wait_s
+    while found is None and not may_start and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN_S)
+        found = _running(config, run_id)
+    if found is not None:
+        return found
+    if not may_start:
+        raise QueueError(
+            f"no queue server of run {run_id} answered within {wait_s:.0f} s; launch keeps one alive, see {log_path}"
+        )
+    return _start(config, run_id, insecure, log_path, command or (sys.executable, "-m", "async_rl", "queue"))
+
+
+class Reviver:
+    """Starts this run's queue server again, at the port it had and from its journal, if its process is gone.
+
+    For a learner that owns the server: called while it has no connection to ``address``. A process that lives is left
+    to itself, for it may be busy or stopped.
+    """
+
+    def __init__(
+        self, config: Config, run_id: str, insecure: bool, log_path: Path, address: str, *,
+        command: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        """As for ``ensure_queue``, which gave ``address``."""
+        self._config, self._run_id, self._insecure = config, run_id, insecure
+        self._log_path, self._address, self._command = log_path, address, command
+
+    def __call__(self) -> bool:
+        """Whether a server was started.
+
+        Raises:
+            QueueError: it ended at once, or could not have its port back.
+        """
+        record = read_record(Path(self._config.run.dir))
+        if record is None or record.address != self._address or _is_alive(record.pid):
+            return False
+        logger.warning("the queue server, process %d, is gone; starting it again from its journal", record.pid)
+        found = ensure_queue(self._config, self._run_id, self._insecure, self._log_path, command=self._command)
+        if found != self._address:
+            raise QueueError(
+                f"expected the queue server back at {self._address}, where generators look for it, got it at {found}: "
+                f"its port was taken meanwhile; start learner and generators again"
+            )
+        return True
+
+
+def finish_queue(config: Config, run_id: str) -> None:
+    """Tell this run's server, if there still is one, that the run is over: its learner died before it could."""
+    address = _running(config, run_id)
+    if address is None:
+        return
+    queue = LearnerQueue(address, _PING_S, client_keys_of(config.queue.keys))
+    try:
+        lineage = queue.status()["lineage"]
+        if lineage is not None:
+            queue.finish(lineage)
+    except QueueError as error:
+        logger.warning("the run is finished, but its queue could not be told: %s", error)
+    finally:
+        queue.close()
+
+
+def answering_run(address: str, timeout_s: float, keys: ClientKeys | None = None) -> str | None:
+    """The run id that the server at ``address`` serves; None if nothing answers in time."""
+    queue = LearnerQueue(address, timeout_s, keys)
+    try:
+        return queue.ping()
+    except QueueError:
+        return None
+    finally:
+        queue.close()
+
+
+def _running(config: Config, run_id: str) -> str | None:
+    """A live server of this run (or of no run yet): the recorded one, or the one at a fixed address."""
+    record, keys = read_record(Path(config.run.dir)), client_keys_of(config.queue.keys)
+    if record is not None and _is_alive(record.pid) and answering_run(record.address, _PING_S, keys) in (run_id, ""):
+        return record.address
+    fixed = config.queue.address
+    if fixed is None or not check_address(fixed)[1] or _can_bind(fixed):
+        return None
+    return fixed if answering_run(fixed, _PING_S, keys) in (run_id, "") else None
+
+
+def _start(
+    config: Config, run_id: str, insecure: bool, log_path: Path, command: Sequence[str], *, starts_left: int = 5
+) -> str:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    config_path = log_path.with_suffix(".toml")
+    config_path.write_text(config_to_toml(config), encoding="utf-8")
+    arguments = [*command, str(config_path), "--run-id", run_id, *(["--insecure"] if insecure else [])]
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    logger.info("started the queue server, process %d, log %s", process.pid, log_path)
+    keys = client_keys_of(config.queue.keys)
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        record = read_record(Path(config.run.dir))
+        address = record.address if record is not None and record.pid == process.pid else None
+        if address is not None and answering_run(address, _PING_S, keys) == run_id:
+            return address
+        try:
+            code = process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+        if code < 0 and starts_left:
+            logger.warning("the queue server was killed by signal %d before it answered; starting it again", -code)
+            return _start(config, run_id, insecure, log_path, command, starts_left=starts_left - 1)
+        raise QueueError(f"the queue server ended with code {code}; the end of {log_path}:\n{_tail(log_path)}")
+    process.terminate()
+    raise QueueError(f"the queue server did not answer in {_START_S:.0f} s; the end of {log_path}:\n{_tail(log_path)}")
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    # A dead process that nobody has waited for still has its id: our own child, or an orphan in a container.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return True
+
+
+def _is_local(host: str) -> bool:
+    """Whether this machine has an interface of that address."""
+    return host in ("*", "0.0.0.0", "::") or _can_bind_host(host, 0)
+
+
+def _can_bind(address: str) -> bool:
+    host, port = check_address(address)
+    return _can_bind_host("" if host == "*" else host, port)
+
+
+def _can_bind_host(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

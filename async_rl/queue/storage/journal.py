@@ -1,0 +1,314 @@
+"""What the queue holds, on disk: bodies in segment files, and an SQLite index of small records over them.
+
+The server keeps bodies as they come, and once a turn commits what changed before it sends that turn's replies. All
+that was committed survives the death of any process. It goes to the operating system, which writes it in its own time
+(nothing is synced): a power cut may lose or damage it, which shows as an error, never as wrong bytes.
+
+A directory has one owner at a time, by a lock that ends with its process, and lies on this machine: on a network file
+system neither locks nor the order of writes can be relied on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from async_rl.errors import ConfigError, QueueError
+from async_rl.net.wire import pack_plain
+from async_rl.queue.core.changes import Change, Kind
+from async_rl.queue.storage.payloads import Body, Place, plain
+from async_rl.queue.storage.segments import Move, Segments, Spot, disk_error
+
+_NETWORK_FILE_SYSTEMS = frozenset({
+    "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs_nodev", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
+    "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
+})  # fmt: skip
+"""Not 9p and virtiofs: they carry the disk of the host into a virtual machine or a sandbox."""
+_LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs"})
+"""The rest of what runs under FUSE mostly reaches over the network, and is refused with it."""
+
+_ELSEWHERE = "choose another queue.journal_dir, or start over with --fresh"
+_FORMAT = 2
+"""To be raised with every change of the tables, or of the kinds and fields of records."""
+_PRAGMAS = (
+    # One owner: no shared-memory file, and no file locks to take in every transaction.
+    "locking_mode = EXCLUSIVE",
+    "journal_mode = WAL",
+    # The log is in the operating system's hands at COMMIT. Syncing it would help against power loss alone.
+    "synchronous = OFF",
+    # The log is emptied into the index at this many pages, and cut back after a larger transaction.
+    "wal_autocheckpoint = 1000",
+    "journal_size_limit = 8388608",
+)
+_SCHEMA = f"""
+    BEGIN;
+    CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+    CREATE TABLE state (name TEXT PRIMARY KEY, value BLOB);
+    CREATE TABLE entries (kind TEXT, key TEXT, fields BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID;
+    CREATE TABLE moved (
+        segment INTEGER, offset INTEGER, to_segment INTEGER, to_offset INTEGER, PRIMARY KEY (segment, offset)
+    ) WITHOUT ROWID;
+    PRAGMA user_version = {_FORMAT};
+    COMMIT;
+"""
+# In place: REPLACE would delete the row and write its index entry anew.
+_PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the last commit left behind. Every kind has its map of fields by key; tuples have become lists."""
+
+    entries: Mapping[Kind, Mapping[str, Mapping[str, Any]]]
+    state: Mapping[str, bytes]
+
+
+class Journal:
+    """Small records and bodies that outlive the process; a ``BodyStore``. One directory, one owner.
+
+    ``identity`` says whose records these are; the directory keeps the first that is given, and one who gives none may
+    have it, too (a server that was started by hand is told its run by the learner). After a start: ``load``,
+    then ``adopt`` if there was anything, then ``commit`` as often as wanted. Never from two threads at once.
+
+    Raises:
+        ConfigError: the directory can't be made, or lies on a network file system.
+        QueueError: another process owns it, it is of another identity or format, or damaged.
+    """
+
+    def __init__(self, directory: Path, *, identity: str = "", segment_bytes: int = 64 << 20) -> None:
+        self._directory = directory
+        refuse_network_file_system(directory)
+        with ExitStack() as opened:
+            opened.callback(os.close, _lock(directory))
+            with _database_errors(directory):
+                self._index = _open_index(directory / "index.sqlite", identity)
+                opened.callback(self._index.close)
+                row = self._index.execute("SELECT value FROM meta WHERE name = 'last_segment'").fetchone()
+            self._last_segment: int | None = None if row is None else row[0]
+            self._segments = Segments(directory, segment_bytes, after=self._last_segment or 0)
+            opened.callback(self._segments.close)
+            self._opened = opened.pop_all()
+        self._is_adopted = self._last_segment is None
+        self._obsolete: list[tuple[int, int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk, in segment files, but for at most two files' worth that is written over next."""
+        return self._segments.num_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Of ``num_bytes``, those of bodies that were not released, with their headers."""
+        return self._segments.live_bytes
+
+    # Bodies.
+
+    def keep(self, body: Body) -> Place:
+        """Append a body. After a restart it is there if a committed record names it.
+
+        Raises:
+            QueueError: the disk refuses it (full, say).
+        """
+        return self._segments.keep(plain(body))
+
+    def read(self, place: Place) -> bytes:
+        """The body at ``place``. Raises QueueError: it was released, or is damaged."""
+        return self._segments.read(place)
+
+    def release(self, place: Place) -> None:
+        """``place`` is never read again. Its bytes stay until a commit: the committed records may name them still."""
+        if place in self._segments.moved:
+            self._obsolete.append((place.segment, place.offset))
+        self._segments.release(place)
+
+    # Records.
+
+    def commit(self, changes: Iterable[Change], state: Mapping[str, bytes]) -> None:
+        """Make changes durable, all or none, with the bodies they name; ``state`` replaces the blobs that it names.
+
+        Also gives disk space back: files without live bodies go, and dead bytes are kept to what is live, or to two
+        segments if that is more.
+
+        Raises:
+            QueueError: the disk refuses (full, say). The last commit stands; before anything else is committed, the
+                same changes must be, or the journal be opened anew.
+        """
+        assert self._is_adopted, "commit before adopt would free the bodies of an earlier process"
+        moves = self._segments.copy_forward()
+        with _database_errors(self._directory), _transaction(self._index):
+            self._write_entries(changes)
+            if state:
+                self._index.executemany(_PUT_STATE, state.items())
+            self._write_places(moves)
+        self._obsolete.clear()
+        self._last_segment = self._segments.last
+        self._segments.settle(moves)
+
+    def load(self) -> Saved | None:
+        """Everything as of the last commit; None if there never was one."""
+        if self._last_segment is None:
+            return None
+        entries: dict[Kind, dict[str, Mapping[str, Any]]] = {kind: {} for kind in get_args(Kind)}
+        with _database_errors(self._directory):
+            for kind, key, fields in self._index.execute("SELECT kind, key, fields FROM entries"):
+                entries[kind][key] = unpack(fields)
+            return Saved(entries, dict(self._index.execute("SELECT name, value FROM state")))
+
+    def adopt(self, places: Iterable[Place]) -> None:
+        """After ``load``: of earlier processes' bodies only these are live. What else there is goes at the next commit.
+
+        Raises:
+            QueueError: a body is not there.
+        """
+        with _database_errors(self._directory):
+            rows = self._index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
+        moved = {(row[0], row[1]): Spot(row[2], row[3]) for row in rows}
+        for place in set(places):
+            home = Spot(place.segment, place.offset)
+            self._segments.adopt(place, moved.pop(home, home))
+        self._obsolete += moved
+        self._is_adopted = True
+
+    def close(self) -> None:
+        """Give the directory back."""
+        self._opened.close()
+
+    def _write_entries(self, changes: Iterable[Change]) -> None:
+        latest = {(kind, key): fields for kind, key, fields in changes}
+        puts = [(*record, pack(fields)) for record, fields in latest.items() if fields is not None]
+        gone = [record for record, fields in latest.items() if fields is None]
+        if puts:
+            self._index.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", puts)
+        if gone:
+            self._index.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", gone)
+
+    def _write_places(self, moves: Iterable[Move]) -> None:
+        """Where bodies are that no longer lie where their place says, and the highest number of a file."""
+        if self._obsolete:
+            self._index.executemany("DELETE FROM moved WHERE segment = ? AND offset = ?", self._obsolete)
+        rows = [(place.segment, place.offset, *spot) for place, spot in moves]
+        if rows:
+            self._index.executemany("INSERT OR REPLACE INTO moved VALUES (?, ?, ?, ?)", rows)
+        if self._last_segment != self._segments.last:
+            self._index.execute("INSERT OR REPLACE INTO meta VALUES ('last_segment', ?)", (self._segments.last,))
+
+
+def pack(plain: Mapping[str, Any]) -> bytes:
+    """Plain data as bytes, for the state of a commit."""
+    return pack_plain(plain)
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """The inverse of ``pack``; tuples have become lists."""
+    return msgspec.msgpack.decode(data)
+
+
+# The index.
+
+
+def _open_index(path: Path, identity: str) -> sqlite3.Connection:
+    """The database, made if there is none. Raises QueueError: it is of another identity or format."""
+    # The server may be built in one thread and run in another.
+    index = sqlite3.connect(path, isolation_level=None, timeout=0, check_same_thread=False)
+    try:
+        for pragma in _PRAGMAS:
+            index.execute(f"PRAGMA {pragma}")
+        (found_format,) = index.execute("PRAGMA user_version").fetchone()
+        if not found_format:
+            index.executescript(_SCHEMA)
+        elif found_format != _FORMAT:
+            raise QueueError(f"{path}: expected a journal of format {_FORMAT}, got {found_format}; {_ELSEWHERE}")
+        if identity:
+            index.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (identity,))
+        row = index.execute("SELECT value FROM meta WHERE name = 'identity'").fetchone()
+        found = identity if row is None else row[0]
+        if identity and found != identity:
+            raise QueueError(f"{path}: expected the journal of {identity!r}, got that of {found!r}; {_ELSEWHERE}")
+    except BaseException:
+        index.close()
+        raise
+    return index
+
+
+@contextmanager
+def _transaction(index: sqlite3.Connection) -> Iterator[None]:
+    index.execute("BEGIN")
+    try:
+        yield
+        index.execute("COMMIT")
+    except BaseException:
+        # SQLite has rolled back by itself after some errors.
+        if index.in_transaction:
+            index.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def _database_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise disk_error(directory, error) from error
+
+
+# The directory.
+
+
+def _lock(directory: Path) -> int:
+    """Make the directory and own it, while the descriptor that is returned is open."""
+    with ExitStack() as opened:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            opened.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+        except BlockingIOError as error:
+            raise QueueError(
+                f"expected {directory} to be free, but process {(directory / 'lock').read_text() or 'unknown'} owns "
+                f"it, as another queue server of this run; stop that one, or choose another queue.journal_dir"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"queue.journal_dir: can't use {directory}: {error}") from error
+        opened.pop_all()
+        return file
+
+
+def refuse_network_file_system(directory: Path) -> None:
+    """Raises ConfigError: ``directory`` lies, or would lie, on one. A system without mountinfo is taken at its word."""
+    mountinfo = Path("/proc/self/mountinfo")
+    if not mountinfo.exists():
+        return
+    found = file_system_of(directory.resolve(), mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
+    if is_network_file_system(found):
+        raise ConfigError(
+            f"queue.journal_dir: expected a directory on this machine's own disk, got {directory} on a file system of "
+            f"type {found}, where locks and the order of writes can't be relied on; set it to a local directory"
+        )
+
+
+def is_network_file_system(kind: str) -> bool:
+    """Whether a type of mountinfo(5) is one that machines share."""
+    return kind in _NETWORK_FILE_SYSTEMS or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
+
+
+def file_system_of(path: Path, mountinfo: str) -> str:
+    """The type of the file system that ``path`` (absolute, no links in it) is on, from the text of mountinfo(5)."""
+    best, found = -1, "unknown"
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        mount_point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        # The later of two mounts on one point hides the earlier.
+        if path.is_relative_to(mount_point) and len(mount_point.parts) >= best:
+            best, found = len(mount_point.parts), after.split()[0]
+    return found

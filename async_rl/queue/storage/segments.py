@@ -1,0 +1,287 @@
+"""Bodies in append-only files, ``segment-00000001`` and so on, each given up whole once nothing in it is live.
+
+Bodies enter and places leave; only ``journal.Journal`` calls this, and it says when a file may go. In a file every
+body follows a header of magic, length and xxh3_64. The numbers of files are never used twice, and every process starts
+a file of its own: behind a tail torn by SIGKILL nothing is ever written.
+
+One file that was given up is kept as ``spare`` and becomes the next segment, to be written over from its beginning: the
+system's pages of a file that is there cost a third of new ones. Behind the end of such a segment lies what it held
+before; no place names that.
+
+A place says where its body was *first* written, and stays its name for life. A few long-lived bodies would pin all
+the files they lie in, so they are copied forward into the open one, and ``moved`` says where they are now.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from async_rl.errors import QueueError
+from async_rl.queue.storage.payloads import Bytes, Place, digest_of
+
+_HEADER = struct.Struct("<8sQQ")
+_MAGIC = b"ARLBODY1"
+_DAMAGED = "the journal is damaged: restart the queue with a new queue.journal_dir"
+_NAME = re.compile(r"segment-(\d{8,})")
+_SPARE = "spare"
+
+
+class Spot(NamedTuple):
+    """Where a header and its body lie now."""
+
+    segment: int
+    offset: int
+
+
+class Move(NamedTuple):
+    """A body that was copied forward."""
+
+    place: Place
+    to: Spot
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One file and the places whose bodies lie in it and are live; sizes include headers."""
+
+    number: int
+    path: Path
+    file: int
+    num_bytes: int = 0
+    live_bytes: int = 0
+    live: set[Place] = field(default_factory=set)
+
+
+class Segments:
+    """All segment files of one directory; one file descriptor each. A file ends once it has ``segment_bytes``.
+
+    ``after`` is the highest number that was ever in use, as far as the caller knows. Every method raises QueueError,
+    naming the directory, when the disk fails; what was kept before stays as it was.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, after: int = 0) -> None:
+        self._directory, self._segment_bytes = directory, segment_bytes
+        self._segments: dict[int, _Segment] = {}
+        self._open: _Segment | None = None
+        self._last = after
+        # One of an earlier process may be longer than a segment is now.
+        (directory / _SPARE).unlink(missing_ok=True)
+        self._has_spare = False
+        self._maybe_empty: set[int] = set()
+        self.moved: dict[Place, Spot] = {}
+        self.num_bytes = self.live_bytes = 0
+        for path in sorted(directory.iterdir()):
+            if match := _NAME.fullmatch(path.name):
+                self._add(int(match[1]), path, os.O_RDONLY)
+
+    @property
+    def last(self) -> int:
+        """The highest number in use so far."""
+        return self._last
+
+    def keep(self, body: Bytes) -> Place:
+        """Append a body. It survives this process as soon as this returns."""
+        digest = digest_of(body)
+        spot = self._append(_HEADER.pack(_MAGIC, len(body), digest), body)
+        place = Place(*spot, len(body), digest)
+        self._enter(place, spot)
+        return place
+
+    def read(self, place: Place) -> bytes:
+        """The body of a live place.
+
+        Raises:
+            QueueError: it was released, or its bytes are damaged.
+        """
+        segment, offset = self._find(place)
+        body = self._pread(segment, place.length, offset + _HEADER.size)
+        if len(body) != place.length or digest_of(body) != place.digest:
+            raise QueueError(
+                f"{segment.path}, offset {offset}: expected {place.length} bytes with digest {place.digest:016x}, got "
+                f"{len(body)} with {digest_of(body):016x}; {_DAMAGED}"
+            )
+        return body
+
+    def release(self, place: Place) -> None:
+        """The place is not live any more; its file stays for now.
+
+        Raises:
+            QueueError: it was not live.
+        """
+        segment, _ = self._find(place)
+        self._leave(place, segment)
+        self.moved.pop(place, None)
+
+    def adopt(self, place: Place, spot: Spot) -> None:
+        """A body of an earlier process is live, and lies at ``spot``.
+
+        Raises:
+            QueueError: there is no such file, or it is too short.
+        """
+        segment = self._segments.get(spot.segment)
+        end = spot.offset + _size(place)
+        if segment is None or segment.num_bytes < end:
+            got = "no file" if segment is None else f"{segment.num_bytes} bytes"
+            raise QueueError(
+                f"{self._path(spot.segment)}: expected {end} bytes or more, as the index names a body there, "
+                f"got {got}; {_DAMAGED}"
+            )
+        if spot != (place.segment, place.offset):
+            self.moved[place] = spot
+        self._enter(place, spot)
+
+    def copy_forward(self) -> list[Move]:
+        """Copy live bodies out of the emptiest files, so that dead bytes are at most the live ones or two files' size.
+
+        The moves take effect with ``settle``; before that both copies are there, and the new ones count as dead.
+        Bytes are copied as they are: damage shows when their owner reads them.
+        """
+        excess = self.num_bytes - self.live_bytes - max(2 * self._segment_bytes, self.live_bytes)
+        if excess <= 0:
+            return []
+        moves: list[Move] = []
+        closed = [segment for segment in self._segments.values() if segment is not self._open]
+        for segment in sorted(closed, key=lambda s: s.live_bytes / max(s.num_bytes, 1)):
+            if excess <= 0:
+                break
+            excess -= segment.num_bytes - segment.live_bytes
+            for place in segment.live:
+                _, offset = self._find(place)
+                moves.append(Move(place, self._append(self._pread(segment, _size(place), offset))))
+        return moves
+
+    def settle(self, moves: Iterable[Move]) -> None:
+        """Nothing committed needs the old copies any more, nor what was released: give up the files with only those."""
+        for place, spot in moves:
+            self._leave(place, self._find(place)[0])
+            self.moved[place] = spot
+            self._enter(place, spot)
+        for number in list(self._maybe_empty):
+            segment = self._segments[number]
+            if segment is not self._open and not segment.live:
+                self._give_up(segment)
+            if segment is not self._open:
+                self._maybe_empty.discard(number)
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            os.close(segment.file)
+        self._segments.clear()
+
+    # Which bodies are live.
+
+    def _find(self, place: Place) -> tuple[_Segment, int]:
+        number, offset = self.moved.get(place) or Spot(place.segment, place.offset)
+        segment = self._segments.get(number)
+        if segment is None or place not in segment.live:
+            raise QueueError(
+                f"{self._path(number)}: no live body at offset {offset}; it was released, or never adopted"
+            )
+        return segment, offset
+
+    def _enter(self, place: Place, spot: Spot) -> None:
+        segment, size = self._segments[spot.segment], _size(place)
+        segment.live.add(place)
+        segment.live_bytes += size
+        self.live_bytes += size
+
+    def _leave(self, place: Place, segment: _Segment) -> None:
+        segment.live.remove(place)
+        segment.live_bytes -= _size(place)
+        self.live_bytes -= _size(place)
+        if not segment.live:
+            self._maybe_empty.add(segment.number)
+
+    # Files.
+
+    def _append(self, *parts: Bytes) -> Spot:
+        segment = self._open
+        if segment is None:
+            segment = self._open = self._next()
+        start, size = segment.num_bytes, sum(map(len, parts))
+        try:
+            written = os.pwritev(segment.file, parts, start)
+            if written != size:
+                _write_rest(segment.file, b"".join(parts), written, start)
+        except OSError as error:
+            os.ftruncate(segment.file, start)
+            raise disk_error(self._directory, error) from error
+        segment.num_bytes += size
+        self.num_bytes += size
+        if segment.num_bytes >= self._segment_bytes:
+            self._open = None
+        return Spot(segment.number, start)
+
+    def _pread(self, segment: _Segment, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(segment.file, size, offset)
+        except OSError as error:
+            raise QueueError(f"{segment.path}, offset {offset}: {error}; {_DAMAGED}") from error
+
+    def _give_up(self, segment: _Segment) -> None:
+        try:
+            if self._has_spare or segment.num_bytes < self._segment_bytes:
+                segment.path.unlink()
+            else:
+                segment.path.rename(self._directory / _SPARE)
+                self._has_spare = True
+        except OSError as error:
+            raise disk_error(self._directory, error) from error
+        os.close(segment.file)
+        del self._segments[segment.number]
+        self.num_bytes -= segment.num_bytes
+
+    def _next(self) -> _Segment:
+        """A segment to write to, with nothing in it."""
+        number = self._last + 1
+        path, flags = self._path(number), os.O_RDWR
+        if self._has_spare:
+            try:
+                (self._directory / _SPARE).rename(path)
+            except OSError as error:
+                raise disk_error(self._directory, error) from error
+            self._has_spare = False
+        else:
+            flags |= os.O_CREAT | os.O_EXCL
+        segment = self._add(number, path, flags)
+        self.num_bytes -= segment.num_bytes
+        segment.num_bytes = 0
+        return segment
+
+    def _add(self, number: int, path: Path, flags: int) -> _Segment:
+        try:
+            file = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise disk_error(self._directory, error) from error
+        segment = self._segments[number] = _Segment(number, path, file, os.fstat(file).st_size)
+        self.num_bytes += segment.num_bytes
+        self._last = max(self._last, number)
+        self._maybe_empty.add(number)
+        return segment
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"segment-{number:08d}"
+
+
+def disk_error(directory: Path, error: Exception) -> QueueError:
+    """What to raise when the disk refuses."""
+    return QueueError(
+        f"the queue's journal in {directory} can't go on: {error}; if the disk is full, free some of it, else choose "
+        f"another queue.journal_dir"
+    )
+
+
+def _size(place: Place) -> int:
+    return _HEADER.size + place.length
+
+
+def _write_rest(file: int, data: bytes, written: int, start: int) -> None:
+    """The end of a write that the system cut short: on a full disk this raises what was wrong."""
+    while written < len(data):
+        written += os.pwrite(file, memoryview(data)[written:], start + written)

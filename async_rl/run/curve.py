@@ -1,0 +1,96 @@
+"""``curve.png``: one run's metrics as a picture. Drawn when a run ends, finished or not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_rl.run.directory import RunDir
+from async_rl.run.metrics import Row, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {"reward": "#0072b2", "accuracy": "#009e73", "staleness": "#d55e00"}
+_EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
+
+
+def write_curve(run_dir: RunDir) -> bool:
+    """Draw accuracy, evaluations, reward and staleness over steps; the picture appears whole or not at all.
+
+    Returns:
+        Whether there was a row to draw; without one nothing is written.
+    """
+    rows = read_metrics(run_dir.metrics)
+    if not rows:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    accuracy, reward, staleness = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
+    figure.suptitle(run_dir.path.resolve().name, fontsize=13)
+    _draw_accuracy(accuracy, rows)
+    _draw_mean(reward, rows, "reward/mean", _COLORS["reward"], "mean of the step's rollouts")
+    reward.set_ylabel("reward")
+    _draw_staleness(staleness, rows)
+    staleness.set_xlabel("optimizer step")
+    for axes in (accuracy, reward, staleness):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", fontsize=9, edgecolor="none", framealpha=0.85)
+    partial = run_dir.curve.with_name(f".{run_dir.curve.name}.{os.getpid()}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    os.replace(partial, run_dir.curve)
+    return True
+
+
+def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
+    _draw_mean(axes, rows, "accuracy/mean", _COLORS["accuracy"], "rollouts trained on")
+    keys = sorted({key for row in rows for key in row if key.startswith("eval/") and key.endswith("/accuracy")})
+    for number, key in enumerate(keys):
+        steps, values = _series(rows, key)
+        name = key.removeprefix("eval/").removesuffix("/accuracy")
+        color = _EVAL_COLORS[number % len(_EVAL_COLORS)]
+        axes.plot(steps, values, "o-", color=color, markersize=6, linewidth=2, label=f"evaluation: {name}")
+        for at in {0, len(values) - 1}:
+            axes.annotate(
+                f"{values[at]:.3f}", (steps[at], values[at]), textcoords="offset points", xytext=(0, 7), ha="center",
+                fontsize=9, color=color,
+            )  # fmt: skip
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(-0.02, 1.08)
+
+
+def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:
+    """The raw series pale, its running mean over a twentieth of the run strong."""
+    steps, values = _series(rows, key)
+    if not values:
+        return
+    window = max(1, len(values) // 20)
+    style: dict[str, Any] = {"color": color, "linewidth": 1.8}
+    if window == 1:
+        axes.plot(steps, values, label=label, **style)
+        return
+    axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+    axes.plot(steps[window - 1 :], smooth, label=f"{label} (mean over {window} steps)", **style)
+
+
+def _draw_staleness(axes: Axes, rows: Sequence[Row]) -> None:
+    for key, style in (("staleness/mean", "-"), ("staleness/max", ":")):
+        steps, values = _series(rows, key)
+        if values:
+            axes.plot(steps, values, style, color=_COLORS["staleness"], linewidth=1.5, label=key.split("/")[1])
+    axes.set_ylabel("staleness (versions)")
+    axes.set_ylim(bottom=0)

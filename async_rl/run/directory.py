@@ -1,0 +1,216 @@
+"""The run directory: who may use it, where its files lie, and whether its run is finished.
+
+``launch`` and ``learner`` prepare it (both may, in either order); every other module asks ``RunDir`` for its paths.
+The same config resumes, a changed one is refused with the keys that differ, ``fresh`` moves the old directory aside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.config.loading import config_difference, config_to_toml, load_config
+from async_rl.errors import ConfigError, RunError
+
+MAY_DIFFER: tuple[str, ...] = (
+    "run.dir", "run.name",
+    "queue.address", "queue.advertise", "queue.keys", "queue.max_messages_per_s", "queue.max_malformed_per_minute",
+    "queue.max_bytes", "queue.lease_timeout_s", "queue.linger_s",
+    "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
+    "learner.distributed_timeout_s",
+    "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
+    "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
+    "weights.transport", "weights.deadline_s", "weights.bucket_bytes", "weights.staging_bytes",
+    "weights.trusted_network", "weights.deltas", "weights.parity", "weights.parity_every", "weights.parity_limit",
+    "checkpoint.every", "checkpoint.keep_last", "reward.max_concurrent",
+    "log.wandb", "log.project", "log.rollouts_every", "log.rollouts_groups",
+    "sft",
+)  # fmt: skip
+"""Keys (and one whole section) that a resumed run may change: they say where and how fast it runs and what is written
+down, not what is learned."""
+
+_ENTRIES = frozenset({
+    "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
+    "checkpoints", "export", "curve.png", "logs", "finished.json", "launch.lock", "wandb", "wandb_id", "run_id", "sft",
+})  # fmt: skip
+"""What a run directory may hold before its config is there: the queue server may have come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run's files. Making one touches no disk."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, TOML."""
+        return self.path / "config.toml"
+
+    @property
+    def run_id(self) -> str:
+        """The run's name among all runs: minted when the directory is prepared, the same after every restart."""
+        return (self.path / "run_id").read_text(encoding="utf-8").strip()
+
+    @property
+    def queue(self) -> Path:
+        """The queue server's run id, pid and address, JSON."""
+        return self.path / "queue.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        return self.path / "trained.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.json"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def eval(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def finished_marker(self) -> Path:
+        return self.path / "finished.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the ``launch`` that owns the directory."""
+        return self.path / "launch.lock"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run here has trained its last step and written everything."""
+        return self.finished_marker.exists()
+
+    def mark_finished(self, facts: Mapping[str, Any]) -> None:
+        """Write the marker, ``facts`` (plain data: steps, seconds) in it. The last thing that a run writes."""
+        write_atomically(self.finished_marker, json.dumps(dict(facts), indent=2) + "\n")
+
+    def finished_facts(self) -> dict[str, Any]:
+        """What ``mark_finished`` wrote; empty when the run is not finished."""
+        if not self.is_finished:
+            return {}
+        return json.loads(self.finished_marker.read_text(encoding="utf-8"))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``: readers see the old file or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
+    """``prepare_run_dir`` without writing: the directory that it would prepare.
+
+    Raises:
+        RunError: as ``prepare_run_dir``.
+    """
+    run_dir = RunDir(Path(config.run.dir))
+    path = run_dir.path
+    if not path.exists():
+        return run_dir
+    if not path.is_dir():
+        raise RunError(f"run.dir: expected a directory at {path}, got a file; choose another run.dir")
+    if not run_dir.config.exists():
+        foreign = sorted(p.name for p in path.iterdir() if not _is_ours(p.name))
+        if foreign:
+            raise RunError(
+                f"run.dir: {path} is not empty and not a run directory (no config.toml; it holds {foreign[0]!r}); "
+                f"choose another run.dir"
+            )
+    elif not fresh:
+        _refuse_changed_config(run_dir, config)
+    return run_dir
+
+
+def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
+    """Create or enter ``run.dir`` and write the resolved config there. Doing it twice changes nothing.
+
+    A finished run is entered too: ask ``is_finished``, and leave it alone. With ``fresh`` an existing run is moved
+    aside to ``NAME.old-N`` first.
+
+    Raises:
+        RunError: it holds another config's run (the keys that differ are named, ``MAY_DIFFER`` apart), or files that
+            are no run's, or can't be written.
+    """
+    run_dir = check_run_dir(config, fresh=fresh)
+    try:
+        if fresh and run_dir.config.exists():
+            move_aside(run_dir.path)
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        text = config_to_toml(config)
+        if not run_dir.config.exists() or run_dir.config.read_text(encoding="utf-8") != text:
+            write_atomically(run_dir.config, text)
+        if not (run_dir.path / "run_id").exists():
+            write_atomically(run_dir.path / "run_id", f"{uuid.uuid4().hex[:12]}\n")
+        run_dir.logs.mkdir(exist_ok=True)
+    except OSError as error:
+        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}") from error
+    return run_dir
+
+
+def _is_ours(name: str) -> bool:
+    return name in _ENTRIES or name.startswith(("metrics.rolled_back", "trained.rolled_back", "."))
+
+
+def _refuse_changed_config(run_dir: RunDir, config: Config) -> None:
+    try:
+        old = load_config(run_dir.config)
+    except ConfigError as error:
+        raise RunError(
+            f"{run_dir.path} holds a run whose config.toml this version can't read; choose another run.dir, or --fresh "
+            f"to start over (the old directory is moved aside)\n{error}"
+        ) from None
+    changed = [line for line in config_difference(old, config) if not _may_differ(line.partition(":")[0])]
+    if changed:
+        listed = "\n".join(f"  {line}" for line in changed)
+        raise RunError(
+            f"{run_dir.path} holds a run with another config; these keys differ (old -> new):\n{listed}\n"
+            f"Resume with the old values, choose another run.dir, or start over with --fresh (the old directory is "
+            f"moved aside)."
+        )
+
+
+def _may_differ(key: str) -> bool:
+    return key in MAY_DIFFER or key.partition(".")[0] in MAY_DIFFER
+
+
+def move_aside(path: Path) -> None:
+    """Rename a directory to the first free ``NAME.old-N`` beside it."""
+    path = path.resolve()
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(aside)

@@ -1,0 +1,238 @@
+"""The process that serves staged versions to whoever pulls them. No torch.
+
+``python -m async_rl.weights.tcp.server FD``: the learner starts it and tells it, over the Unix socket ``FD``, which
+memory holds which buckets, which sessions may pull from it, which deltas to compute. It only reads that memory. Every
+connection is a thread that waits in the kernel. It knows nothing of versions and decides nothing; it ends when the
+learner does.
+
+Bytes in the clear go out by ``send`` from the mapped memory, not by ``sendfile``: that spares this side a copy, and
+costs the receiver, which is the slower of the two, more than it spares (it then copies from cold pages of 4 KiB).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from async_rl.errors import AsyncRLError
+from async_rl.net.sockets import hang_up, listening_socket
+from async_rl.weights.tcp import server_link as link
+from async_rl.weights.tcp.delta import Runs, encode_delta
+from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, Request, Seal, read_request
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096
+_STALL_S = 30
+"""A connection on which nothing moves for so long is closed."""
+_SESSION_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """One staging buffer, mapped: read while the learner may write, so what is read is proved by digests."""
+
+    fd: int
+    buckets: Sequence[mmap.mmap]
+    sizes: Sequence[int]
+    offsets: Sequence[int]
+
+    def bucket(self, index: int) -> np.ndarray:
+        """uint8 [N], read-only."""
+        return np.frombuffer(self.buckets[index], np.uint8)[: self.sizes[index]]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """What one generator may pull, until it is ended. ``chain[l][b]``: the delta of bucket b in link l, if any."""
+
+    slot: _Slot
+    chain: Sequence[Sequence[bytes | None]]
+    key: bytes
+    connections: set[socket.socket] = field(default_factory=set)
+
+
+class StreamServer:
+    """All of it; ``run`` serves until the learner is gone."""
+
+    def __init__(self, learner: socket.socket) -> None:
+        self._learner = learner
+        self._lock = threading.Condition()
+        self._tell_lock = threading.Lock()
+        self._slots: dict[int, _Slot] = {}
+        self._sessions: dict[bytes, _Session] = {}
+        self._deltas: dict[int, list[bytes | None]] = {}
+        self._num_connections = 0
+        self._newest_job = -1
+
+    def run(self) -> None:
+        """Obey the learner until it hangs up."""
+        while (received := link.receive(self._learner, link.TO_SERVER)) is not None:
+            message, fd = received
+            match message:
+                case link.Listen(host):
+                    self._listen(host)
+                case link.MapSlot(slot, sizes, offsets):
+                    assert fd is not None, "a slot without memory"
+                    self._map(slot, fd, sizes, offsets)
+                case link.OpenSession():
+                    self._open_session(message)
+                case link.EndSession(token):
+                    self._end_session(token)
+                case link.Encode():
+                    self._newest_job = message.job
+                    threading.Thread(target=self._encode, args=(message,), daemon=True).start()
+                case link.Forget(job):
+                    with self._lock:
+                        self._deltas.pop(job, None)
+
+    def _listen(self, host: str) -> None:
+        listener = listening_socket(host)
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        self._tell(link.Listening(listener.getsockname()[1]))
+
+    def _map(self, slot: int, fd: int, sizes: Sequence[int], offsets: Sequence[int]) -> None:
+        buckets = [
+            mmap.mmap(fd, max(1, size), access=mmap.ACCESS_READ, offset=offset)
+            for size, offset in zip(sizes, offsets, strict=True)
+        ]
+        with self._lock:
+            self._slots[slot] = _Slot(fd, buckets, sizes, offsets)
+
+    def _open_session(self, order: link.OpenSession) -> None:
+        with self._lock:
+            chain = [self._deltas[job] for job in order.jobs]
+            self._sessions[order.token] = _Session(self._slots[order.slot], chain, order.key)
+            self._lock.notify_all()
+
+    def _end_session(self, token: bytes) -> None:
+        with self._lock:
+            session = self._sessions.pop(token, None)
+            connections = list(session.connections) if session is not None else []
+        for connection in connections:
+            hang_up(connection)
+
+    def _tell(self, message: link.ServerMessage) -> None:
+        with self._tell_lock, contextlib.suppress(OSError):  # a learner that is gone ends ``run``
+            link.send(self._learner, message)
+
+    # One thread for each connection.
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            with self._lock:
+                is_full = self._num_connections >= MAX_CONNECTIONS
+                self._num_connections += not is_full
+            if is_full:
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        timeout = struct.pack("ll", _STALL_S, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            with connection:
+                while (request := read_request(connection)) is not None:
+                    session = self._enter(request.token, connection)
+                    if session is None:
+                        return
+                    try:
+                        _answer(connection, session, request)
+                    finally:
+                        with self._lock:
+                            session.connections.discard(connection)
+        except (OSError, AsyncRLError) as error:
+            # Strangers, the dead and the slow: theirs alone. The generator reports what it lacks, if it lives.
+            logger.info("a weights connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._num_connections -= 1
+
+    def _enter(self, token: bytes, connection: socket.socket) -> _Session | None:
+        """The session of this token; None if there is none, and none comes."""
+        with self._lock:
+            # The generator may have heard of its session before we did.
+            if not self._lock.wait_for(lambda: token in self._sessions, _SESSION_S):
+                return None
+            session = self._sessions[token]
+            session.connections.add(connection)
+            return session
+
+    # Deltas: one at a time matters, the newest.
+
+    def _encode(self, order: link.Encode) -> None:
+        start = time.monotonic()
+        with self._lock:
+            base, target = self._slots[order.base_slot], self._slots[order.target_slot]
+        deltas: list[bytes | None] = []
+        for index, runs in enumerate(order.bucket_runs()):
+            if order.job != self._newest_job:
+                self._tell(link.Encoded(order.job, [], 0.0))
+                return
+            deltas.append(_bucket_delta(base, target, index, runs))
+        with self._lock:
+            self._deltas[order.job] = deltas
+        sizes = [-1 if delta is None else len(delta) for delta in deltas]
+        self._tell(link.Encoded(order.job, sizes, time.monotonic() - start))
+
+
+def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes | None:
+    return encode_delta(base.bucket(index), target.bucket(index), runs)
+
+
+def _answer(connection: socket.socket, session: _Session, request: Request) -> None:
+    """All items of a request, in its order."""
+    if not session.key:
+        for item in request.items:
+            connection.sendall(_delta_or_bucket(session, item))
+        return
+    nonce = os.urandom(NONCE_BYTES)
+    connection.sendall(nonce)
+    seal = Seal(session.key, request, nonce)
+    for item in request.items:
+        data = _delta_or_bucket(session, item)
+        for start in range(0, len(data), RECORD_BYTES):
+            connection.sendall(seal.seal(data[start : start + RECORD_BYTES]))
+
+
+def _delta_or_bucket(session: _Session, item: int) -> memoryview:
+    num_buckets = len(session.slot.sizes)
+    if item < num_buckets:
+        return session.slot.bucket(item).data
+    number, bucket = divmod(item - num_buckets, num_buckets)
+    delta = session.chain[number][bucket] if number < len(session.chain) else None
+    if delta is None:
+        raise OSError(f"there is no item {item} in this session")
+    return memoryview(delta)
+
+
+def main(
+    arguments: Sequence[str], environment: Mapping[str, str] = os.environ, leave: Callable[[int], None] = os._exit
+):
+    """Serve until the learner hangs up; then leave at once, whoever still pulls."""
+    logging.basicConfig(level=environment.get("ASYNC_RL_LOG", "WARNING"), format="stream server: %(message)s")
+    # The terminal's Ctrl-C reaches the whole group; the learner says when it is over.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(arguments[0])) as learner:
+        StreamServer(learner).run()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,500 @@
+"""The command line: every kind of bad input is one message, exit code 2, no traceback, and nothing is written."""
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_rl.cli import main as cli
+from async_rl.config.loading import load_config
+from async_rl.errors import ConfigError, TrainingError
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("launch", "learner", "generator", "queue", "status", "config", "eval", "export", "sft")
+
+
+def write_config(directory: Path, **sections: str) -> Path:
+    """A config whose sections are TOML text; the run directory is ``directory / "run"``."""
+    texts = {"run": f"dir = {str(directory / 'run')!r}", "model": f"path = {str(directory / 'model')!r}"} | sections
+    path = directory / "run.toml"
+    path.write_text("".join(f"[{name}]\n{text}\n" for name, text in texts.items()))
+    return path
+
+
+def write_data(directory: Path) -> str:
+    path = directory / "train.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}], "gt_answer": "2"}) + "\n")
+    return f"train = {str(path)!r}"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a command that must exit 2."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(list(arguments))
+    printed = capsys.readouterr()
+    assert leaving.value.code == 2, printed
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+    return printed.err
+
+
+def test_bad_input_is_one_message_and_exit_code_2_in_a_real_process(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "async_rl", "config", str(tmp_path / "none.toml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"async-rl: no config file at {tmp_path / 'none.toml'}\n"
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue", "config", "sft"])
+def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixture[str]):
+    assert "no config file at none.toml" in refusal(capsys, command, "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("queue.max_stalenes=1", "queue.max_stalenes: unknown key"),
+        ("learner.steps=many", "learner.steps: input should be a valid integer"),
+        ("learner.steps=0", "learner.steps: input should be greater than or equal to 1, got 0"),
+        ("learner.steps=1.5", "learner.steps: input should be a valid integer"),
+        (
+            "reward.type=best",
+            "reward.type: expected boxed or think_answer_tags or exact or xml_format or code, or module:function, got "
+            "'best'",
+        ),
+        ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 5, got 9"),
+        ("queue.address=localhost", "queue.address: expected an address like tcp://127.0.0.1:5555, got 'localhost'"),
+        ("learner", "expected --set section.key=value, got 'learner'"),
+        ("steps=5", "expected --set section.key=value, got 'steps=5'"),
+    ],
+)
+def test_a_bad_key_names_itself_what_was_expected_and_what_was_got(
+    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = str(write_config(tmp_path))
+    assert message in refusal(capsys, "launch", config, "--set", override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_that_is_no_toml_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run.toml").write_text("[run\n")
+    assert "not valid TOML" in refusal(capsys, "config", str(tmp_path / "run.toml"))
+
+
+@pytest.mark.parametrize("address", ["localhost:5555", "tcp://host", "tcp://host:99999", "udp://127.0.0.1:1", ""])
+@pytest.mark.parametrize("command", ["generator", "status"])
+def test_a_malformed_address_is_refused_at_once(command: str, address: str, capsys: pytest.CaptureFixture[str]):
+    assert "expected an address like tcp://127.0.0.1:5555" in refusal(capsys, command, "--connect", address)
+
+
+def test_a_busy_port_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        config = write_config(tmp_path, data=write_data(tmp_path), queue=f'address = "{address}"')
+        assert f"queue.address: can't bind {address}" in refusal(capsys, "launch", str(config))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_address_open_to_the_network_needs_insecure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path, queue='address = "tcp://0.0.0.0:0"')
+    assert "--insecure" in refusal(capsys, "launch", str(config))
+
+
+def test_launch_refuses_missing_data_bad_rows_and_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = str(write_config(tmp_path))
+    assert "data.train: needed, but not set" in refusal(capsys, "launch", config)
+    missing = f"data.train={tmp_path / 'none.jsonl'}"
+    assert "none.jsonl" in refusal(capsys, "launch", config, "--set", missing)
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
+    assert "bad.jsonl:1" in refusal(capsys, "launch", config, "--set", f"data.train={tmp_path / 'bad.jsonl'}")
+    config = str(write_config(tmp_path, data=write_data(tmp_path)))
+    assert f"no directory {tmp_path / 'model'}" in refusal(capsys, "launch", config)
+    assert not (tmp_path / "run").exists()
+
+
+GOOD_ROW = '{"messages": [{"role": "user", "content": "1 + 1?"}], "gt_answer": "2"}\n'
+BAD_FILES = {
+    "malformed": (GOOD_ROW + '{"messages": [\n', "{path}:2: expected one JSON object a line"),
+    "no_answer": (
+        GOOD_ROW + "\n" + '{"messages": [{"role": "user", "content": "?"}]}\n',
+        '{path}:3: expected a row with "messages" and "gt_answer", got no gt_answer',
+    ),
+    "empty": ("\n", "expected at least one row in {path}, got none"),
+    "not_utf8": ('{"a": "\udcff"}\n', "{path}:1: expected UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_a_bad_dataset_is_refused_with_file_and_line(
+    command: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text, message = BAD_FILES[kind]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    config = write_config(tmp_path, data=f"train = {str(path)!r}")
+    assert message.format(path=path) in refusal(capsys, command, str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_a_missing_dataset_is_named_with_its_key(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = str(write_config(tmp_path))
+    assert "data.train: needed, but not set" in refusal(capsys, command, config)
+    config = str(write_config(tmp_path, data=f"{write_data(tmp_path)}\n[data.eval]\nheld_out = 'none.jsonl'"))
+    said = refusal(capsys, command, config)
+    assert "no dataset at none.jsonl" in said
+    assert command == "queue" or "data.eval.held_out:" in said
+    assert not (tmp_path / "run").exists()
+
+
+def make_model(directory: Path, *, tokenizer: bool = True, template: bool = True) -> Path:
+    from tests.generator.tiny_model import write_model
+
+    write_model(directory)
+    for path in directory.iterdir():
+        if (not tokenizer and "tokenizer" in path.name) or (not (tokenizer and template) and "template" in path.name):
+            path.unlink()
+    return directory
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_an_unfit_model_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bare = make_model(tmp_path / "bare", tokenizer=False)
+    mute = make_model(tmp_path / "mute", template=False)
+    config = str(write_config(tmp_path, data=write_data(tmp_path)))
+    for path, message in (
+        (tmp_path / "nowhere", "model.path: no directory"),
+        (bare, f"expected a tokenizer in {bare}"),
+        (mute, f"the tokenizer in {mute} has no chat template"),
+    ):
+        assert message in refusal(capsys, command, config, "--set", f"model.path={path}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_model_without_a_network_is_refused_in_seconds(tmp_path: Path):
+    config = write_config(tmp_path, data=write_data(tmp_path), model="path = 'nobody/no-such-model'")
+    done = subprocess.run(
+        [sys.executable, "-m", "async_rl", "launch", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        # A port of this machine where nobody listens: no name is looked up, no packet leaves.
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'nobody/no-such-model' is neither a directory nor a model that can be fetched" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_a_run_directory_that_can_not_be_used_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = str(write_config(tmp_path, data=write_data(tmp_path)))
+    (tmp_path / "file").touch()
+    for path, message in (
+        (tmp_path / "file", "run.dir: expected a directory at"),
+        (tmp_path / "file" / "deep", "is a file; choose another"),
+        (Path("/proc/nowhere"), "run.dir: can't write to /proc/nowhere"),
+    ):
+        assert message in refusal(capsys, command, config, "--set", f"run.dir={path}")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").touch()
+    said = refusal(capsys, command, config, "--set", f"run.dir={tmp_path / 'thesis'}")
+    assert "is not empty and not a run directory" in said
+
+
+def test_a_busy_port_is_refused_by_the_queue_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        config = write_config(tmp_path, data=write_data(tmp_path), queue=f'address = "{address}"')
+        assert f"can't bind queue.address {address}" in refusal(capsys, "queue", str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+def test_an_open_address_is_refused_by_every_role(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path, data=write_data(tmp_path), queue='address = "tcp://0.0.0.0:0"')
+    assert "pass --insecure on a network that you trust" in refusal(capsys, command, str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_an_unknown_host_is_refused_at_once(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path, data=write_data(tmp_path), queue='address = "tcp://nosuch.invalid:5555"')
+    said = refusal(capsys, command, str(config), "--insecure")
+    assert "queue.address" in said
+    assert "nosuch.invalid" in said
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.devices=[0]", "learner.devices: expected CUDA devices [0], but torch finds none here"),
+        ("weights.transport=nccl", 'weights.transport: "nccl" needs CUDA devices'),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(
+    command: str,
+    override: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = write_config(tmp_path, data=write_data(tmp_path))
+    assert message in refusal(capsys, command, str(config), "--set", override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fake_vocabulary_beyond_the_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    make_model(tmp_path / "model")
+    config = write_config(tmp_path, data=write_data(tmp_path), generator='backend = "fake"\nfake.vocab_size = 999')
+    said = refusal(capsys, "launch", str(config))
+    assert "generator.fake.vocab_size: expected at most the model's vocab_size = 46, got 999" in said
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_wandb_without_a_key_is_refused_not_asked_for(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    config = write_config(tmp_path, data=write_data(tmp_path), log='wandb = "online"')
+    assert "there is no API key for api.wandb.ai" in refusal(capsys, command, str(config))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.steps=3", "a generator takes only generator.* keys"),
+        ("generator.batch_siz=3", "generator.batch_siz: unknown key; did you mean generator.batch_size?"),
+        ("generator.batch_size=none", "generator.batch_size: input should be a valid integer"),
+        ("generator.batch_size=0", "generator.batch_size: input should be greater than or equal to 1, got 0"),
+        ("generator", "expected --set section.key=value, got 'generator'"),
+    ],
+)
+def test_a_generators_settings_are_checked_before_it_waits_for_a_queue(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    said = refusal(capsys, "generator", "--connect", "tcp://127.0.0.1:9", "--set", override)
+    assert message in said
+
+
+def test_a_generator_gives_up_on_a_queue_that_is_not_there(capsys: pytest.CaptureFixture[str]):
+    said = refusal(capsys, "generator", "--connect", "tcp://127.0.0.1:9", "--wait", "0.2")
+    assert "no queue answered at tcp://127.0.0.1:9" in said
+
+
+def test_status_of_nobody_says_where_the_address_is_to_be_found(capsys: pytest.CaptureFixture[str]):
+    said = refusal(capsys, "status", "--connect", "tcp://127.0.0.1:9", "--timeout", "0.2")
+    assert "no queue server answers at tcp://127.0.0.1:9 within 0.2 s" in said
+    assert "queue.json" in said
+
+
+def test_export_refuses_what_is_no_checkpoint_and_what_is_not_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    assert "expected a checkpoint" in refusal(capsys, "export", str(tmp_path / "none"), str(out))
+    assert not out.exists()
+    out.mkdir()
+    (out / "file").touch()
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    said = refusal(capsys, "export", str(tmp_path / "checkpoints" / "step-000001"), str(out))
+    assert "expected" in said
+    assert [p.name for p in out.iterdir()] == ["file"]
+
+
+def test_sft_names_the_keys_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = str(write_config(tmp_path))
+    assert "sft.data: needed, but not set" in refusal(capsys, "sft", config)
+    assert "sft.out: needed, but not set" in refusal(capsys, "sft", config, "--set", "sft.data=x.jsonl")
+    assert not (tmp_path / "run").exists()
+
+
+def test_launch_refuses_a_changed_config_with_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from async_rl.run.directory import prepare_run_dir
+
+    config = write_config(tmp_path)
+    prepare_run_dir(load_config(config))
+    assert "optimizer.lr: 1e-06 -> 0.1" in refusal(capsys, "launch", str(config), "--set", "optimizer.lr=0.1")
+
+
+def test_a_finished_run_is_left_alone_with_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from async_rl.run.directory import prepare_run_dir
+
+    config = write_config(tmp_path)
+    prepare_run_dir(load_config(config)).mark_finished({"step": 3})
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["launch", str(config)])
+    assert not leaving.value.code
+    assert "is finished; --fresh starts over" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_dry_run_prints_every_command_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("async_rl.launch.preflight.check_model", lambda path, messages, dtype: None)
+    config = write_config(tmp_path, data=write_data(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["launch", str(config), "--dry-run", "--set", "generator.count=2"])
+    assert not leaving.value.code
+    printed = capsys.readouterr().out
+    for role in (f"async_rl queue {config}", f"async_rl learner {config} --set generator.count=2", "generator-1"):
+        assert role in printed
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert not leaving.value.code
+    assert "Example" in text
+    assert f"async-rl {command}" in text
+
+
+def test_the_root_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert [c for c in COMMANDS if f"\n  {c} " not in text] == []
+
+
+def test_an_unknown_command_or_option_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert "launch" in refusal(capsys, "launc")
+    assert "--nonsense" in refusal(capsys, "config", "x.toml", "--nonsense")
+
+
+def test_config_prints_toml_that_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["config", str(config), "--set", "queue.filter_range=[]", "--set", "run.name=a b"])
+    (tmp_path / "again.toml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "again.toml") == load_config(config, ["queue.filter_range=[]", "run.name=a b"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(ConfigError("x"), 2), (SystemExit(143), 143), (KeyboardInterrupt(), 130)]
+)
+def test_how_a_command_ends_is_its_exit_code(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def fail(*_args: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("async_rl.config.loading.load_config", fail)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["config", "x.toml"])
+    assert leaving.value.code == code
+
+
+@pytest.mark.parametrize("raised", [TrainingError("diverged"), BrokenPipeError("a bug in a role")])
+def test_a_failure_that_is_not_the_users_keeps_its_traceback(raised: Exception, tmp_path: Path):
+    code = (
+        "import async_rl.config.loading as c\nfrom async_rl.errors import TrainingError\n"
+        "from async_rl.cli import main as cli\n"
+        f"def fail(*_): raise {raised!r}\nc.load_config = fail\ncli.main(['queue', 'x.toml'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert str(raised) in done.stderr
+
+
+def test_the_command_runs_from_any_directory_without_being_installed(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "main.py"), "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.stdout.startswith("async-rl ")
+
+
+def test_status_tables_show_what_is_not_zero_and_count_leases():
+    from rich.console import Console
+
+    from async_rl.launch.status import status_tables
+
+    groups = {"issued": 7, "queued": 0, "dropped": {"stale": 2, "expired": 0}}
+    # 6 of 10 s times 2 seats busy; 50 tokens in 10 s.
+    stats = {"seats": 2, "wall_s": 10.0, "busy_seat_s": 12.0, "num_tokens": 50}
+    status = {
+        "step": 3,
+        "num_steps": 8,
+        "finished": False,
+        "stop": "",
+        "bytes": 0,
+        "bytes_reserved": 1536,
+        "max_bytes": 1 << 31,
+        "announced": {"version": 2, "channel": "tcp://127.0.0.1:7", "digest": "ab"},
+        "stream": {"position": 9, "epoch": 0},
+        "leases": [{}, {}],
+        "shared_memory": {"clients": 2, "bytes": 3 << 20, "max_bytes": 256 << 20},
+        "ledger": {"groups": groups, "eval": {"groups": {"issued": 0}}},
+        "generators": [
+            {"id": "a", "host": "h", "alive": True, "active": ["l", 2], "seen_s_ago": 0.26, "stats": stats},
+            {"id": "b", "host": "h", "alive": False, "active": None, "seen_s_ago": 1.0, "stats": {}},
+        ],
+        "waits": [{"who": "learner", "for": "take", "since_s": 0.5}],
+    }
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in status_tables(status):
+        console.print(table)
+    lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
+    for shown in (
+        "step 3 of 8",
+        "finished no",
+        "memory 0 B held, 1.5 KiB reserved, of 2 GiB",
+        "weights version 2 from tcp://127.0.0.1:7",
+        "stream position 9",
+        "leases 2",
+        "shared memory with 2 clients on its machine, 3 MiB used of 256 MiB",
+        "groups issued 7, dropped (stale 2)",
+        "eval -",
+        "a h 2 60% of 2 50 5 0.3 s ago",
+        "b h - - - - gone, 1.0 s ago",
+        "learner take 0.5",
+    ):
+        assert shown in lines, (shown, lines)
+    assert not any(line.startswith("stop") for line in lines)
+
+
+def test_an_evaluation_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "expected --dataset FILE, or a config with data.eval" in refusal(capsys, "eval", "owner/model")
+    assert "got neither" in refusal(capsys, "eval", "--compare", str(tmp_path))
+    found = refusal(capsys, "eval", "--compare", str(tmp_path), "--samples", "2")
+    assert "--compare answers nothing: expected directories and no other option" in found
+    found = refusal(capsys, "eval", "owner/model", "--dataset", "a.jsonl", "--set", "evl.x=1")
+    assert "the config with this command line is not a valid config" in found
+
+
+def test_evaluations_of_a_run_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    row = {"step": 3, "eval/math/accuracy": 0.5, "eval/math/rows": 8}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["eval", "--compare", str(tmp_path)])
+    assert leaving.value.code == 0
+    assert capsys.readouterr().out.split() == ["math:", "8", "rows", "step", "accuracy", "3", "0.500"]

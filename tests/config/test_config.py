@@ -1,0 +1,309 @@
+"""Config: strict sections, keys that agree, files and overrides, TOML there and back; addresses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from async_rl.config.config import Config
+from async_rl.config.evaluation import EvalSet
+from async_rl.config.loading import apply_override, config_difference, config_to_toml, load_config, parse_config
+from async_rl.errors import AddressError, ConfigError
+from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind
+
+NAMES = st.from_regex(r"\A\w[\w.+-]{0,9}\Z")
+
+
+def a_config(**sections: dict[str, Any]) -> Config:
+    return parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, **sections}, "test")
+
+
+def refusal(**sections: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        a_config(**sections)
+    return str(refused.value)
+
+
+def test_run_dir_and_model_path_are_all_that_is_needed():
+    config = a_config()
+    assert (config.queue.max_staleness, config.learner.groups_per_step, config.sampling.group_size) == (4, 32, 8)
+
+
+def test_missing_and_unknown_keys_and_sections_are_named_all_at_once():
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"run": {"dirr": "x"}, "modle": {}}, "f.toml")
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "f.toml is not a valid config:"
+    assert {line.strip() for line in lines[1:]} == {
+        "run.dir: needed, but not set",
+        "run.dirr: unknown key; did you mean run.dir?",
+        "model: needed, but not set",
+        "modle: unknown key; did you mean model?",
+    }
+
+
+def test_deterministic_sampling_needs_an_engine_whose_batches_are_fixed_and_room_for_a_group():
+    deterministic = {"deterministic": True, "group_size": 8}
+    found = refusal(sampling=deterministic)
+    assert "sampling.deterministic: expected generator.backend transformers or fake, got 'auto'" in found
+    found = refusal(sampling=deterministic, generator={"backend": "transformers", "batch_size": 4})
+    assert "generator.batch_size: under sampling.deterministic expected room for a whole group" in found
+    for generator in ({"backend": "transformers", "batch_size": 8}, {"backend": "fake", "batch_size": 1}):
+        assert a_config(sampling=deterministic, generator=generator).sampling.deterministic
+
+
+def test_vllm_takes_no_determinism_and_no_temperature_that_it_would_change():
+    vllm = {"backend": "vllm"}
+    found = refusal(sampling={"deterministic": True}, generator=vllm)
+    assert "sampling.deterministic: expected generator.backend transformers or fake, got 'vllm'" in found
+    found = refusal(sampling={"temperature_end": 0.009}, generator=vllm)
+    assert "sampling.temperature_end: with generator.backend vllm" in found
+    assert refusal(eval={"temperature": 0.001}, generator=vllm).endswith("expected at least 0.01, got 0.001")
+    assert a_config(sampling={"temperature": 0.01}, generator=vllm, eval={"temperature": 0.0}).generator.vllm
+    assert a_config(sampling={"temperature": 0.009}).sampling.temperature == 0.009
+    found = refusal(data={"eval": {"a": "f"}}, eval={"sets": {"a": {"temperature": 0.001}}}, generator=vllm)
+    assert "eval.sets.a.temperature: with generator.backend vllm, which samples no colder" in found
+
+
+def test_a_set_of_evaluations_has_its_own_keys_and_the_common_ones_else():
+    sets = {"math": {"num_samples": 8, "temperature": 0.6, "top_p": 0.95, "every": 100}}
+    config = a_config(data={"eval": {"math": "f", "other": "g"}}, eval={"max_rows": 9, "top_k": 5, "sets": sets})
+    assert config.eval.of("math") == EvalSet(100, 8, 0.6, 0.95, 5, None, 9)
+    assert config.eval.of("other") == EvalSet(50, 1, 0.0, 1.0, 5, None, 9)
+    # 0 is a value of its own, not "none".
+    assert a_config(data={"eval": {"a": "f"}}, eval={"sets": {"a": {"every": 0}}}).eval.of("a").every == 0
+
+
+def test_a_set_of_evaluations_must_be_there_and_have_a_name_for_files():
+    found = refusal(data={"eval": {"math": "f"}}, eval={"sets": {"maths": {"num_samples": 8}}})
+    assert found.endswith("eval.sets.maths: expected a name of data.eval = ['math'], got none")
+    for name in ("a/b", "a b", "", "."):
+        found = refusal(data={"eval": {name: "f"}})
+        assert f"data.eval: expected names of letters, digits and _ . + -, got {name!r}" in found
+
+
+@pytest.mark.parametrize("reward", [{"type": "code"}, {"type": "exact"}, {"extra": {"xml_format": 1.0}}])
+def test_a_reward_beside_an_environment_is_refused_for_it_would_do_nothing(reward: dict[str, Any]):
+    found = refusal(environment={"name": "mine.py"}, reward=reward)
+    assert "reward.type, reward.extra: expected neither with an environment, which scores its rollouts itself" in found
+    assert a_config(environment={"name": "mine.py"}, reward={"scale": 2.0}).environment.is_set
+
+
+def test_a_reward_that_may_take_longer_than_a_lease_is_refused():
+    queue = {"lease_timeout_s": 20.0}
+    for reward, key in (
+        ({"type": "code"}, "reward.code.total_time_limit_s"),
+        ({"extra": {"code": 1.0}}, "reward.code.total_time_limit_s"),
+        ({"type": "mine:f", "time_limit_s": 20.0}, "reward.time_limit_s"),
+    ):
+        assert f"{key}: expected less than queue.lease_timeout_s = 20.0" in refusal(reward=reward, queue=queue)
+
+
+@pytest.mark.parametrize("groups", [1, 7, "all"])
+def test_rollouts_are_logged_by_number_or_all(groups: Any):
+    assert a_config(log={"rollouts_groups": groups}).log.rollouts_groups == groups
+
+
+@pytest.mark.parametrize("groups", [0, "some", 1.5])
+def test_other_numbers_of_logged_rollouts_are_refused(groups: Any):
+    assert "log.rollouts_groups" in refusal(log={"rollouts_groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("sampling", "temperature", 0),
+        ("sampling", "temperature", float("nan")),
+        ("sampling", "group_size", True),
+        ("sampling", "group_size", "8"),
+        ("optimizer", "lr", -1.0),
+        ("queue", "max_staleness", -1),
+        ("queue", "filter_range", [0.9, 0.1]),
+        ("queue", "filter_range", [0.1]),
+        ("loss", "skip_threshold", 0.5),
+        ("run", "seed", 2**31),
+    ],
+)
+def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: str, value: Any):
+    base = {"run": {"dir": "r"}, "model": {"path": "m"}}
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}"):
+        parse_config(base | {section: base.get(section, {}) | {key: value}}, "test")
+
+
+GAME: dict[str, Any] = {"name": "mine.py"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"weights": {"sync_every": 6}}, "weights.sync_every"),
+        ({"learner": {"updates_per_batch": 8}}, "learner.updates_per_batch"),
+        ({"learner": {"updates_per_batch": 3}}, "learner.updates_per_batch"),
+        ({"reward": {"cache_length": 64}, "sampling": {"max_new_tokens": 64}}, "reward.cache_length"),
+        ({"loss": {"best_k": 9}, "sampling": {"group_size": 8}}, "loss.best_k"),
+        ({"sampling": {"group_size": 1}}, "sampling.group_size"),
+        ({"sampling": {"temperature_steps": 5}}, "sampling.temperature_steps"),
+        ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
+        ({"generator": {"count": 2, "devices": [0]}}, "generator.devices"),
+        ({"environment": GAME | {"timeout_s": 20.0}, "queue": {"lease_timeout_s": 20.0}}, "environment.timeout_s"),
+        ({"environment": GAME | {"rows": 3}, "data": {"train": "rows.jsonl"}}, "environment.rows"),
+        ({"environment": GAME, "data": {"on_long_prompt": "truncate"}}, "data.on_long_prompt"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused_by_name(sections: dict[str, dict[str, Any]], key: str):
+    assert f"{key}: " in refusal(**sections)
+
+
+def test_the_bound_of_cross_checks_is_inside():
+    # max_staleness 4: weights published every 5 versions lag by at most 4. Every second version they lag by at most 1,
+    # and the last of 4 updates of a batch adds 3. Every third, they lag by 2, and 2 + 3 is too much.
+    assert a_config(weights={"sync_every": 5}).weights.sync_every == 5
+    assert a_config(weights={"sync_every": 2}, learner={"updates_per_batch": 4}).weights.sync_every == 2
+    assert "learner.updates_per_batch: expected at most" in refusal(
+        weights={"sync_every": 3}, learner={"updates_per_batch": 4}
+    )
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        a_config().queue.max_staleness = 3  # type: ignore[misc]
+
+
+def test_derived_values_follow_their_keys():
+    assert a_config(sampling={"max_new_tokens": 400}).cache_length == 100
+    assert a_config(sampling={"max_new_tokens": 100_000}).cache_length == 1024
+    assert a_config(sampling={"max_new_tokens": 1}, reward={"soft_overlong": False}).cache_length == 1
+    assert a_config(learner={"groups_per_step": 3}).max_filtered == 300
+    assert a_config(learner={"steps": 10, "updates_per_batch": 2}).temperature_steps == 20
+    assert a_config(sampling={"temperature_end": 0.9, "temperature_steps": 7}).temperature_steps == 7
+    assert "boxed" in a_config().system_prompt
+    assert a_config(data={"system_prompt": ""}).system_prompt == ""
+    assert "<answer>" in a_config(reward={"type": "think_answer_tags"}).system_prompt
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("s.k=3", 3),
+        ("s.k=3.0", 3.0),
+        ("s.k=true", True),
+        ("s.k=[1, 2]", [1, 2]),
+        ("s.k = 'quoted'", "quoted"),
+        ("s.k=bare words", "bare words"),
+        ("s.k=tcp://h:1", "tcp://h:1"),
+        ("s.k=a=b", "a=b"),
+        ("s.k=", ""),
+    ],
+)
+def test_an_override_is_toml_or_else_a_bare_string(override: str, value: Any):
+    raw: dict[str, Any] = {}
+    apply_override(raw, override)
+    assert raw == {"s": {"k": value}}
+
+
+def test_overrides_go_deep_win_in_order_and_keep_their_neighbours(tmp_path: Path):
+    path = tmp_path / "c.toml"
+    path.write_text('[run]\ndir = "r"\nseed = 1\n[model]\npath = "m"\n')
+    config = load_config(path, ["generator.fake.accuracy=0.25", "run.seed=2", "run.seed=3"])
+    assert (config.generator.fake.accuracy, config.run.seed, config.run.dir) == (0.25, 3, "r")
+
+
+@pytest.mark.parametrize("override", ["s", "=3", "k=3", ".k=3", "s.=3", "s..k=3", "run.dir.deep=1"])
+def test_an_override_of_another_form_is_refused(override: str):
+    with pytest.raises(ConfigError, match="--set"):
+        apply_override({"run": {"dir": "r"}}, override)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "queue": st.fixed_dictionaries(
+                {}, optional={"max_staleness": st.integers(0, 9), "filter_range": st.sampled_from([[], [0.0, 0.5]])}
+            ),
+            "loss": st.fixed_dictionaries({}, optional={"skip_threshold": st.sampled_from([0, 2.0])}),
+            "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(), max_size=3)}),
+            "data": st.fixed_dictionaries({}, optional={"eval": st.dictionaries(NAMES, st.text())}),
+            "learner": st.fixed_dictionaries(
+                {}, optional={"devices": st.lists(st.integers(0, 7), min_size=1, max_size=1)}
+            ),
+        },
+    )
+)
+def test_the_toml_of_a_config_reads_back_equal(sections: dict[str, dict[str, Any]]):
+    import tomllib
+
+    config = a_config(**sections)
+    assert parse_config(tomllib.loads(config_to_toml(config)), "again") == config
+
+
+def test_the_difference_names_nested_keys_old_and_new():
+    old, new = a_config(), a_config(generator={"fake": {"accuracy": 1.0}}, data={"eval": {"a": "f"}})
+    assert config_difference(old, new) == ["data.eval.a: None -> 'f'", "generator.fake.accuracy: 0.5 -> 1.0"]
+    assert config_difference(old, old) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("tcp://127.0.0.1:5555", ("127.0.0.1", 5555)),
+        ("tcp://[::1]:1", ("::1", 1)),
+        ("tcp://*:*", ("*", 0)),
+        ("tcp://node-3.cluster_a:65535", ("node-3.cluster_a", 65535)),
+    ],
+)
+def test_an_address_is_host_and_port(address: str, parts: tuple[str, int]):
+    assert check_address(address) == parts
+
+
+@given(st.text(max_size=40))
+def test_any_other_text_is_refused_and_never_crashes(text: str):
+    try:
+        host, port = check_address(text)
+    except AddressError:
+        return
+    assert text.startswith("tcp://")
+    assert host
+    assert 0 <= port <= 65535
+
+
+def test_only_loopback_may_be_bound_without_saying_so():
+    for address in ("tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0"):
+        refuse_open_bind(address, insecure=False)
+    for address in ("tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:0", "tcp://[::]:0"):
+        with pytest.raises(AddressError, match="--insecure"):
+            refuse_open_bind(address, insecure=False)
+        refuse_open_bind(address, insecure=True)
+    assert not is_loopback("no-such-host.invalid")
+
+
+def test_the_host_towards_loopback_is_loopback():
+    assert is_loopback(local_host_towards("tcp://127.0.0.1:9"))
+
+
+def test_a_lag_that_is_held_needs_a_bound_that_is_equal_and_every_version_published():
+    assert a_config().learner.n_behind is None
+    held = {"n_behind": 2}
+    assert "queue.max_staleness: under learner.n_behind = 2 expected 2, got 4" in refusal(learner=held)
+    bound = {"max_staleness": 2}
+    assert "weights.sync_every: under learner.n_behind" in refusal(learner=held, queue=bound, weights={"sync_every": 2})
+    assert "learner.updates_per_batch: under" in refusal(learner={**held, "updates_per_batch": 2}, queue=bound)
+    assert a_config(learner=held, queue=bound).learner.n_behind == 2
+    assert a_config(learner={"n_behind": 0}, queue={"max_staleness": 0}).learner.n_behind == 0
+
+
+def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_skipped():
+    adaptive = {"adaptive": True}
+    assert a_config(queue=adaptive).queue.adaptive
+    assert "queue.adaptive: expected false with learner.n_behind" in refusal(queue=adaptive, learner={"n_behind": 4})
+    # Published every third version and trained on twice: 2 + 1 = 3 versions old at times.
+    assert "queue.adaptive: expected queue.max_staleness above" in refusal(
+        queue={**adaptive, "max_staleness": 3}, weights={"sync_every": 3}, learner={"updates_per_batch": 2}
+    )
+    assert a_config(weights={"sync_every": 3}, learner={"updates_per_batch": 2}).lowest_bound == 3
+    for loss in ({"min_ess": 0.95}, {"max_kl": 0.02}):
+        assert "queue.adaptive_min_ess, queue.adaptive_max_kl: expected" in refusal(queue=adaptive, loss=loss)
+    assert a_config(queue={**adaptive, "adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}).queue.adaptive

@@ -1,0 +1,119 @@
+"""The [loss] section: presets fill what is not set, contradictions are refused with their reason, TOML round trips."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.config.loss import CONTRADICTIONS, OFF_VALUES, PRESETS, Contradiction, LossConfig, Preset
+from async_rl.errors import ConfigError
+
+
+def a_config(**loss: Any) -> Config:
+    return parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, "loss": loss}, "test")
+
+
+def test_every_preset_is_one_that_can_be_named():
+    assert set(PRESETS) == set(get_args(Preset))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_preset_sets_its_keys_and_only_those(preset: Any):
+    loss = LossConfig(preset=preset)
+    fields = LossConfig.model_fields
+    for key in set(fields) - {"preset", *PRESETS[preset]} - {"kl_estimator"}:
+        assert getattr(loss, key) == fields[key].default, key
+    for key, value in PRESETS[preset].items():
+        assert getattr(loss, key) == value
+
+
+def test_the_default_is_dapo():
+    loss = LossConfig()
+    assert (loss.preset, loss.clip_low, loss.clip_high, loss.aggregation) == ("dapo", 0.2, 0.28, "token")
+    assert (loss.advantage, loss.surrogate, loss.skip_threshold, loss.mask_truncated) == (
+        "group_norm",
+        "clip",
+        20,
+        True,
+    )
+
+
+def test_keys_that_are_set_win_over_the_preset():
+    loss = LossConfig(preset="grpo", clip_high=0.28, kl_coef=0.0)
+    assert (loss.clip_high, loss.kl_coef, loss.aggregation) == (0.28, 0.0, "sequence")
+
+
+def test_off_values_win_over_the_preset_too():
+    assert LossConfig(preset="reinforce", importance_cap=0).importance_cap is None  # pyright: ignore[reportArgumentType]
+
+
+def test_kl_estimator_follows_its_placement_unless_it_is_set():
+    assert LossConfig(kl_coef=0.1, kl_placement="loss").kl_estimator == "k3"
+    assert LossConfig(kl_coef=0.1, kl_placement="reward").kl_estimator == "k1"
+    assert LossConfig(kl_coef=0.1, kl_placement="loss", kl_estimator="k2").kl_estimator == "k2"
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_resolved_config_reads_back_as_it_was(preset: str):
+    config = a_config(preset=preset)
+    assert Config.model_validate(tomllib.loads(config_to_toml(config))) == config
+
+
+def test_everything_that_can_be_off_says_so_in_toml():
+    config = a_config(**OFF_VALUES)
+    assert all(getattr(config.loss, key) is None for key in OFF_VALUES)
+    written = tomllib.loads(config_to_toml(config))["loss"]
+    assert {key: written[key] for key in OFF_VALUES} == dict(OFF_VALUES)
+    assert a_config(**written) == config
+
+
+@pytest.mark.parametrize("contradiction", CONTRADICTIONS, ids=lambda c: "-".join(c.keys))
+def test_contradictory_settings_are_refused_with_what_was_expected_and_why(contradiction: Contradiction):
+    with pytest.raises(ConfigError) as refused:
+        a_config(**contradiction.example)
+    message = str(refused.value)
+    assert contradiction.expected in message
+    assert contradiction.reason in message
+    assert f"got {contradiction.keys[0]} = " in message
+
+
+@pytest.mark.parametrize("contradiction", CONTRADICTIONS, ids=lambda c: "-".join(c.keys))
+def test_no_example_is_refused_for_another_reason(contradiction: Contradiction):
+    loss = LossConfig.model_construct(**LossConfig().model_dump() | toml_free(contradiction.example))
+    assert [c.keys for c in CONTRADICTIONS if c.holds(loss)][:1] == [contradiction.keys]
+
+
+def toml_free(example: Any) -> dict[str, Any]:
+    """``example`` with its preset's keys, and None where TOML says off."""
+    filled = {**PRESETS[example.get("preset", "dapo")], **example}
+    return {k: None if k in OFF_VALUES and v == OFF_VALUES[k] else v for k, v in filled.items()}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("clip_low", 1.5), ("dual_clip", 1.0), ("importance_cap", 0.5), ("min_ess", 1.0), ("preset", "ppo"),
+     ("skip_threshold", True), ("best_k", -1), ("kl_coef", -0.1), ("token_range", [0.5])],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_key(key: str, value: Any):
+    with pytest.raises(ConfigError, match=rf"loss\.{key}"):
+        a_config(**{key: value})
+
+
+def test_what_has_to_be_scored_follows_from_the_settings():
+    needs = {
+        preset: (LossConfig(preset=preset).needs_reference, LossConfig(preset=preset).needs_proximal)  # pyright: ignore[reportArgumentType]
+        for preset in PRESETS
+    }
+    assert {preset for preset, (reference, _) in needs.items() if reference} == {"grpo"}
+    assert {preset for preset, (_, proximal) in needs.items() if proximal} == {"decoupled_ppo"}
+    assert not LossConfig(preset="decoupled_ppo", proximal="interpolate").needs_proximal
+
+
+def test_an_unhashable_preset_is_refused_by_its_field():
+    with pytest.raises(ValidationError, match="preset"):
+        LossConfig(preset=["dapo"])  # pyright: ignore[reportArgumentType]

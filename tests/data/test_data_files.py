@@ -1,0 +1,191 @@
+"""The same rows out of every kind of file, and of what ``datasets`` writes and reads."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import ipc, parquet
+
+from async_rl.data.dataset import RowRules, load_rows
+from async_rl.errors import DataError
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+ROWS: list[dict[str, Any]] = [
+    {"messages": CHAT, "gt_answer": "2", "extra_info": {"level": 3}},
+    {"messages": [{"role": "user", "content": "a,\n“b”"}], "gt_answer": "1,2", "extra_info": {"level": 4}},
+]
+
+
+def write_jsonl(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+
+
+def write_json(path: Path) -> None:
+    path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8")
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["messages", "gt_answer", "extra_info"])
+        writer.writerows([json.dumps(row["messages"]), row["gt_answer"], json.dumps(row["extra_info"])] for row in ROWS)
+
+
+def write_parquet(path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+def write_arrow(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow_stream(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS = {
+    "rows.jsonl": write_jsonl,
+    "rows.json": write_json,
+    "rows.csv": write_csv,
+    "rows.parquet": write_parquet,
+    "rows.arrow": write_arrow,
+    "stream.arrow": write_arrow_stream,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str):
+    WRITERS[name](tmp_path / name)
+    loaded = load_rows(str(tmp_path / name))
+    assert [[dict(message) for message in row.messages] for row in loaded.rows] == [row["messages"] for row in ROWS]
+    assert [dict(row.reward_data) for row in loaded.rows] == [
+        {"gt_answer": row["gt_answer"], "extra_info": row["extra_info"]} for row in ROWS
+    ]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_digest_is_of_the_content(tmp_path: Path, name: str):
+    paths = [tmp_path / "a" / name, tmp_path / "b" / name, tmp_path / "c" / name]
+    for path in paths:
+        path.parent.mkdir()
+        WRITERS[name](path)
+    content = paths[2].read_bytes()
+    paths[2].write_bytes(content.replace(b"1+1?", b"1+3?", 1))
+    digests = [load_rows(str(path)).digest for path in paths]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.json", '{"messages": []}', "expected a JSON list of objects, got an object; for one object a line use"),
+        ("rows.json", "[1", "expected a JSON list of objects: .* column 3"),
+        ("rows.json", '[\n{"gt_answer": "2"}]', 'rows.json: row 1: expected a row with "messages"'),
+        ("rows.csv", "prompt,gt_answer\n1+1?,2\n1+2?\n", "rows.csv:3: expected 2 cells"),
+        ("rows.csv", "prompt,gt_answer\n1+1?,2\n1+2?,3,4\n", "rows.csv:3: expected 2 cells"),
+        ("rows.csv", 'prompt,gt_answer\n"a\nb",2\n1+2?,\n', "rows.csv:4: .* got no gt_answer"),
+        ("rows.csv", "prompt,gt_answer\n", "the file has no rows"),
+        ("rows.parquet", "not parquet", "expected a Parquet file"),
+        ("rows.arrow", "not arrow", "expected an Arrow IPC file or stream"),
+        ("rows.arrow", "ARROW1 but no more", "expected an Arrow IPC file or stream"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(tmp_path: Path, name: str, content: str, message: str):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(str(tmp_path / name))
+
+
+def test_a_bad_record_of_a_table_is_skipped_and_counted(tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,gt_answer\n1+1?,2\n1+2?\n1+3?,4\n")
+    loaded = load_rows(str(path), on_bad_row="skip")
+    assert [row.reward_data["gt_answer"] for row in loaded.rows] == ["2", "4"]
+    assert (loaded.num_skipped, loaded.first_skipped) == (
+        1,
+        f"{path}:3: expected 2 cells, as the header has, got another number",
+    )
+
+
+def test_a_key_that_only_some_rows_of_a_table_have_is_no_key_of_the_others(tmp_path: Path):
+    rows = [{**ROWS[0], "level": 1}, {**ROWS[1], "level": None}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    loaded = load_rows(str(tmp_path / "rows.parquet"))
+    assert ["level" in row.reward_data for row in loaded.rows] == [True, False]
+
+
+def test_a_directory_has_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # What a dataset of the hub looks like once it is fetched; nothing is fetched here.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, row in zip(("train", "test"), ROWS):
+        parquet.write_table(pa.Table.from_pylist([row]), data / f"{split}-00000.parquet")
+    assert load_rows(str(data)).rows[0].reward_data["gt_answer"] == "2"
+    loaded = load_rows(f"test@{data}")
+    assert [row.reward_data["gt_answer"] for row in loaded.rows] == ["1,2"]
+    assert loaded.digest != load_rows(f"train@{data}").digest
+    with pytest.raises(DataError, match=r"can't load the dataset .* \(split 'dev'\)"):
+        load_rows(f"dev@{data}")
+
+
+def test_what_datasets_saved_is_read(tmp_path: Path):
+    import datasets
+
+    splits = {"train": datasets.Dataset.from_list(ROWS[:1]), "test": datasets.Dataset.from_list(ROWS[1:])}
+    datasets.DatasetDict(**splits).save_to_disk(str(tmp_path / "saved"))
+    assert load_rows(f"test@{tmp_path / 'saved'}").rows[0].reward_data["gt_answer"] == "1,2"
+
+
+def test_a_name_of_the_hub_that_can_not_be_fetched_is_refused_with_the_name(tmp_path: Path, monkeypatch: Any):
+    import datasets
+
+    asked: list[Any] = []
+
+    def load_dataset(path: str, config: str | None, *, split: str) -> None:
+        asked.append((path, config, split))
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"dataset test@openai/gsm8k:main \(split 'test'\): ConnectionError: no route"):
+        load_rows("test@openai/gsm8k:main")
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_rows_of_the_hub_are_rows(monkeypatch: Any):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, config, *, split: datasets.Dataset.from_list(ROWS))
+    loaded = load_rows("owner/name")
+    assert [row.reward_data["gt_answer"] for row in loaded.rows] == ["2", "1,2"]
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda path, config, *, split: datasets.Dataset.from_list([{"question": "1+1?"}])
+    )
+    with pytest.raises(DataError, match=r"owner/name: row 1: expected a row .* got no messages in .'question'"):
+        load_rows("owner/name")
+
+
+@pytest.mark.parametrize("name", ["owner/absent.jsonl", "absent", "./a/b", "/a/b", "test@absent.csv"])
+def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(name: str):
+    with pytest.raises(DataError, match="no dataset at"):
+        load_rows(name)
+
+
+def test_a_single_file_has_no_splits_but_train(tmp_path: Path):
+    write_jsonl(tmp_path / "rows.jsonl")
+    assert len(load_rows(f"train@{tmp_path / 'rows.jsonl'}").rows) == 2
+    with pytest.raises(DataError, match="expected no split before a single file"):
+        load_rows(f"test@{tmp_path / 'rows.jsonl'}")
+
+
+def test_a_file_whose_name_has_an_at_sign_is_that_file(tmp_path: Path):
+    write_jsonl(tmp_path / "test@rows.jsonl")
+    assert len(load_rows(str(tmp_path / "test@rows.jsonl"), rules=RowRules()).rows) == 2

@@ -1,0 +1,134 @@
+"""What a row may look like: prompts, code rows, rows of environments, column names."""
+
+import json
+from typing import Any
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.task import ColumnsConfig
+from async_rl.data.rows import Row, RowRules, parse_row
+from async_rl.errors import DataError
+
+CHAT = [{"role": "user", "content": "q"}]
+CASES = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
+
+
+def parse(raw: object, **rules: Any) -> Row:
+    return parse_row(raw, "f:1", RowRules(**rules))
+
+
+def test_a_prompt_is_a_user_message_behind_the_system_prompt():
+    row = parse({"prompt": "1+1?", "gt_answer": 2}, system_prompt="Think.")
+    assert row.messages == ({"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"})
+    assert row.reward_data == {"gt_answer": "2"}
+
+
+def test_a_prompt_may_be_text_to_be_continued():
+    row = parse({"prompt": "1+1=", "gt_answer": 2}, system_prompt="Think.", prompt_format="text")
+    assert row.messages == ({"role": "text", "content": "1+1="},)
+
+
+def test_a_prompt_may_hold_messages():
+    assert parse({"prompt": CHAT, "gt_answer": 2}).messages == tuple(CHAT)
+
+
+def test_messages_win_over_a_prompt():
+    assert parse({"prompt": "other", "messages": CHAT, "gt_answer": 2}).messages == tuple(CHAT)
+
+
+def test_a_row_for_an_environment_needs_no_answer():
+    row = parse({"messages": CHAT, "extra_info": {"target": 24, "numbers": [1, 2]}}, needs=())
+    assert row.reward_data == {"extra_info": {"target": 24, "numbers": [1, 2]}}
+
+
+@pytest.mark.parametrize("cases", [CASES, json.dumps(CASES)])
+def test_test_cases_may_be_json_text(cases: object):
+    assert parse({"messages": CHAT, "test_cases": cases}, needs=("test_cases",)).reward_data == {"test_cases": CASES}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"test_cases": {**CASES, "fn_name": "add"}}, {"test_cases": CASES, "fn_name": "add"}]
+)
+def test_a_function_name_may_stand_in_the_cases_or_beside_them(fields: dict[str, Any]):
+    row = parse({"messages": CHAT, **fields}, needs=("test_cases",))
+    assert row.reward_data == {"test_cases": CASES, "fn_name": "add"}
+
+
+def test_arguments_of_a_function_are_values_or_text():
+    cases = {"inputs": [[1, [2]], "[1]"], "outputs": [3, "1"]}
+    row = parse({"messages": CHAT, "test_cases": cases, "fn_name": "add"}, needs=("test_cases",))
+    assert row.reward_data["test_cases"] == cases
+
+
+@pytest.mark.parametrize(
+    ("cases", "message"),
+    [
+        ({"inputs": [], "outputs": []}, "f:1: cases: .* lists of one length above 0, got 0 inputs and 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, "got 1 inputs and 0 outputs"),
+        ({"inputs": "1", "outputs": "2"}, "got no list of inputs and no list of outputs"),
+        ({"inputs": ["1"]}, "got 1 inputs and no list of outputs"),
+        (["1"], r'cases: expected {"inputs": \[...\], "outputs": \[...\]}, got \[\'1\'\]'),
+        ("{1", "cases: expected JSON"),
+        ({"inputs": [1], "outputs": ["2"]}, r"cases\.inputs\[0\]: expected text or a list of lines, got 1"),
+        ({"inputs": ["1"], "outputs": [[2]]}, r"cases\.outputs\[0\]: expected text or a list of lines, got \[2\]"),
+        ({**CASES, "fn_name": "a b"}, "fn_name: expected the name of a function"),
+    ],
+)
+def test_test_cases_that_could_not_be_run_are_refused(cases: object, message: str):
+    with pytest.raises(DataError, match=message):
+        parse({"messages": CHAT, "cases": cases}, needs=("test_cases",), columns=ColumnsConfig(test_cases="cases"))
+
+
+def test_columns_go_by_the_names_that_the_data_has():
+    columns = ColumnsConfig(prompt="question", gt_answer="solution")
+    row = parse({"question": "1+1?", "solution": 2, "level": 5}, columns=columns)
+    assert row == Row(({"role": "user", "content": "1+1?"},), {"gt_answer": "2", "level": 5})
+
+
+def test_a_column_that_only_happens_to_have_our_name_is_not_ours():
+    # The answer is in "solution"; what this data calls gt_answer and prompt is something else.
+    columns = ColumnsConfig(messages="chat", prompt="question", gt_answer="solution")
+    row = parse({"chat": CHAT, "gt_answer": 7, "solution": 2, "prompt": "x"}, columns=columns)
+    assert row == Row(tuple(CHAT), {"gt_answer": "2"})
+
+
+def test_errors_name_the_data_s_own_columns():
+    columns = ColumnsConfig(prompt="question", gt_answer="solution")
+    with pytest.raises(DataError, match=r'with "messages" and "solution", got no solution in \[\'question\'\]'):
+        parse({"question": "1+1?"}, columns=columns)
+    with pytest.raises(DataError, match="question: expected text that is not blank"):
+        parse({"question": " ", "solution": 2}, columns=columns)
+
+
+def test_data_of_unknown_columns_is_told_where_to_name_them():
+    with pytest.raises(DataError, match=r"got no messages in \['answer', 'question'\]; name its columns in"):
+        parse({"question": "1+1?", "answer": "2"})
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("reward", "needs"),
+    [
+        ({"type": "boxed"}, ("gt_answer",)),
+        ({"type": "xml_format", "extra": {"exact": 1.0}}, ("gt_answer",)),
+        ({"type": "my_rewards:length"}, ()),
+    ],
+)
+def test_the_reward_says_what_a_row_needs(reward: dict[str, Any], needs: tuple[str, ...]):
+    assert config(reward=reward).row_needs == needs
+
+
+def test_an_environment_says_for_itself_what_a_row_needs_and_what_the_model_is_told():
+    played = config(environment={"name": "mine.py"}, reward={"type": "boxed"})
+    assert (played.row_needs, played.system_prompt) == ((), "")
+
+
+def test_the_reward_says_what_the_model_is_told():
+    assert "\\boxed{}" in config().system_prompt
+    assert "</answer>" in config(reward={"type": "think_answer_tags"}).system_prompt
+    assert config(reward={"type": "my_rewards:length"}).system_prompt == ""
+    assert config(data={"system_prompt": "Hi."}).system_prompt == "Hi."

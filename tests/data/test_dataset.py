@@ -1,0 +1,186 @@
+"""Dataset files: what is accepted, what is refused and where the message points."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.data.dataset import LoadedRows, Row, RowRules, load_rows, made_up_rows
+from async_rl.errors import DataError
+from async_rl.net.wire import decode, encode
+
+DATA = Path(__file__).parent
+GOOD = '{"messages": {"role": "user", "content": "1+1?"}, "gt_answer": "2"}'
+
+
+def load_text(tmp_path: Path, text: str | bytes, on_bad_row: str = "refuse", system_prompt: str = "") -> LoadedRows:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    rules = RowRules(system_prompt=system_prompt)
+    return load_rows(str(path), on_bad_row=on_bad_row, rules=rules)  # pyright: ignore[reportArgumentType]
+
+
+def with_answer(answer: object) -> str:
+    return json.dumps({"messages": {"role": "user", "content": "q"}, "gt_answer": answer})
+
+
+def test_a_message_object_and_a_list_of_messages_load_alike(tmp_path: Path):
+    listed = '{"messages": [{"role": "user", "content": "1+1?"}], "gt_answer": "2"}'
+    loaded = load_text(tmp_path, f"{GOOD}\n{listed}\n")
+    assert loaded.rows == (Row(({"role": "user", "content": "1+1?"},), {"gt_answer": "2"}),) * 2
+    assert loaded.num_skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("2", "2"),
+        (2, "2"),
+        (-3, "-3"),
+        (0, "0"),
+        (0.5, "0.5"),
+        (1e-7, "0.0000001"),
+        (2**80, str(2**80)),
+        (" x ", " x "),
+    ],
+)
+def test_answers_become_text(tmp_path: Path, answer: object, text: str):
+    assert load_text(tmp_path, with_answer(answer)).rows[0].reward_data == {"gt_answer": text}
+
+
+def test_other_keys_become_reward_data(tmp_path: Path):
+    row = {
+        "messages": {"role": "user", "content": "q"},
+        "gt_answer": "2",
+        "level": 3,
+        "tags": ["a", 0.5],
+        "source": {"id": None},
+    }
+    rows = load_text(tmp_path, json.dumps(row)).rows
+    assert rows[0].reward_data == {"gt_answer": "2", "level": 3, "tags": ["a", 0.5], "source": {"id": None}}
+
+
+def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_fine(tmp_path: Path):
+    loaded = load_text(tmp_path, f"\ufeff{GOOD}\r\n\r\n   \n{GOOD}")
+    assert len(loaded.rows) == 2
+    assert loaded.num_skipped == 0
+
+
+def test_unicode_line_separators_inside_a_text_do_not_split_the_row(tmp_path: Path):
+    row = '{"messages": {"role": "user", "content": "a\u2028b"}, "gt_answer": "2"}'
+    assert load_text(tmp_path, row).rows[0].messages[0]["content"] == "a\u2028b"
+
+
+def test_the_system_prompt_goes_in_front(tmp_path: Path):
+    rows = load_text(tmp_path, GOOD, system_prompt="Think.").rows
+    assert rows[0].messages == ({"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"})
+
+
+def test_a_rows_own_system_message_wins(tmp_path: Path):
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "q"}]
+    rows = load_text(tmp_path, json.dumps({"messages": messages, "gt_answer": "2"}), system_prompt="Think.").rows
+    assert list(rows[0].messages) == messages
+
+
+def test_the_digest_is_the_files_sha256(tmp_path: Path):
+    text = f"{GOOD}\n\n{GOOD}\n"
+    assert load_text(tmp_path, text).digest == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ('{"messages": ', "expected one JSON object a line"),
+        (GOOD + GOOD, "expected one JSON object a line"),
+        ("[1, 2]", "expected a JSON object, got a list of 2"),
+        ('"text"', "expected a JSON object, got the text 'text'"),
+        ("null", "expected a JSON object, got null"),
+        ('{"question": "q", "answer": "2"}', r"got no messages in \['answer', 'question'\]"),
+        ('{"messages": {"role": "user", "content": "q"}}', r"got no gt_answer in \['messages'\]"),
+        (with_answer(None), "got no gt_answer"),
+        (with_answer(""), "gt_answer: expected text that is not blank or a number"),
+        (with_answer("  "), "gt_answer: expected text that is not blank or a number"),
+        (with_answer(True), "gt_answer: .* got true"),
+        (with_answer(["2"]), "gt_answer: .* got a list of 1"),
+        (with_answer(2).replace("2}", "NaN}"), "NaN is not a JSON number"),
+        (with_answer(2).replace("2}", "1e999}"), "gt_answer: .* got the number inf"),
+        ('{"messages": "q", "gt_answer": "2"}', "messages: expected an object or a list of them, got the text 'q'"),
+        ('{"messages": [], "gt_answer": "2"}', "messages: expected an object or a list of them, got a list of 0"),
+        ('{"messages": ["q"], "gt_answer": "2"}', r"messages\[0\]: expected"),
+        ('{"messages": [{"role": "user"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
+        ('{"messages": [{"role": "", "content": "q"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
+        ('{"messages": [{"role": "user", "content": 5}], "gt_answer": "2"}', r"messages\[0\]: expected"),
+        ('{"messages": [{"role": "user", "content": "q", "name": "n"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
+        (
+            '{"gt_answer": "1", "messages": {"role": "user", "content": "q"}, "gt_answer": "2"}',
+            "'gt_answer' comes twice",
+        ),
+        (GOOD.replace('"2"', '"2", "big": ' + str(2**64)), "a value can't be sent"),
+        (GOOD.replace("1+1?", "\\ud800"), "a value can't be sent"),
+        (GOOD.replace('"2"', '"2", "deep": ' + "[" * 7 + "]" * 7), "deep: expected at most 6 levels"),
+        (GOOD.replace('"2"', '"2", "deep": ' + "[" * 100_000 + "]" * 100_000), "not usable JSON"),
+        (GOOD.replace('"2"', "1" * 5000), "not usable JSON"),
+    ],
+)
+def test_bad_rows_are_refused_with_file_and_line_or_skipped_and_counted(tmp_path: Path, row: str, complaint: str):
+    text = f"{GOOD}\n\n{row}\n{GOOD}\n"
+    with pytest.raises(DataError, match=rf"rows\.jsonl:3: .*{complaint}"):
+        load_text(tmp_path, text)
+    skipped = load_text(tmp_path, text, on_bad_row="skip")
+    assert (len(skipped.rows), skipped.num_skipped) == (2, 1)
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(tmp_path: Path):
+    text = GOOD.encode() + b"\n" + GOOD.encode().replace(b"1+1?", b"caf\xe9") + b"\n"
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: expected UTF-8, got byte 0xe9 at \d+"):
+        load_text(tmp_path, text)
+    assert load_text(tmp_path, text, on_bad_row="skip").num_skipped == 1
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_dataset_is_refused(tmp_path: Path, text: str):
+    with pytest.raises(DataError, match=r"at least one row in .*rows\.jsonl, got none: the file has no rows"):
+        load_text(tmp_path, text)
+
+
+def test_a_dataset_of_bad_rows_alone_is_refused_even_when_skipping(tmp_path: Path):
+    with pytest.raises(DataError, match="all 2 rows are bad and were skipped"):
+        load_text(tmp_path, "{}\n{}\n", on_bad_row="skip")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"no dataset at .*absent\.jsonl"):
+        load_rows(str(tmp_path / "absent.jsonl"))
+
+
+def test_a_directory_without_data_files_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"can't load the dataset .* a directory of data files"):
+        load_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("gsm8k_train_64.jsonl", 64), ("gsm8k_test_32.jsonl", 32)])
+def test_the_committed_slices_load_and_travel(name: str, num_rows: int):
+    rows = load_rows(str(DATA / name)).rows
+    assert len(rows) == num_rows
+    for row in rows:
+        assert row.messages[-1]["content"].endswith("\\boxed{}.")
+        fields = {"messages": list(row.messages), "reward_data": dict(row.reward_data)}
+        assert decode(encode("row", fields)).fields == fields
+
+
+def test_an_environments_rows_need_neither_messages_nor_an_answer(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"extra_info": {"number": 7}}\n{"messages": {"role": "user", "content": "1+1"}, "gt_answer": 2}\n')
+    rules = RowRules(system_prompt="Think.", needs=(), needs_prompt=False)
+    rows = load_rows(str(path), rules=rules).rows
+    assert (rows[0].messages, rows[0].reward_data) == ((), {"extra_info": {"number": 7}})
+    assert ([m["role"] for m in rows[1].messages], rows[1].reward_data) == (["system", "user"], {"gt_answer": "2"})
+    with pytest.raises(DataError, match=r"rows.jsonl:1: expected a row with"):
+        load_rows(str(path))
+
+
+def test_made_up_rows_are_empty_and_known_by_their_number():
+    assert len(made_up_rows(3).rows) == 3
+    assert made_up_rows(3).rows[0].messages == ()
+    assert made_up_rows(3).digest == made_up_rows(3).digest != made_up_rows(4).digest

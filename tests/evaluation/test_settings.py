@@ -1,0 +1,141 @@
+"""Where an offline evaluation gets its settings from: a config, a run, the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.evaluation import EvalSet
+from async_rl.errors import ConfigError
+from async_rl.evaluation.settings import EvalOptions, EvalSettings, describe_settings, eval_settings, run_config_of
+
+RUN = """
+[run]
+dir = "runs/x"
+
+[model]
+path = "base"
+
+[data]
+train = "train.jsonl"
+system_prompt = "Be brief."
+
+[data.eval]
+math = "math.jsonl"
+chat = "chat.jsonl"
+
+[sampling]
+max_new_tokens = 200
+max_prompt_tokens = 100
+
+[reward]
+type = "mine.py:right"
+
+[generator]
+backend = "vllm"
+allow_code = ["mine.py"]
+devices = [3]
+
+[queue]
+lease_timeout_s = 10.0
+
+[eval]
+num_samples = 2
+
+[eval.sets.math]
+num_samples = 8
+temperature = 0.6
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with one checkpoint and an export."""
+    (tmp_path / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
+    (tmp_path / "run" / "export").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(RUN)
+    (tmp_path / "run" / "run_id").write_text("abc")
+    return tmp_path / "run"
+
+
+def settings(model: object, **options: Any) -> EvalSettings:
+    return eval_settings([str(model)], EvalOptions(**options))
+
+
+@pytest.mark.parametrize("part", [".", "checkpoints", "checkpoints/step-000002", "export"])
+def test_a_checkpoint_is_asked_as_its_run_asks(run: Path, part: str):
+    found = settings(run / part)
+    config = found.config
+    assert (config.system_prompt, config.reward.type, config.data.eval) == (
+        "Be brief.", "mine.py:right", {"math": "math.jsonl", "chat": "chat.jsonl"},
+    )  # fmt: skip
+    assert config.model.path == str(run / part)
+    assert config.eval.of("math") == EvalSet(50, 8, 0.6, 1.0, 0, None, None)
+    assert found.notes[0] == f"settings: {run / 'config.toml'} (--config FILE: others)"
+
+
+def test_only_a_config_that_somebody_named_says_which_code_may_run(run: Path):
+    assert settings(run).config.generator.allow_code == ()
+    assert settings("base", config=run / "config.toml").config.generator.allow_code == ("mine.py",)
+    overrides = ("generator.allow_code=['mine.py']",)
+    assert settings(run, overrides=overrides).config.generator.allow_code == ("mine.py",)
+    assert settings("base", datasets=("a.jsonl",), reward="b.py:f").config.generator.allow_code == ("b.py",)
+
+
+def test_what_is_of_the_runs_machines_is_left_out(run: Path):
+    generator = settings(run).config.generator
+    assert (generator.backend, generator.devices) == ("transformers", None)
+    assert "the run samples with vllm; an offline evaluation samples with transformers" in settings(run).notes
+    with pytest.raises(
+        ConfigError, match=r"generator\.backend: an offline evaluation samples with transformers .or fake"
+    ):
+        settings(run, overrides=("generator.backend=vllm",))
+
+
+def test_the_command_line_wins_over_the_config_and_over_its_sets(run: Path):
+    config = settings(
+        run, num_samples=4, temperature=0.0, top_p=0.9, top_k=7, max_new_tokens=50, max_prompt_tokens=60, limit=5,
+        system_prompt="", batch_size=3, seed=9, reward="exact",
+    ).config  # fmt: skip
+    assert config.eval.of("math") == config.eval.of("chat") == EvalSet(50, 4, 0.0, 0.9, 7, 50, 5)
+    assert (config.system_prompt, config.reward.type) == ("", "exact")
+    # In the run such a reward would outlast its leases; here there are none.
+    assert settings(run, reward="code").config.reward.code.total_time_limit_s == 60
+    assert (config.sampling.max_prompt_tokens, config.generator.batch_size, config.run.seed) == (60, 3, 9)
+
+
+def test_data_sets_of_the_command_line_replace_those_of_the_config(run: Path):
+    config = settings(run, datasets=("data/test.v2.jsonl", "math=other.jsonl", "test@owner/set:main")).config
+    assert config.data.eval == {"test": "data/test.v2.jsonl", "math": "other.jsonl", "set": "test@owner/set:main"}
+    # A set that keeps its name keeps its keys; one that is gone has none left to contradict.
+    assert config.eval.of("math").num_samples == 8
+    assert settings(run, datasets=("a=b/c=d.jsonl",)).config.data.eval == {"a": "b/c=d.jsonl"}
+    assert settings(run, datasets=("b=c/d.jsonl",)).config.eval.sets == {}
+    with pytest.raises(ConfigError, match="--dataset: expected names that differ, got a, a"):
+        settings("base", datasets=("x/a.jsonl", "y/a.jsonl"))
+
+
+def test_a_model_of_no_run_is_asked_by_the_defaults():
+    found = settings("owner/model", datasets=("a.jsonl",))
+    assert found.notes == ()
+    assert (found.config.reward.type, found.config.sampling.max_prompt_tokens) == ("boxed", 4096)
+    assert found.config.eval.of("a") == EvalSet(50, 1, 0.0, 1.0, 0, None, None)
+    assert run_config_of("owner/model") is None
+
+
+def test_nothing_to_ask_is_refused():
+    with pytest.raises(ConfigError, match=r"expected --dataset FILE, or a config with data\.eval"):
+        settings("owner/model")
+    with pytest.raises(ConfigError, match=r"no config file at nowhere\.toml"):
+        settings("owner/model", config=Path("nowhere.toml"))
+    with pytest.raises(ConfigError, match=r"eval\.majority: expected false with reward\.type = 'code'"):
+        settings("owner/model", datasets=("a.jsonl",), reward="code", overrides=("eval.majority=true",))
+
+
+def test_how_a_set_is_answered_is_said_in_words(run: Path):
+    config = settings(run).config
+    assert describe_settings(config, "math") == "8 answers a row, temperature 0.6, at most 200 tokens"
+    config = settings(run, num_samples=1, temperature=0.0, top_k=3).config
+    assert describe_settings(config, "math") == "1 answer a row, temperature 0 (greedy), top-k 3, at most 200 tokens"

@@ -1,0 +1,616 @@
+"""Launch: the commands it makes, the processes it keeps, the children that end with it, the lines it prints."""
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.errors import AddressError, ConfigError, RunError
+from async_rl.launch.commands import Command, RunCommands
+from async_rl.launch.launch import _owned_run_dir, describe_commands, explain, ledger_line, summary
+from async_rl.launch.live_view import (
+    LiveView,
+    MetricsTail,
+    PlainView,
+    Progress,
+    duration,
+    eval_accuracies,
+    eval_lines,
+    step_line,
+)
+from async_rl.launch.preflight import check_bindable
+from async_rl.launch.supervisor import Member, Outcome, Supervisor, Timing
+from async_rl.process.parent_watch import Lifeline
+from async_rl.run.directory import RunDir, prepare_run_dir
+
+DEADLINE_S = 60.0
+FAST = Timing(poll_s=0.02, queue_start_s=20.0, backoff_s=0.02, max_backoff_s=0.1, finish_s=0.3, grace_s=5.0)
+
+
+def a_config(directory: Path | str = "runs/x", **sections: dict[str, object]) -> Config:
+    return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}, **sections}, "test")
+
+
+def poll(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        threading.Event().wait(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether ``pid`` runs; a zombie whose parent is gone does not."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- commands
+
+
+def some_commands(config: Config, inherited: dict[str, str] | None = None, cores: tuple[int, ...] = ()) -> RunCommands:
+    return RunCommands(
+        config, ["run.toml", "--set", "run.seed=1"], run_id="r1", insecure=False, inherited=inherited or {},
+        num_cores=8, cores=cores,
+    )  # fmt: skip
+
+
+def test_every_rank_gets_its_place_its_devices_and_the_rendezvous():
+    config = a_config(learner={"nproc": 2, "devices": [4, 5]}, generator={"count": 2})
+    ranks = some_commands(config).learner(1234)
+    assert [c.name for c in ranks] == ["learner-0", "learner-1"]
+    assert ranks[1].argv == (sys.executable, "-m", "async_rl", "learner", "run.toml", "--set", "run.seed=1")
+    environment = ranks[1].environment
+    expected = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
+    assert expected.items() <= environment.items()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert environment["OMP_NUM_THREADS"] == "2"  # 8 cores over 2 ranks and 2 generators
+
+
+def cores_of(config: Config, cores: tuple[int, ...], inherited: dict[str, str] | None = None) -> list[tuple[int, ...]]:
+    commands = some_commands(config, inherited, cores)
+    generators = [commands.generator(i, "tcp://127.0.0.1:5", 0) for i in range(commands.num_generators)]
+    assert commands.queue(None).cores == ()
+    return [command.cores for command in (*commands.learner(1), *generators)]
+
+
+def test_ranks_and_generators_share_the_cores_that_there_are():
+    config = a_config(learner={"nproc": 1}, generator={"count": 2})
+    assert cores_of(config, (0, 1, 2, 5, 6)) == [(0, 1), (2, 5), (6,)]
+    assert cores_of(config, (0, 1)) == [(), (), ()]
+    line = some_commands(config, cores=(3, 4, 7)).learner(1)[0].shell_line()
+    assert f" taskset -c 3 {sys.executable} -m async_rl learner" in line
+
+
+def test_whoever_chooses_threads_keeps_all_cores():
+    assert cores_of(a_config(), (0, 1), {"OMP_NUM_THREADS": "2"}) == [(), ()]
+    assert cores_of(a_config(learner={"num_threads": 2}), (0, 1)) == [(), ()]
+    assert cores_of(a_config(generator={"num_threads": 2}), (0, 1)) == [(), ()]
+
+
+def test_generators_are_dealt_their_devices_in_order():
+    config = a_config(generator={"count": 2, "tensor_parallel_size": 2, "devices": [3, 2, 1, 0], "num_threads": 5})
+    commands = some_commands(config)
+    dealt = [commands.generator(i, "tcp://127.0.0.1:5", 0).environment["CUDA_VISIBLE_DEVICES"] for i in range(2)]
+    assert dealt == ["3,2", "1,0"]
+    assert commands.generator(0, "tcp://127.0.0.1:5", 0).environment["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_restarted_generator_has_a_name_of_its_own_and_the_same_log_and_says_whom_it_replaces():
+    again = some_commands(a_config()).generator(0, "tcp://127.0.0.1:5", 2)
+    assert again.argv[-4:] == ("--id", "generator-0-2", "--replaces", "generator-0-1")
+    assert "--replaces" not in some_commands(a_config()).generator(0, "tcp://127.0.0.1:5", 0).argv
+    assert again.name == "generator-0"
+
+
+def test_device_indices_count_among_the_visible_ones_and_others_are_refused():
+    config = a_config(learner={"devices": [1]})
+    learner = some_commands(config, {"CUDA_VISIBLE_DEVICES": "6,GPU-7"}).learner(1)[0]
+    assert learner.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    with pytest.raises(ConfigError, match=r"learner\.devices.*'6'"):
+        some_commands(config, {"CUDA_VISIBLE_DEVICES": "6"})
+
+
+def test_a_restarted_queue_server_takes_the_port_it_had():
+    commands = some_commands(a_config(queue={"address": "tcp://0.0.0.0:*"}))
+    assert not any("queue.address" in part for part in commands.queue(None).argv)
+    assert "queue.address=tcp://0.0.0.0:4321" in commands.queue(4321).argv
+    assert "queue.address=tcp://127.0.0.1:4321" in some_commands(a_config()).queue(4321).argv
+
+
+def test_the_users_own_thread_count_is_left_alone():
+    assert "OMP_NUM_THREADS" not in some_commands(a_config(), {"OMP_NUM_THREADS": "3"}).learner(1)[0].environment
+
+
+def test_a_dry_run_names_every_process_with_devices_and_threads():
+    config = a_config(learner={"devices": [0]}, generator={"count": 2, "devices": [1, 2]})
+    lines = describe_commands(config, some_commands(config))
+    assert [line for line in lines if line.startswith("# ")][1:] == [
+        "# queue", "# learner-0", "# generator-0", "# generator-1",
+    ]  # fmt: skip
+    assert re.match(r"CUDA_VISIBLE_DEVICES=2 OMP_NUM_THREADS=\d .* -m async_rl generator --connect ", lines[-1])
+
+
+# --- addresses and the lock
+
+
+def test_a_busy_port_is_refused_and_a_free_one_is_not():
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        with pytest.raises(AddressError, match=r"queue\.address: can't bind tcp://127"):
+            check_bindable(address, insecure=False)
+    check_bindable(address, insecure=False)
+
+
+def test_an_open_address_is_refused_unless_insecure():
+    with pytest.raises(AddressError, match="--insecure"):
+        check_bindable("tcp://0.0.0.0:0", insecure=False)
+    check_bindable("tcp://0.0.0.0:0", insecure=True)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_second_launch_in_the_same_run_directory_is_refused(tmp_path: Path, fresh: bool):
+    config = a_config(tmp_path / "run")
+    with (
+        _owned_run_dir(config, fresh=False),
+        pytest.raises(RunError, match="another `async-rl launch`"),
+        _owned_run_dir(config, fresh=fresh),
+    ):
+        pytest.fail("two launches in one run directory")
+    with _owned_run_dir(config, fresh=fresh) as run_dir:
+        assert run_dir.config.exists()
+
+
+# --- the lifeline
+
+PARENT = """
+import subprocess, sys, os, signal
+from pathlib import Path
+from async_rl.process.parent_watch import Lifeline
+lifeline = Lifeline()
+child = lifeline.spawn([sys.executable, "-c", sys.argv[1], sys.argv[2]], environment=os.environ, log=Path(sys.argv[3]))
+signal.pause()
+"""
+CHILD = """
+import os, signal, subprocess, sys
+from async_rl.process.parent_watch import exit_on_sigterm, watch_lifeline
+PREPARE
+watch_lifeline()
+deaf = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
+grandchild = subprocess.Popen([sys.executable, "-c", deaf])
+with open(sys.argv[1] + ".partial", "w") as out:
+    out.write(f"{os.getpid()} {grandchild.pid}")
+os.rename(sys.argv[1] + ".partial", sys.argv[1])
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    "prepare", ["exit_on_sigterm()", "signal.signal(15, signal.SIG_IGN)", ""], ids=["polite", "deaf", "default"]
+)
+def test_a_killed_parent_takes_child_and_grandchild_with_it(tmp_path: Path, prepare: str):
+    pids = tmp_path / "pids"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD.replace("PREPARE", prepare), str(pids), str(tmp_path / "log")]
+    )
+    try:
+        poll(pids.exists, "the child to start")
+        child, grandchild = map(int, pids.read_text().split())
+        assert is_alive(child)
+        assert is_alive(grandchild)
+    finally:
+        parent.kill()
+        parent.wait()
+    poll(lambda: not is_alive(child), "the child to end")
+    poll(lambda: not is_alive(grandchild), "the grandchild to end")
+
+
+def test_a_child_outlives_nothing_but_its_parent(tmp_path: Path):
+    lifeline = Lifeline()
+    code = (
+        "from async_rl.process.parent_watch import watch_lifeline; watch_lifeline(); "
+        "import signal; print('up'); signal.pause()"
+    )
+    log = tmp_path / "log"
+    child = lifeline.spawn([sys.executable, "-uc", code], environment=os.environ, log=log)
+    poll(lambda: "up" in log.read_text(), "the child to start")
+    assert child.poll() is None
+    lifeline.close()
+    assert child.wait(DEADLINE_S) != 0
+
+
+# --- the supervisor
+
+QUEUE = """
+import json, os, signal, sys
+from pathlib import Path
+record = Path(RUN) / "queue.json"
+record.with_suffix(".tmp").write_text(json.dumps({"run_id": "r1", "pid": os.getpid(), "address": "tcp://127.0.0.1:7"}))
+record.with_suffix(".tmp").rename(record)
+signal.pause()
+"""
+WAIT = "import signal; signal.pause()"
+FINISH = "open(RUN + '/finished.json', 'w').write('{}')\n"
+
+
+def when_it_exists(name: str, then: str) -> str:
+    """A child that polls for ``name`` in the run directory, then runs ``then``."""
+    return f"import os, sys, time\nwhile not os.path.exists(RUN + '/{name}'): time.sleep(0.01)\n{then}"
+
+
+@dataclass
+class FakeCommands:
+    """Children that are a few lines of Python, each told the run directory."""
+
+    run: Path
+    queue_code: str = QUEUE
+    learner_codes: list[str] = field(default_factory=list)  # one a start; the last repeats
+    generator_codes: list[str] = field(default_factory=list)
+    num_ranks: int = 1
+    ports: list[int | None] = field(default_factory=list)
+    learner_starts: int = 0
+    generator_starts: list[int] = field(default_factory=list)
+
+    @property
+    def num_generators(self) -> int:
+        return len(self.generator_codes)
+
+    def _python(self, name: str, code: str) -> Command:
+        return Command(name, (sys.executable, "-c", f"RUN = {str(self.run)!r}\n{code}"))
+
+    def queue(self, bound_port: int | None) -> Command:
+        self.ports.append(bound_port)
+        return self._python("queue", self.queue_code)
+
+    def learner(self, master_port: int) -> list[Command]:
+        code = self.learner_codes[min(self.learner_starts, len(self.learner_codes) - 1)]
+        self.learner_starts += 1
+        return [self._python(f"learner-{rank}", f"RANK = {rank}\n{code}") for rank in range(self.num_ranks)]
+
+    def generator(self, index: int, address: str, num_restarts: int) -> Command:
+        assert address == "tcp://127.0.0.1:7"
+        self.generator_starts.append(num_restarts)
+        return self._python(f"generator-{index}", self.generator_codes[index])
+
+
+@dataclass
+class FakeView:
+    """Keeps what it is shown; ``on_refresh`` lets a test act at a moment of its choice."""
+
+    on_refresh: Callable[[Sequence[Member]], None] = lambda members: None
+    notes: list[str] = field(default_factory=list)
+
+    def refresh(self, members: Sequence[Member]) -> None:
+        self.on_refresh(members)
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
+
+    def watch_queue(self, address: str) -> None:
+        self.notes.append(f"queue {address}")
+
+
+def supervise(commands: FakeCommands, view: FakeView | None = None, timing: Timing = FAST) -> Outcome:
+    run_dir = prepare_run_dir(a_config(commands.run))
+    supervisor = Supervisor(commands, run_dir, environment=dict(os.environ), view=view or FakeView(), timing=timing)
+    outcome = supervisor.run()
+    assert [m for m in supervisor.members() if m.state == "running"] == []
+    return outcome
+
+
+def test_a_run_ends_with_0_when_the_learner_does_and_the_rest_is_ended(tmp_path: Path):
+    learner = f"print('trained')\n{FINISH}" + when_it_exists("told", "sys.exit(0)")
+    told = when_it_exists("finished.json", "open(RUN + '/told', 'w')")
+    commands = FakeCommands(tmp_path / "run", learner_codes=[learner], generator_codes=[WAIT, told])
+    assert supervise(commands) == Outcome(0)
+    assert "trained" in (tmp_path / "run" / "logs" / "learner-0.log").read_text()
+    assert commands.generator_starts == [0, 0]
+
+
+def test_a_dead_generator_is_restarted_while_the_others_go_on(tmp_path: Path):
+    once = "import os, sys\nif not os.path.exists(RUN + '/died'): open(RUN + '/died', 'w'); sys.exit(7)\n"
+    commands = FakeCommands(
+        tmp_path / "run",
+        learner_codes=[when_it_exists("back", "sys.exit(0)")],
+        generator_codes=[f"{once}open(RUN + '/back', 'w')", WAIT],
+    )
+    view = FakeView()
+    assert supervise(commands, view) == Outcome(0)
+    assert commands.generator_starts == [0, 0, 1]
+    assert any("generator-0 exited with code 7; restarting" in note for note in view.notes)
+
+
+@pytest.mark.parametrize("leaver", ["queue", "generator-0"])
+def test_an_end_in_good_order_before_the_run_is_finished_is_a_death(tmp_path: Path, leaver: str):
+    once = when_it_exists("up", "if not os.path.exists(RUN + '/left'): open(RUN + '/left', 'w'); sys.exit(0)\n")
+    again = f"{once}open(RUN + '/back', 'w')\n"
+    commands = FakeCommands(
+        tmp_path / "run",
+        queue_code=QUEUE.replace("signal.pause()", again if leaver == "queue" else "") + WAIT,
+        learner_codes=[when_it_exists("back", "sys.exit(0)")],
+        generator_codes=[(again if leaver == "generator-0" else "") + WAIT],
+    )
+
+    def tell(members: Sequence[Member]) -> None:
+        if any(m.name == "learner-0" for m in members):
+            (tmp_path / "run" / "up").touch()
+
+    view = FakeView(tell)
+    assert supervise(commands, view) == Outcome(0)
+    assert any(f"{leaver} exited with code 0; restarting" in note for note in view.notes)
+
+
+def test_a_generator_that_keeps_dying_stops_the_run_with_its_own_words(tmp_path: Path):
+    commands = FakeCommands(
+        tmp_path / "run", learner_codes=[WAIT], generator_codes=["import sys; sys.exit('no such engine')"]
+    )
+    outcome = supervise(commands)
+    assert outcome.exit_code == 1
+    assert outcome.stopped_by == "generator-0 exited with code 1, after 5 restarts"
+    assert commands.generator_starts == [0, 1, 2, 3, 4, 5]
+    lines = explain(outcome)
+    assert lines[-1].strip() == "no such engine"
+
+
+def test_bad_input_is_never_tried_again(tmp_path: Path):
+    commands = FakeCommands(tmp_path / "run", learner_codes=[WAIT], generator_codes=["import sys; sys.exit(2)"])
+    assert supervise(commands).stopped_by == "generator-0 exited with code 2"
+    assert commands.generator_starts == [0]
+
+
+def test_a_dead_queue_server_is_restarted_on_its_port(tmp_path: Path):
+    second_life = "if os.path.exists(RUN + '/up'): open(RUN + '/back', 'w')"
+    dies_when_known = when_it_exists("up", "os.kill(os.getpid(), 9)")
+    queue_code = f"{QUEUE.replace('signal.pause()', second_life)}\nif os.path.exists(RUN + '/back'): signal.pause()\n"
+    commands = FakeCommands(
+        tmp_path / "run",
+        queue_code=queue_code + dies_when_known,
+        learner_codes=[when_it_exists("back", "sys.exit(0)")],
+    )
+
+    def tell(members: Sequence[Member]) -> None:
+        if any(m.name == "learner-0" for m in members):
+            (tmp_path / "run" / "up").touch()
+
+    assert supervise(commands, FakeView(tell)) == Outcome(0)
+    assert commands.ports == [None, 7]
+
+
+def test_a_learner_is_restarted_once_per_new_checkpoint(tmp_path: Path):
+    def commit(name: str) -> str:
+        return (
+            f"import os, sys\nos.makedirs(RUN + '/checkpoints', exist_ok=True)\n"
+            f"open(RUN + '/checkpoints/latest', 'w').write('{name}')\nsys.exit('fell after {name}')"
+        )
+
+    commands = FakeCommands(tmp_path / "run", learner_codes=[commit("step-1"), commit("step-2"), "raise SystemExit(3)"])
+    outcome = supervise(commands)
+    assert commands.learner_starts == 3  # two restarts with progress, then a death without
+    assert outcome.stopped_by == "learner-0 exited with code 3"
+
+
+def test_a_learner_that_dies_after_its_last_file_is_started_once_more_to_tell_the_others(tmp_path: Path):
+    fall = f"{FINISH}raise SystemExit(3)"
+    commands = FakeCommands(tmp_path / "run", learner_codes=[fall, "pass"])
+    assert supervise(commands) == Outcome(0)
+    commands = FakeCommands(tmp_path / "again", learner_codes=[fall])
+    assert supervise(commands).stopped_by == "learner-0 exited with code 3"
+    assert commands.learner_starts == 2
+
+
+def test_a_learner_that_dies_before_its_first_checkpoint_stops_the_run(tmp_path: Path):
+    commands = FakeCommands(tmp_path / "run", learner_codes=["raise ValueError('nan')"], generator_codes=[WAIT])
+    outcome = supervise(commands)
+    assert commands.learner_starts == 1
+    assert explain(outcome)[-1].strip() == "ValueError: nan"
+
+
+def test_one_dead_rank_ends_the_other_ranks(tmp_path: Path):
+    code = "import signal, sys\nif RANK == 1: sys.exit('rank 1 fell')\nsignal.pause()"
+    outcome = supervise(FakeCommands(tmp_path / "run", learner_codes=[code], num_ranks=3))
+    assert outcome.stopped_by == "learner-1 exited with code 1"
+
+
+def test_the_first_cause_comes_last_when_one_death_led_to_another(tmp_path: Path):
+    # The generator dies and waits for its restart; then the learner dies, before that restart.
+    commands = FakeCommands(
+        tmp_path / "run",
+        learner_codes=[when_it_exists("noted", "sys.exit('lost the generator')")],
+        generator_codes=["import sys; sys.exit('out of memory')"],
+    )
+
+    def tell(members: Sequence[Member]) -> None:
+        if any(m.state == "restarting" for m in members):
+            (tmp_path / "run" / "noted").touch()
+
+    outcome = supervise(commands, FakeView(tell), Timing(poll_s=0.02, backoff_s=30.0, grace_s=5.0))
+    assert outcome.stopped_by == "learner-0 exited with code 1"
+    assert [d.name for d in outcome.deaths] == ["learner-0", "generator-0"]
+    assert explain(outcome)[-1].strip() == "out of memory"
+
+
+def test_a_queue_server_that_does_not_come_up_stops_the_run_with_its_words(tmp_path: Path):
+    bad = FakeCommands(tmp_path / "bad", queue_code="import sys; sys.exit('address in use')", learner_codes=[WAIT])
+    assert explain(supervise(bad))[-1].strip() == "address in use"
+    silent = FakeCommands(tmp_path / "silent", queue_code=WAIT, learner_codes=[WAIT])
+    outcome = supervise(silent, timing=Timing(poll_s=0.02, queue_start_s=0.2))
+    assert "did not write" in outcome.stopped_by
+    assert (bad.learner_starts, silent.learner_starts) == (0, 0)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything_in_order(tmp_path: Path, signum: int, code: int):
+    last_words = "import signal, time, sys\ndef leave(*_):\n    print('NAME', time.time(), flush=True); sys.exit(0)\n"
+    last_words += "signal.signal(15, leave)\n"
+    commands = FakeCommands(
+        tmp_path / "run",
+        queue_code=last_words + QUEUE,
+        learner_codes=[f"{last_words}open(RUN + '/up', 'w')\nsignal.pause()"],
+    )
+
+    def send(members: Sequence[Member]) -> None:
+        if (tmp_path / "run" / "up").exists():
+            os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    assert supervise(commands, FakeView(send)).exit_code == code
+    assert signal.getsignal(signum) is before
+    logs = tmp_path / "run" / "logs"
+    at = {n: float((logs / f"{n}.log").read_text().split("NAME ")[-1]) for n in ("learner-0", "queue")}
+    assert at["learner-0"] <= at["queue"]
+
+
+def test_a_deaf_child_is_killed_after_the_grace(tmp_path: Path):
+    deaf = "import signal\nsignal.signal(15, signal.SIG_IGN)\nopen(RUN + '/up', 'w')\nwhile True: signal.pause()"
+    commands = FakeCommands(
+        tmp_path / "run", learner_codes=[when_it_exists("up", "sys.exit(0)")], generator_codes=[deaf]
+    )
+    assert supervise(commands, timing=Timing(poll_s=0.02, finish_s=0.05, grace_s=0.2)) == Outcome(0)
+
+
+# --- what is shown
+
+
+def a_row(step: int, **more: float) -> dict[str, float]:
+    return {"step": step, "version": step, "time_s": 2.0 * step, "tokens/trained": 64, **more}
+
+
+def append(path: Path, *rows: dict[str, float]) -> None:
+    with path.open("a") as out:
+        out.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_tail_gives_each_new_row_once_and_history_apart(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, a_row(1))
+    tail = MetricsTail(path)
+    assert [row["step"] for row in tail.history] == [1]
+    append(path, a_row(2))
+    with path.open("a") as out:
+        out.write('{"step": 3')
+    assert [row["step"] for row in tail.poll()] == [2]
+    assert tail.poll() == []
+    with path.open("a") as out:
+        out.write("}\n")
+    assert tail.poll() == [{"step": 3}]
+
+
+def test_the_tail_survives_a_rollback_that_replaces_the_file(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.poll() == []
+    append(path, a_row(1), a_row(2))
+    assert len(tail.poll()) == 2
+    append(tmp_path / "kept", a_row(1))
+    (tmp_path / "kept").replace(path)
+    assert tail.poll() == []
+    append(path, a_row(2))
+    assert [row["step"] for row in tail.poll()] == [2]
+
+
+def test_the_eta_is_the_pace_of_this_launch_times_what_is_left():
+    progress = Progress(10, history=[a_row(1)])
+    assert progress.eta_s is None
+    progress.add({"step": 2, "version": 2, "tokens/trained": 1, "time_s": 100.0})
+    progress.add({"step": 4, "version": 4, "tokens/trained": 1, "time_s": 106.0})
+    assert progress.eta_s == 18.0  # 3 s a step, 6 steps left
+
+
+def test_an_eval_row_is_read_by_dataset_whatever_its_name():
+    row = {"step": 3, "eval/a/b/accuracy": 0.5, "eval/c/accuracy": None, "eval/c/pass_at_k": 1.0}
+    assert eval_accuracies(row) == {"a/b": 0.5}
+
+
+def test_a_step_is_one_line_and_missing_figures_are_left_out():
+    row = a_row(3, **{"reward/mean": 0.25, "staleness/mean": 1.5, "staleness/max": 4, "idle/learner": 0.125})
+    assert step_line(row, 10, 65.0) == "step 3/10 | reward 0.25 | staleness 1.5 (max 4) | idle learner 12% | ETA 1m05s"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5.4, "5s"), (61, "1m01s"), (3723, "1h02m")])
+def test_durations_are_short(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+def test_rows_without_an_answer_are_told_beside_the_accuracy():
+    row = {"step": 3, "eval/a/accuracy": 0.5, "eval/a/unanswered": 2, "eval/a/rows": 8, "eval/b/accuracy": 1.0}
+    assert eval_lines({**row, "eval/b/unanswered": 0}) == [
+        "eval a at step 3: accuracy 0.500 (2 of 8 rows without an answer)",
+        "eval b at step 3: accuracy 1.000",
+    ]
+
+
+def test_the_plain_view_prints_one_line_a_step_and_an_evaluation(tmp_path: Path):
+    console = Console(width=60, force_terminal=False, record=True, file=io.StringIO())
+    view = PlainView(console, tmp_path / "metrics.jsonl", 10)
+    append(tmp_path / "metrics.jsonl", {"step": 0, "eval/gsm8k/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0}))
+    view.refresh([])
+    view.close()
+    assert console.export_text().splitlines() == [
+        "eval gsm8k at step 0: accuracy 0.500",
+        "step 1/10 | reward 1",
+    ]
+
+
+def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):
+    console = Console(width=100, force_terminal=True, record=True, file=io.StringIO())
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    append(tmp_path / "metrics.jsonl", {"step": 0, "eval/gsm8k/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0}))
+    view.refresh([Member("queue", "running", 0), Member("generator-0", "restarting", 2)])
+    view.close()
+    text = console.export_text()
+    for shown in ("1/10", "0.500 @0", "queue: running", "generator-0: restarting, 2 restarts"):
+        assert shown in text
+
+
+def test_the_live_view_breaks_no_member_over_two_lines_and_counts_many(tmp_path: Path):
+    console = Console(width=60, force_terminal=True, record=True, file=io.StringIO())
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    few = [Member("queue", "running", 0), *(Member(f"generator-{i}", "running", 0) for i in range(5))]
+    view.refresh(few)
+    text = console.export_text()
+    assert [m.name for m in few if f"{m.name}: running" not in text] == []
+    view.close()
+    console.export_text()
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    view.refresh([*(Member(f"generator-{i}", "running", i) for i in range(3)), *few, Member("learner-0", "done", 0)])
+    text = console.export_text()
+    assert "generator: 8 running, 3 restarts" in text  # 0 + 1 + 2 restarts
+    assert "generator-0" not in text
+    view.close()
+
+
+def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    append(run_dir.metrics, {"step": 0, "eval/gsm8k/accuracy": 0.25}, a_row(1), {"step": 1, "eval/gsm8k/accuracy": 0.5})
+    ledger = {"issued": 9, "in_flight": 0, "queued": 0, "taken": 0, "trained": 6, "filtered": 2}
+    run_dir.ledger.write_text(json.dumps({"groups": {**ledger, "dropped": {"stale": 1, "expired": 0}}}))
+    run_dir.mark_finished({"step": 1})
+    lines = summary(run_dir, 3.0)
+    assert lines[0] == "finished: 1 steps, this launch took 3s"
+    assert "accuracy on gsm8k: 0.250 -> 0.500" in lines
+    assert not any("--compare" in line for line in lines)
+    append(run_dir.metrics, {"step": 2, "eval/gsm8k/accuracy": 0.5})
+    assert f"all evaluations: async-rl eval --compare {tmp_path}" in summary(run_dir, 3.0)
+    assert "groups: issued 9 = trained 6 + filtered 2 + dropped as stale 1" in lines
+
+
+def test_the_ledger_of_nothing_is_a_line_too():
+    empty = dict.fromkeys(("issued", "in_flight", "queued", "taken", "trained", "filtered"), 0)
+    assert ledger_line({"groups": {**empty, "dropped": {}}}) == "groups: issued 0 = 0"

@@ -1,0 +1,267 @@
+"""Leases and groups survive the wire; groups that don't fit together are refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs, to_builtins
+from msgspec.structs import replace
+
+from async_rl.errors import WireError
+from async_rl.net.codec import decode_group, encode_group, read_as
+from async_rl.net.wire import decode, encode
+from async_rl.queue.messages import LeasesGranted
+from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence, Turn
+from async_rl.sampling_mask import KeptTokens, pack_ids
+
+
+def sequence(length: int, version: int = 0) -> TokenSequence:
+    return TokenSequence(
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=np.arange(length) >= 1,
+        behavior_logprobs=np.linspace(-1, 0, length, dtype=np.float32),
+        versions=np.full(length, version, np.int32),
+    )
+
+
+def group(lengths: list[list[int]]) -> Group:
+    rollouts = tuple(
+        Rollout(tuple(sequence(n) for n in each), {"correct": 1.0, "overlong": -0.5}, 1.0, "stop", "42")
+        for each in lengths
+    )
+    return Group("lease", "train", 7, "generator", "lineage", 0.9, rollouts, {0: "abc"}, 1.5)
+
+
+PROMPT = Prompt(5, 3, 1, ({"role": "user", "content": "1+1"},), {"gt_answer": "2"})
+LEASE = Lease("id", "eval", PROMPT, 8, Sampling(0.6, 1.0, 0, 10, 20, ("</answer>",)), "l", 2, 4, 1, 2**62)
+
+
+def test_leases_survive_the_wire_as_they_are():
+    greedy = replace(LEASE, lease_id="other", sampling=Sampling(1.0, 1.0, 0, 10, 20, ()))
+    message = decode(encode("leases", {"granted": LeasesGranted((LEASE, greedy), "why", 3)}))
+    assert read_as(message.fields["granted"], LeasesGranted) == LeasesGranted((LEASE, greedy), "why", 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"kind": "test"}, r"Invalid enum value 'test' - at `\$.kind`"),
+        ({"group_size": True}, r"Expected `int`, got `bool` - at `\$.group_size`"),
+        ({"seed": 1.5}, r"Expected `int`, got `float` - at `\$.seed`"),
+        (
+            {"prompt": {**to_builtins(PROMPT), "messages": [{"role": 1}]}},
+            r"Expected `str`, got `int` - at `\$.prompt.messages\[0\]",
+        ),
+        ({"sampling": None}, r"Expected `object`, got `null` - at `\$.sampling`"),
+    ],
+)
+def test_a_lease_that_is_not_one_is_refused_with_the_place(change: dict[str, object], fault: str):
+    plain = to_builtins(LEASE)
+    assert read_as(plain, Lease) == LEASE
+    assert read_as({**plain, "from_a_newer_peer": 1}, Lease) == LEASE
+    with pytest.raises(WireError, match=f"^not what makes a Lease: {fault}"):
+        read_as({**plain, **change}, Lease)
+    del plain["attempt"]
+    with pytest.raises(WireError, match="missing required field `attempt`"):
+        read_as(plain, Lease)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
+def test_a_group_survives_the_wire(lengths: list[list[int]]):
+    sent = group(lengths)
+    received = decode_group(encode_group(sent))
+    assert (received.position, received.temperature, received.weights_digest) == (7, 0.9, {0: "abc"})
+    assert received.num_sampled == sent.num_sampled
+    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
+        assert (after.reward, after.accuracy, after.extracted) == (0.5, 1.0, "42")
+        for a, b in zip(before.sequences, after.sequences, strict=True):
+            for name in TokenSequence.__struct_fields__:
+                np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+@pytest.mark.parametrize("lengths", [[4], [6], [5, 1]])
+def test_sequence_lengths_that_do_not_add_up_are_refused(lengths: list):
+    message = decode(encode_group(group([[5]])))
+    with pytest.raises(WireError, match="'lengths' to be counts that add up to 5"):
+        decode_group(encode("group", {**message.fields, "lengths": lengths}, message.arrays))
+
+
+@pytest.mark.parametrize("counts", [[2], [1, 1], []])
+def test_numbers_of_sequences_that_do_not_add_up_are_refused(counts: list):
+    message = decode(encode_group(group([[5]])))
+    with pytest.raises(WireError, match="'num_sequences' to be counts that add up to 1"):
+        decode_group(encode("group", {**message.fields, "num_sequences": counts}, message.arrays))
+
+
+def test_a_reward_part_that_only_some_rollouts_have_stays_with_them():
+    sent = group([[2], [3]])
+    parts: list[dict[str, float]] = [{"correct": 1.0}, {"correct": 0.0, "overlong": -0.5}]
+    rollouts = tuple(structs.replace(r, reward_parts=p) for r, p in zip(sent.rollouts, parts, strict=True))
+    received = decode_group(encode_group(structs.replace(sent, rollouts=rollouts)))
+    assert [r.reward_parts for r in received.rollouts] == parts
+
+
+def test_arrays_of_another_dtype_are_refused():
+    message = decode(encode_group(group([[5]])))
+    arrays = [message.arrays[0].astype(np.int64), *message.arrays[1:]]
+    with pytest.raises(WireError, match="int32, bool, float32, int32"):
+        decode_group(encode("group", message.fields, arrays))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kind", "other"), ("position", "7"), ("position", True), ("weights_digest", {"0": 1}), ("lengths", "x")],
+)
+def test_a_field_of_the_wrong_kind_is_refused(key: str, value: object):
+    message = decode(encode_group(group([[5]])))
+    with pytest.raises(WireError, match=rf"not the fields of a 'group' message: .*\.{key}"):
+        decode_group(encode("group", {**message.fields, key: value}, message.arrays))
+
+
+def test_a_mask_of_other_bytes_than_0_and_1_is_refused():
+    # Its sum would be 1 + 1 + 1 + 7: tokens that were never sampled.
+    message = decode(encode_group(group([[5]])))
+    mask = np.array([0, 1, 1, 1, 7], np.uint8).view(np.bool_)
+    with pytest.raises(WireError, match="bytes 0 and 1"):
+        decode_group(encode("group", message.fields, [message.arrays[0], mask, *message.arrays[2:]]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lengths", 5, r"Expected `array`, got `int` - at `\$\[2\]\.lengths`"),
+        ("lengths", [-5], r"Expected `int` >= 0 - at `\$\[2\]\.lengths\[0\]`"),
+        ("lengths", [True], "Expected `int`, got `bool`"),
+        ("num_sequences", ["1"], "Expected `int`, got `str`"),
+        ("num_sequences", [2, -1], "Expected `int` >= 0"),
+        ("reward_parts", {"correct": ["1"]}, r"Expected `float \| null`, got `str`"),
+        ("reward_parts", {"correct": 1.0}, "Expected `array`, got `float`"),
+        ("reward_parts", {"correct": [1.0, 1.0]}, "'reward_parts.correct' to be a list of 1"),
+        ("reward_parts", {7: [1.0]}, "Expected `str`, got `int`"),
+        ("accuracy", ["1"], "Expected `float`, got `str`"),
+        ("accuracy", [True], "Expected `float`, got `bool`"),
+        ("accuracy", [1.0, 1.0], "'accuracy' to be a list of 1"),
+        ("finish_reason", ["bored"], "Invalid enum value 'bored'"),
+        ("finish_reason", [["stop"]], "Expected `str`, got `array`"),
+        ("extracted", [42], r"Expected `str \| null`, got `int`"),
+    ],
+)
+def test_a_column_with_a_value_of_the_wrong_kind_is_refused(key: str, value: object, message: str):
+    sent = decode(encode_group(group([[5]])))
+    with pytest.raises(WireError, match=message):
+        decode_group(encode("group", {**sent.fields, key: value}, sent.arrays))
+
+
+def test_whole_numbers_come_back_as_floats():
+    sent = decode(encode_group(group([[5]])))
+    whole = {"reward_parts": {"correct": [1]}, "accuracy": [1], "temperature": 1}
+    received = decode_group(encode("group", {**sent.fields, **whole}, sent.arrays))
+    numbers = (received.temperature, received.rollouts[0].accuracy, received.rollouts[0].reward_parts["correct"])
+    assert [type(number) for number in numbers] == [float, float, float]
+
+
+def with_kept(sent: Group) -> Group:
+    """Its sampled tokens were chosen from {0}, {0, 1}, {0, 1, 2} and so on, of a vocabulary of 100."""
+
+    def kept(sequence: TokenSequence) -> KeptTokens:
+        counts = 1 + np.arange(np.count_nonzero(sequence.loss_mask))
+        return pack_ids(counts, np.concatenate([[], *map(np.arange, counts)]).astype(np.int32), vocab_size=100)
+
+    rollouts = tuple(
+        structs.replace(r, sequences=tuple(structs.replace(s, kept=kept(s)) for s in r.sequences))
+        for r in sent.rollouts
+    )
+    return structs.replace(sent, rollouts=rollouts)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
+def test_kept_tokens_survive_the_wire_with_their_sequences(lengths: list[list[int]]):
+    sent = with_kept(group(lengths))
+    received = decode_group(encode_group(sent))
+    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
+        for a, b in zip(before.sequences, after.sequences, strict=True):
+            assert a.kept is not None
+            assert b.kept is not None
+            assert b.kept.sizes.tolist() == a.kept.sizes.tolist()
+            assert b.kept.words.tolist() == a.kept.words.tolist()
+
+
+def test_a_group_that_leaves_nothing_out_has_four_columns_as_ever():
+    assert len(decode(encode_group(group([[5]]))).arrays) == 4
+    assert decode_group(encode_group(group([[5]]))).rollouts[0].sequences[0].kept is None
+
+
+def test_kept_tokens_cost_four_bytes_a_token_and_an_id():
+    # Five tokens, four sampled, with 1, 2, 3 and, in 4 words of bits, 4 tokens kept: 4 + 10 words in all.
+    arrays = decode(encode_group(with_kept(group([[5]])))).arrays
+    assert [array.nbytes for array in arrays[4:]] == [16, 40]
+
+
+def test_kept_tokens_of_some_sequences_only_are_refused():
+    sent = group([[5, 5]])
+    some = (with_kept(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
+    with pytest.raises(ValueError, match="of all 2 sequences or of none, got 1"):
+        encode_group(structs.replace(sent, rollouts=(structs.replace(sent.rollouts[0], sequences=some),)))
+
+
+@pytest.mark.parametrize(
+    ("column", "array", "message"),
+    [
+        (4, np.array([1, 2, 3], np.int32), "expected sizes of 4 sets"),
+        (4, np.array([1, 2, 3, 4], np.int64), "expected kept tokens as int32, got int64"),
+        (5, np.zeros(9, np.int32), "expected 10 words of kept tokens"),
+        (5, np.full(10, -1, np.int32), "token ids of 0 and above"),
+        (5, np.zeros((5, 2), np.int32), "expected 10 words"),
+    ],
+)
+def test_kept_tokens_that_do_not_fit_their_tokens_are_refused(column: int, array: np.ndarray, message: str):
+    sent = decode(encode_group(with_kept(group([[5]]))))
+    arrays = list(sent.arrays)
+    arrays[column] = array
+    with pytest.raises(WireError, match=message):
+        decode_group(encode("group", sent.fields, arrays))
+
+
+def test_half_of_the_kept_tokens_columns_are_refused():
+    sent = decode(encode_group(with_kept(group([[5]]))))
+    with pytest.raises(WireError, match="4 or 6 arrays, got 5"):
+        decode_group(encode("group", sent.fields, sent.arrays[:5]))
+
+
+def test_kept_tokens_for_another_number_of_tokens_make_no_sequence():
+    with pytest.raises(ValueError, match="expected kept tokens for 4 sampled tokens, got 3"):
+        structs.replace(sequence(5), kept=with_kept(group([[4]])).rollouts[0].sequences[0].kept)
+
+
+def test_turns_survive_the_wire_with_their_rollouts():
+    plain = group([[3], [4, 2], []])
+    turns = ((Turn(1, 0.5, 0.0), Turn(1, -1.0, 1.0)), (), (Turn(4, 0.0, 0.25),))
+    sent = structs.replace(
+        plain, rollouts=tuple(structs.replace(r, turns=t) for r, t in zip(plain.rollouts, turns, strict=True))
+    )
+    assert tuple(r.turns for r in decode_group(encode_group(sent)).rollouts) == turns
+    assert "turns" not in decode(encode_group(plain)).fields
+
+
+ONE_TURN = {"counts": [1], "num_tokens": [1], "rewards": [1.0], "scores": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (3, r"Expected `object \| null`, got `int` - at `\$\[2\]\.turns`"),
+        ({**ONE_TURN, "counts": [1, 0]}, "'turns.counts' to be a list of 1"),
+        ({**ONE_TURN, "counts": [2]}, "'turns.counts' to be counts that add up to 1"),
+        ({**ONE_TURN, "counts": [-1]}, r"Expected `int` >= 0 - at `\$\[2\]\.turns\.counts\[0\]`"),
+        ({**ONE_TURN, "num_tokens": [1.5]}, "Expected `int`, got `float`"),
+        ({**ONE_TURN, "num_tokens": [-1]}, "Expected `int` >= 0"),
+        ({**ONE_TURN, "rewards": [1.0, 2.0]}, "'turns.rewards' to be a list of 1"),
+        ({**ONE_TURN, "scores": []}, "'turns.scores' to be a list of 1"),
+        ({**ONE_TURN, "scores": ["x"]}, "Expected `float`, got `str`"),
+        ({"counts": [1], "num_tokens": [1], "rewards": [1.0]}, "missing required field `scores`"),
+    ],
+)
+def test_turns_that_do_not_fit_their_rollouts_are_refused(turns: object, message: str):
+    sent = decode(encode_group(group([[3]])))
+    with pytest.raises(WireError, match=message):
+        decode_group(encode("group", {**sent.fields, "turns": turns}, sent.arrays))

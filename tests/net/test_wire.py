@@ -1,0 +1,218 @@
+"""Frames: round trips, alignment, and refusal of everything malformed."""
+
+import struct
+import tracemalloc
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.errors import WireError
+from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.text(), st.dictionaries(st.text(), PLAIN, max_size=5))
+def test_fields_come_back_as_they_went(type_: str, fields: dict):
+    message = decode(encode(type_, fields))
+    assert (message.type, message.fields, message.arrays) == (type_, fields, ())
+
+
+@pytest.mark.parametrize("dtype", ["u1", "?", "i4", "i8", "f4", "f8"])
+def test_arrays_come_back_equal_aligned_and_read_only(dtype: str):
+    sent = [np.arange(7).astype(dtype), np.zeros((2, 3), dtype), np.zeros(0, dtype)]
+    frame = encode("t", {}, sent)
+    received = decode(frame).arrays
+    start = np.frombuffer(frame, np.uint8).ctypes.data
+    for before, after in zip(sent, received, strict=True):
+        np.testing.assert_array_equal(before, after)
+        assert after.dtype == before.dtype
+        assert not after.flags.writeable
+        assert (after.ctypes.data - start) % ALIGNMENT == 0
+
+
+def test_arrays_are_views_into_the_frame():
+    frame = bytearray(encode("t", {}, [np.zeros(4, np.int32)]))
+    array = decode(memoryview(frame)).arrays[0]
+    frame[-16] = 7
+    assert array[0] == 7
+
+
+def test_an_unknown_dtype_and_fields_that_are_not_plain_are_refused_at_the_sender():
+    with pytest.raises(WireError, match=r"got <c8 in a 't' message"):
+        encode("t", {}, [np.zeros(1, np.complex64)])
+    with pytest.raises(WireError, match="not plain data"):
+        encode("t", {"x": object()})
+
+
+def frame_with(header: object, body: bytes = b"") -> bytes:
+    packed = header if isinstance(header, bytes) else msgpack.packb(header)
+    assert isinstance(packed, bytes)
+    prefix = struct.pack("<4sI", b"ARL1", len(packed)) + packed
+    return prefix.ljust(-(-len(prefix) // ALIGNMENT) * ALIGNMENT, b"\0") + body
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (b"", "at least 8 bytes, got 0"),
+        (b"XXXX" + bytes(12), "begins with b'ARL1'"),
+        (struct.pack("<4sI", b"ARL1", 1000), "header claims 1000 bytes"),
+        (frame_with(b"\xc1"), "not msgpack"),
+        (frame_with({"a": 1}), r"not \[schema"),
+        (frame_with([2, "t", {}, [], 0]), "expected schema 1, got 2"),
+        (frame_with([1, 5, {}, [], 0]), r"not \[schema"),
+        (frame_with([1, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "claims bytes up to"),
+        (frame_with([1, "t", {}, [["<i4", [-1], 0]], 0]), "impossible shape"),
+        (frame_with([1, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "claims bytes up to"),
+        (frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]), "impossible shape .* too big"),
+        (frame_with([1, "t", {}, [["<i4", [0], 3]], 0]), "impossible offset 3"),
+        (frame_with([1, "t", {}, [["<i4", [0], -16]], 0]), "impossible offset -16"),
+        (frame_with([1, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype of .*, got '\|O'"),
+        (frame_with([1, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, ["x"], 0]), "expected an array entry"),
+        (frame_with([1, "t", {}, []]), r"not \[schema"),
+        (frame_with([1, "t", {}, [], True]), r"not \[schema"),
+        (frame_with([1, "t", {}, [], -1]), "at most 65536 arrays, and parts, got 0 and -1"),
+        (frame_with([1, "t", {}, [], 65_537]), "got 0 and 65537"),
+        (frame_with([1, "t", {1.5: 2}, [], 0]), "text or integer keys"),
+        (frame_with([1, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]), "expected plain data, got Ext"),
+        (frame_with([1, "t", {"a": msgpack.Timestamp(0)}, [], 0]), "expected plain data, got datetime"),
+    ],
+)
+def test_a_malformed_frame_is_refused(frame: bytes, message: str):
+    with pytest.raises(WireError, match=message):
+        decode(frame)
+
+
+def test_limits_hold_on_size_arrays_and_nesting():
+    limits = Limits(max_bytes=200, max_arrays=1, max_depth=3)
+    with pytest.raises(WireError, match="at most 200 bytes"):
+        decode(encode("t", {"x": b"0" * 300}), limits)
+    with pytest.raises(WireError, match="at most 1 arrays, and parts, got 2 and 0"):
+        decode(encode("t", {}, [np.zeros(1, np.int32)] * 2), limits)
+    decode(encode("t", {"a": {"b": 1}}), limits)
+    with pytest.raises(WireError, match="nested too deeply"):
+        decode(encode("t", {"a": {"b": {"c": 1}}}), limits)
+
+
+def test_the_bytes_of_a_frame_are_fixed():
+    frame = encode("t", {"a": [1, "b"]}, [np.array([[1, -2]], np.int32), np.array([True]), np.array(0.5)], num_parts=2)
+    # 8 bytes of prefix and 43 of header end at 51, so array 0 begins at 64.
+    header = (
+        b"\x95\x01\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [1, "t", {"a": [1, "b"]}, 3 arrays:
+        b"\x93\xa3<i4\x92\x01\x02\x00"  # ["<i4", [1, 2], 0]
+        b"\x93\xa3|b1\x91\x01\x10"  # ["|b1", [1], 16]
+        b"\x93\xa3<f8\x90\x20"  # ["<f8", [], 32]
+        b"\x02"  # 2 parts
+    )
+    arrays = [b"\x01\0\0\0\xfe\xff\xff\xff", b"\x01", b"\0\0\0\0\0\0\xe0\x3f"]
+    assert frame == frame_with(header, b"".join(body.ljust(16, b"\0") for body in arrays))
+
+
+def test_arrays_that_are_not_contiguous_are_sent_by_value():
+    sent = np.arange(12, dtype=np.int64).reshape(3, 4)
+    received = decode(encode("t", {}, [sent.T, sent[:, ::2], np.array(7, np.int32)])).arrays
+    np.testing.assert_array_equal(received[0], sent.T)
+    np.testing.assert_array_equal(received[1], sent[:, ::2])
+    assert (received[2].shape, received[2].item()) == ((), 7)
+
+
+def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
+    for one_deeper in (b"\x91", b"\x81\xa1a"):
+        with pytest.raises(WireError, match="RecursionError"):
+            decode(frame_with(b"\x95\x01\xa1t" + one_deeper * 100_000 + b"\x90\x90\x00"))
+        # 500 levels are within the reader's own limit.
+        with pytest.raises(WireError, match="nested too deeply"):
+            decode(frame_with(b"\x95\x01\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90\x00"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (b"\x95", b"\xa1t\x80\x90\x00", "expected schema 1"),
+        (b"\x95\x01\xa1t\x80\x91", b"\x00", "array entry"),
+        (b"\x95\x01\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00\x00", "impossible shape"),
+    ],
+)
+def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, after: bytes, message: str):
+    with pytest.raises(WireError, match=message):
+        decode(frame_with(before + b"\x91" * 700 + b"\x90" + after))
+
+
+def test_a_refusal_does_not_quote_megabytes():
+    with pytest.raises(WireError) as refused:
+        decode(frame_with([1, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]], 0]))
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        pytest.param(b"\xdd" + struct.pack(">I", 1_000_000), id="list"),
+        pytest.param(b"\x81\xa1a\xdf" + struct.pack(">I", 1_000_000), id="map"),
+        pytest.param(b"\xc6" + struct.pack(">I", 2**31), id="bytes"),
+        pytest.param(b"\xdb" + struct.pack(">I", 2**32 - 1), id="text"),
+        pytest.param(b"\xc9" + struct.pack(">I", 2**31) + b"\x05", id="extension"),
+    ],
+)
+def test_nothing_is_allocated_for_what_a_header_only_claims(claim: bytes):
+    frame = frame_with(b"\x94\x01\xa1t" + claim * 500)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="not msgpack"):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_nothing_is_allocated_for_what_a_small_header_claims():
+    # 200 lists in one another, each of a claimed 1,000 items of 8 bytes: 1.6 MB.
+    frame = frame_with((b"\xdd" + struct.pack(">I", 1_000)) * 200)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="not msgpack"):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_parts_make_a_message_whole():
+    message = decode(encode("t", {}, num_parts=2))
+    parts = memoryview(b"one"), memoryview(b"two")
+    assert message.with_parts(parts).parts == parts
+    for wrong in (parts[:1], (*parts, parts[0])):
+        with pytest.raises(WireError, match=f"expected 2 parts behind the frame, got {len(wrong)}"):
+            message.with_parts(wrong)
+
+
+def test_more_items_than_the_limit_are_refused():
+    limits = Limits(max_items=5)
+    decode(encode("t", {"x": [0] * 5}), limits)
+    for six in ([0] * 6, {str(i): 0 for i in range(6)}):
+        with pytest.raises(WireError, match="expected at most 5 items, got 6"):
+            decode(encode("t", {"x": six}), limits)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_mutated_frame_is_read_or_refused_and_nothing_else(data: st.DataObject):
+    frame = bytearray(encode("group", {"a": [1, {"b": "c"}]}, [np.arange(5, dtype=np.int32)]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(frame)))
+    try:
+        decode(bytes(frame[:cut]))
+    except WireError:
+        return

@@ -1,0 +1,52 @@
+"""The fault points: listed where they are, free without the variable, and a stop for one process when armed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from async_rl.process.fault_points import FAULT_POINTS, fault_point
+
+ROOT = Path(__file__).resolve().parents[2]
+PASS_TWICE = (
+    "from async_rl.process.fault_points import fault_point; "
+    "[fault_point('learner.taken') for _ in range(2)]; print('passed')"
+)
+
+
+def run_past(gates: Path) -> subprocess.Popen[str]:
+    """A process that passes the place ``learner.taken`` twice."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PASS_TWICE], env={**os.environ, "ASYNC_RL_FAULTS": str(gates)}, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_every_fault_point_is_in_the_code_once_and_listed():
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "async_rl").rglob("*.py")))
+    assert sorted(re.findall(r'fault_point\("([a-z._]+)"\)', source)) == sorted(FAULT_POINTS)
+
+
+def test_without_the_variable_a_place_is_nothing():
+    assert "ASYNC_RL_FAULTS" not in os.environ
+    fault_point("no such place")
+
+
+def test_an_armed_place_stops_the_first_process_once_and_names_it(tmp_path: Path):
+    (tmp_path / "learner.taken").touch()
+    process = run_past(tmp_path)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    assert [path.name for path in tmp_path.iterdir()] == [f"learner.taken.{process.pid}"]
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=30)[0] == "passed\n"
+
+
+def test_places_that_are_not_armed_are_passed(tmp_path: Path):
+    (tmp_path / "queue.journaled").touch()
+    assert run_past(tmp_path).communicate(timeout=30)[0] == "passed\n"
+    assert (tmp_path / "queue.journaled").exists()

@@ -1,0 +1,195 @@
+"""Code of the user's own: named, allowed by each machine for itself, and the same everywhere by digest."""
+
+import hashlib
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.errors import ConfigError, QueueError
+from async_rl.generator.worker import build_backend, build_environment, generator_config
+from async_rl.launch.preflight import check_code
+from async_rl.process.user_code import (
+    check_allowed,
+    code_digests,
+    is_code_name,
+    load_code,
+    read_digests,
+    write_digests,
+)
+from async_rl.rewards.registry import build_reward
+
+MINIMAL = {"run": {"dir": "r"}, "model": {"path": "m"}}
+SOURCE = "def one(item):\n    return 1.0\n"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a:b", "a.b.c:d", "./a.py:f", "/x/a-b.py:f", "my rewards/a.py:f"])
+def test_names_of_code(name: str):
+    assert is_code_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "a:", ":b", "a:b:c", "a.:b", "a:b.c", "a b:c", "1:a", "a:b()", "tcp://a:1", ""])
+def test_what_is_no_name_of_code(name: str):
+    assert not is_code_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "a.b", "./a.py", "my games/a.py", "a.py:f", "a.b:C"])
+def test_an_environment_may_be_a_whole_module(name: str):
+    assert is_code_name(name, needs_attribute=False)
+
+
+@pytest.mark.parametrize("name", [":x", "a b", "mine.py:", "mine.py:not an identifier", "a..b", "dir/module", ""])
+def test_other_forms_of_a_name_are_none(name: str):
+    assert not is_code_name(name, needs_attribute=False)
+    if name:
+        with pytest.raises(ConfigError, match=r"environment\.name: expected file\.py, file\.py:name, module"):
+            parse_config({**MINIMAL, "environment": {"name": name}}, "test")
+
+
+def test_code_is_run_only_where_it_is_allowed(source: Path):
+    name = f"{source}:one"
+    with pytest.raises(ConfigError, match=r"code that this machine has not allowed; .* generator.allow_code = \["):
+        load_code(name, allowed=(), digest=None)
+    with pytest.raises(ConfigError, match="not allowed"):
+        load_code("os:system", allowed=(str(source),), digest=None)
+    assert load_code(name, allowed=(str(source),), digest=None)(None) == 1.0
+    check_allowed([], ())
+
+
+def test_nothing_of_a_module_that_is_not_allowed_is_run(tmp_path: Path):
+    path = tmp_path / "rude.py"
+    path.write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\ndef one(item): return 1.0\n")
+    digests = code_digests([f"{path}:one"])
+    for allowed, digest in (((), None), ((str(path),), "0" * 64)):
+        with pytest.raises(ConfigError):
+            load_code(f"{path}:one", allowed=allowed, digest=digest)
+    assert not (tmp_path / "was_here").exists()
+    load_code(f"{path}:one", allowed=(str(path),), digest=digests[f"{path}:one"])
+    assert (tmp_path / "was_here").exists()
+
+
+def test_the_digest_is_of_the_source_file(source: Path):
+    assert code_digests([f"{source}:one"]) == {f"{source}:one": hashlib.sha256(SOURCE.encode()).hexdigest()}
+
+
+def test_without_an_attribute_the_module_is_meant_and_it_replaces_no_other(tmp_path: Path):
+    path = tmp_path / "json.py"
+    path.write_text("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 3\n")
+    assert load_code(str(path), allowed=(str(path),), digest=None).A().x == 3
+    assert load_code(f"{path}:A", allowed=(str(path),), digest=None)().x == 3
+    assert not hasattr(json, "A")
+
+
+def test_an_installed_module_comes_before_one_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "json.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load_code("json:dumps", allowed=("json",), digest=None)([]) == "[]"
+
+
+def test_a_module_is_found_in_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(source.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load_code("mine:one", allowed=("mine",), digest=None)(None) == 1.0
+    monkeypatch.delitem(sys.modules, "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_anywhere:one", "no module no_such_module_anywhere can be imported"),
+        ("/nowhere/mine.py:one", "no file /nowhere/mine.py on this machine"),
+        ("absent.py", "no file .*absent.py on this machine"),
+        ("absent_8731.sub:one", "can't import absent_8731.sub: ModuleNotFoundError"),
+        ("sys:exit", "expected a module with a Python source file, got built-in"),
+    ],
+)
+def test_code_that_is_not_there_is_named(name: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        code_digests([name])
+
+
+def test_code_that_fails_to_be_imported_is_named(source: Path):
+    with pytest.raises(ConfigError, match=r"has no 'two'"):
+        load_code(f"{source}:two", allowed=(str(source),), digest=None)
+    broken = source.with_name("broken.py")
+    broken.write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=r"importing .*broken.py failed: ZeroDivisionError"):
+        load_code(f"{broken}:one", allowed=(str(broken),), digest=None)
+
+
+def test_digests_are_recorded_in_the_run_and_a_change_is_told(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    name = f"{source}:one"
+    content = write_digests(tmp_path, [name])
+    assert read_digests(content) == code_digests([name])
+    assert (tmp_path / "code_digests.json").read_bytes() == content
+    assert write_digests(tmp_path, [name]) == content
+    assert not caplog.records
+    source.write_text(SOURCE + "# changed\n")
+    write_digests(tmp_path, [name])
+    assert "is not what it was when this run started" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": 1}', b"\xff"])
+def test_malformed_digests_are_refused(content: bytes):
+    with pytest.raises(QueueError, match=r"expected code_digests\.json"):
+        read_digests(content)
+    assert read_digests(None) == {}
+
+
+def named(source: Path) -> Config:
+    raw = {**MINIMAL, "reward": {"type": f"{source}:one"}, "generator": {"allow_code": [str(source)]}}
+    return parse_config(raw, "test")
+
+
+def test_a_generator_allows_only_what_its_own_operator_allowed(source: Path):
+    config = named(source)
+    sent = config_to_toml(config)
+    assert generator_config(sent, []).generator.allow_code == ()
+    own = [f"generator.allow_code={json.dumps([str(source)])}"]
+    assert generator_config(sent, own).generator.allow_code == (str(source),)
+
+
+def test_a_generator_runs_only_the_source_that_the_learner_has(source: Path):
+    config, name = named(source), f"{source}:one"
+    with pytest.raises(ConfigError, match="sent no digest"):
+        build_reward(config, code_digests={})
+    with pytest.raises(ConfigError, match="expected the learner's source, SHA-256 0000"):
+        build_reward(config, code_digests={name: "0" * 64})
+    build_reward(config, code_digests=code_digests([name]))
+
+
+def test_environments_and_rewards_are_code_by_one_rule(source: Path):
+    raw = {**MINIMAL, "environment": {"name": f"{source}:one", "rows": 1}}
+    config = parse_config(raw, "test")
+    assert config.code_names == (f"{source}:one",)
+    with pytest.raises(ConfigError, match="code that this machine has not allowed"):
+        check_code(config)
+    check_code(parse_config({**raw, "generator": {"allow_code": [str(source)]}}, "test"))
+    check_code(parse_config({**raw, "generator": {"count": 0}}, "test"))
+
+
+def test_a_generator_plays_only_the_environment_that_the_learner_has(source: Path, tmp_path: Path):
+    raw = {"environment": {"name": str(source)}, "generator": {"backend": "fake", "allow_code": [str(source)]}}
+    config = parse_config({**MINIMAL, **raw}, "test")
+    backend = build_backend(config, tmp_path)
+    with ExitStack() as stack:
+        with pytest.raises(ConfigError, match="sent no digest"):
+            build_environment(config, tmp_path, backend, {}, stack)
+        with pytest.raises(ConfigError, match="expected the learner's source, SHA-256 0000"):
+            build_environment(config, tmp_path, backend, {str(source): "0" * 64}, stack)
+        with pytest.raises(ConfigError, match="to have a function step"):
+            build_environment(config, tmp_path, backend, code_digests([str(source)]), stack)

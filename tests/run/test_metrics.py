@@ -1,0 +1,173 @@
+"""metrics.jsonl: appended, rewound, read with a torn end; wandb offline; the curve."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.errors import ConfigError
+from async_rl.run.curve import write_curve
+from async_rl.run.directory import RunDir
+from async_rl.run.metrics import MetricsWriter, check_wandb, read_metrics
+
+
+def a_config(directory: Path, wandb: str = "off") -> Config:
+    return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}, "log": {"wandb": wandb}}, "test")
+
+
+def a_writer(directory: Path) -> MetricsWriter:
+    return MetricsWriter(directory, a_config(directory))
+
+
+def test_a_row_is_on_disk_when_write_returns(tmp_path: Path):
+    writer = a_writer(tmp_path)
+    writer.write({"step": 1, "reward/mean": 0.5})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
+
+
+def test_values_that_are_not_finite_are_null_and_numpy_scalars_are_plain(tmp_path: Path):
+    a_writer(tmp_path).write({"step": 1, "a": math.nan, "b": -math.inf, "c": np.float32(0.5), "d": np.int64(3)})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {"step": 1, "a": None, "b": None, "c": 0.5, "d": 3}
+
+
+def test_a_row_without_a_step_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="integer step"):
+        a_writer(tmp_path).write({"reward/mean": 1.0})
+
+
+def test_a_torn_last_line_is_not_read_and_is_cut_off_before_the_next_row(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1}]
+    a_writer(tmp_path).write({"step": 2})
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(path)
+
+
+def test_rewinding_moves_later_rows_aside_and_writing_goes_on(tmp_path: Path):
+    writer = a_writer(tmp_path)
+    for step in (1, 2, 3):
+        writer.write({"step": step})
+    assert writer.rewind_to(1) == 2
+    writer.write({"step": 2, "again": 1})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": 1}]
+    assert read_metrics(tmp_path / "metrics.rolled_back-1.jsonl") == [{"step": 2}, {"step": 3}]
+    assert writer.rewind_to(-1) == 2
+    assert len(read_metrics(tmp_path / "metrics.rolled_back-2.jsonl")) == 2
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_rewinding_with_nothing_beyond_leaves_the_file_in_place(tmp_path: Path):
+    writer = a_writer(tmp_path)
+    writer.write({"step": 1})
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    assert writer.rewind_to(1) == 0
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+
+
+def test_an_evaluation_that_is_asked_for_anew_is_moved_aside_too(tmp_path: Path):
+    writer = a_writer(tmp_path)
+    for row in ({"step": 2, "version": 2}, {"step": 2, "eval/a/accuracy": 0.5}, {"step": 2, "eval/ab/accuracy": 0.5}):
+        writer.write(row)
+    assert writer.rewind_to(2, evals_to_come=[("a", 2), ("ab", 1)]) == 1
+    assert read_metrics(tmp_path / "metrics.rolled_back-1.jsonl") == [{"step": 2, "eval/a/accuracy": 0.5}]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_wandb_online_without_a_key_is_refused_instead_of_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        MetricsWriter(tmp_path, a_config(tmp_path, "online"))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_wandb_online_finds_its_key_in_the_environment_or_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = a_config(tmp_path, "online")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    check_wandb(config)
+    monkeypatch.delenv("WANDB_API_KEY")
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine wandb.example login user password secret\n")
+    netrc.chmod(0o600)
+    with pytest.raises(ConfigError):
+        check_wandb(config)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080/api")
+    check_wandb(config)
+
+
+def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path):
+    code = (
+        "import sys; from tests.test_metrics import a_writer; from pathlib import Path;"
+        f"a_writer(Path({str(tmp_path)!r})).write({{'step': 1}}); sys.exit('wandb' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_wandb_offline_writes_a_run_that_keeps_its_id_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    writer = MetricsWriter(tmp_path, a_config(tmp_path, "offline"))
+    writer.write({"step": 1, "reward/mean": 0.5, "bad": math.nan})
+    writer.close()
+    run_id = (tmp_path / "wandb_id").read_text()
+    runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
+    assert [name.endswith(run_id) for name in runs] == [True]
+
+
+def some_rows(num_steps: int) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    for step in range(num_steps + 1):
+        if step % 25 == 0:
+            rows.append({"step": step, "time_s": 3.0 * step, "eval/gsm8k/accuracy": 0.2 + 0.6 * step / num_steps})
+        if step:
+            accuracy = 0.2 + 0.6 * step / num_steps + 0.1 * math.sin(step * 7)
+            rows.append(
+                {
+                    "step": step,
+                    "version": step,
+                    "time_s": 3.0 * step,
+                    "tokens/trained": 100,
+                    "accuracy/mean": accuracy,
+                    "reward/mean": accuracy - 0.1,
+                    "staleness/mean": 1.0 + 0.5 * math.cos(step),
+                    "staleness/max": step % 5,
+                }
+            )
+    return rows
+
+
+def write_rows(directory: Path, rows: list[dict[str, float]]) -> None:
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_curve_is_a_picture_and_needs_no_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    write_rows(tmp_path, some_rows(100))
+    assert write_curve(RunDir(tmp_path))
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
+
+
+def test_the_curve_of_an_evaluation_alone_is_drawn_and_of_nothing_is_not(tmp_path: Path):
+    assert not write_curve(RunDir(tmp_path))
+    write_rows(tmp_path, some_rows(100)[:1])
+    assert write_curve(RunDir(tmp_path))
+    assert os.listdir(tmp_path).count("curve.png") == 1
