@@ -428,7 +428,7 @@ def test_a_failure_that_is_not_the_users_keeps_its_traceback(raised: Exception, 
 
 def test_the_command_runs_from_any_directory_without_being_installed(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "main.py"), "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, str(ROOT / "cli.py"), "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
     assert done.stdout.startswith("async-rl ")
 

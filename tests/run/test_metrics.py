@@ -113,7 +113,7 @@ def test_wandb_online_finds_its_key_in_the_environment_or_in_netrc(tmp_path: Pat
 
 def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path):
     code = (
-        "import sys; from tests.test_metrics import a_writer; from pathlib import Path;"
+        "import sys; from tests.run.test_metrics import a_writer; from pathlib import Path;"
         f"a_writer(Path({str(tmp_path)!r})).write({{'step': 1}}); sys.exit('wandb' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
