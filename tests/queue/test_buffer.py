@@ -1,5 +1,7 @@
 """The buffer, event by event. By default: 2 groups a step, 2 rollouts a group, 3 tokens a rollout, bound 1."""
 
+import re
+
 import pytest
 
 from async_rl.errors import ConfigError, LineageError, QueueError
@@ -436,6 +438,23 @@ def test_without_refill_a_filtered_group_is_kept_and_masked():
     taken = take(buffer)
     assert not isinstance(taken, NotReady)
     assert [item.masked for item in taken] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "diagnosis"), [((1.0, 1.0), "2 with .* at or above"), ((0.0, 0.0), "0 with a mean")]
+)
+def test_a_resumed_run_still_knows_which_filtered_groups_were_right(accuracies, diagnosis):
+    buffer = make_buffer(max_filtered=3)
+    for lease in leases(buffer, 2):
+        put(buffer, group(lease, accuracies=accuracies))
+    snapshot = buffer.snapshot(LINEAGE, 0.0)
+    buffer.attach("line-b", LINEAGE, 0, 0, 100, snapshot, 1.0)
+    announce(buffer, 0, "line-b")
+    (lease,) = leases(buffer, 1)
+    put(buffer, group(lease, accuracies=(0.0, 0.0)))
+    answer = take(buffer)
+    assert isinstance(answer, NotReady)
+    assert re.search(diagnosis, answer.stop), answer.stop
 
 
 def test_too_many_filtered_groups_without_a_step_stop_the_run():

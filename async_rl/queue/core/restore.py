@@ -35,6 +35,7 @@ def save(state: QueueState, learner: LearnerSide) -> bytes:
         set_aside=dict(state.set_aside),
         set_aside_last=state.set_aside_last,
         filtered_since_step=state.filtered_since_step,
+        filtered_right_since_step=state.filtered_right_since_step,
         prompts_too_long=state.prompts_too_long,
         ledger=state.ledger.as_dict(),
         eval_ledger=state.eval_ledger.as_dict(),
@@ -87,6 +88,7 @@ def restore(state: QueueState, snapshot: Snapshot | None) -> None:
     state.set_aside = Counter(snapshot.set_aside)
     state.set_aside_last = dict(snapshot.set_aside_last)
     state.filtered_since_step = snapshot.filtered_since_step
+    state.filtered_right_since_step = snapshot.filtered_right_since_step
     state.prompts_too_long = snapshot.prompts_too_long
 
 

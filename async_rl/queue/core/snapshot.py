@@ -41,6 +41,7 @@ class Snapshot:
     set_aside: Mapping[int, int]
     set_aside_last: Mapping[int, str]
     filtered_since_step: int
+    filtered_right_since_step: int
     prompts_too_long: int
     ledger: Mapping[str, Any]
     eval_ledger: Mapping[str, Any]
@@ -87,6 +88,7 @@ class Snapshot:
             set_aside={int(e): int(n) for e, n in field(fields, "set_aside", dict).items()},
             set_aside_last={int(p): str(cause) for p, cause in field(fields, "set_aside_last", dict).items()},
             filtered_since_step=field(fields, "filtered_since_step", int),
+            filtered_right_since_step=field(fields, "filtered_right_since_step", int),
             prompts_too_long=field(fields, "prompts_too_long", int),
             ledger=field(fields, "ledger", dict),
             eval_ledger=field(fields, "eval_ledger", dict),
