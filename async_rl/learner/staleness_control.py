@@ -1,8 +1,8 @@
-"""``queue.adaptive``: how old new samples may get, steered by what staleness does to the step. Pure.
+"""``queue.adaptive``: how old new samples may get, decided by what staleness does to the step. Pure.
 
 What enters: of each step the effective sample size and KL of what it trained on, and the age of its oldest token.
 What leaves: the bound by which the queue gives new leases from then on. The trainer asks after every step, sends the
-bound with its ack (``queue/admission.py`` acts on it) and keeps the state in its checkpoint.
+bound with its ack (``queue/core/admission.py`` acts on it) and keeps the state in its checkpoint.
 
 Up by one, down by half, as TCP does with its window (Chiu and Jain 1989): where samples are too old, training is hurt
 now, while a bound that is too low only costs overlap.
@@ -17,12 +17,12 @@ from async_rl.config.config import Config
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import summarise
 
-STRAINED_STEPS = 2
+OVERLOADED_STEPS = 2
 """Steps in a row past a limit before the bound is lowered: one odd batch is no trend."""
-CALM_STEPS = 10
-"""Steps in a row far from both limits before it is raised. It costs a little overlap to wait, and a strained run some
-of its learning to be tried again too soon."""
-CALM_SHARE = 0.5
+HEALTHY_STEPS = 10
+"""Steps in a row far from both limits before the bound is raised. To wait costs a little overlap. To raise the bound
+too soon costs an overloaded run some of its learning."""
+HEALTHY_SHARE = 0.5
 """Far: at most this share of the way to each limit. The KL, and what is lost of the ESS, grow with the lag at most as
 its square, so from a bound of 3 on, one version more takes them at most (4 / 3)^2 = 1.8 times as far, within limits."""
 
@@ -31,7 +31,7 @@ its square, so from a bound of 3 on, one version more takes them at most (4 / 3)
 class BoundState:
     """What is remembered from step to step.
 
-    ``streak`` counts steps in a row of one verdict: calm ones up, strained ones down. For ``settling`` steps more,
+    ``streak`` counts steps in a row of one verdict: healthy ones up, overloaded ones down. For ``settling`` steps more,
     batches are of leases given before the last change, and say nothing about it.
     """
 
@@ -72,11 +72,11 @@ def read(updates: Sequence[UpdateStats | None], *, oldest: int) -> Reading | Non
     return Reading(min(u.ess for u in measured), max(summarise(u.by_lag.sum(0)).kl for u in measured), oldest)
 
 
-def steer(state: BoundState, reading: Reading | None, limits: BoundLimits) -> BoundState:
+def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits) -> BoundState:
     """The state after a step that showed ``reading``; its ``bound`` is for new leases.
 
-    Past a limit for ``STRAINED_STEPS`` steps, it becomes half of the age that was seen or of the bound, whichever is
-    less; calm for ``CALM_STEPS``, it rises by one. After a change nothing is decided for as many steps as the
+    Past a limit for ``OVERLOADED_STEPS`` steps, it becomes half of the age that was seen or of the bound, whichever is
+    less; healthy for ``HEALTHY_STEPS``, it rises by one. After a change nothing is decided for as many steps as the
     old bound let be sampled ahead: they show the bound before, not this one.
     """
     if state.settling:
@@ -85,9 +85,9 @@ def steer(state: BoundState, reading: Reading | None, limits: BoundLimits) -> Bo
     if reading is None or verdict == 0:
         return replace(state, streak=0)
     streak = state.streak + verdict if state.streak * verdict >= 0 else verdict
-    if streak <= -STRAINED_STEPS:
+    if streak <= -OVERLOADED_STEPS:
         bound = max(limits.lowest, min(state.bound, reading.oldest) // 2)
-    elif streak >= CALM_STEPS:
+    elif streak >= HEALTHY_STEPS:
         bound = min(limits.highest, state.bound + 1)
     else:
         return replace(state, streak=streak)
@@ -96,9 +96,9 @@ def steer(state: BoundState, reading: Reading | None, limits: BoundLimits) -> Bo
 
 
 def _verdict(reading: Reading, limits: BoundLimits) -> int:
-    """-1 strained, 1 calm, 0 neither. A number that is NaN is neither: it is not staleness that makes it."""
+    """-1 overloaded, 1 healthy, 0 neither. A number that is NaN is neither: it is not staleness that makes it."""
     if reading.ess < limits.min_ess or reading.kl > limits.max_kl:
         # What is wrong with samples that are as young as they can be, no bound puts right.
         return -1 if reading.oldest > limits.lowest else 0
-    is_calm = 1 - reading.ess <= CALM_SHARE * (1 - limits.min_ess) and reading.kl <= CALM_SHARE * limits.max_kl
-    return 1 if is_calm else 0
+    is_healthy = 1 - reading.ess <= HEALTHY_SHARE * (1 - limits.min_ess) and reading.kl <= HEALTHY_SHARE * limits.max_kl
+    return 1 if is_healthy else 0

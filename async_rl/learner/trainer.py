@@ -31,7 +31,7 @@ from async_rl.learner.publishing import WeightsPlane
 from async_rl.learner.report import step_metrics
 from async_rl.learner.rollout_log import log_rollouts
 from async_rl.learner.scoring import score, with_scores
-from async_rl.learner.staleness_control import BoundLimits, BoundState, read, steer
+from async_rl.learner.staleness_control import BoundLimits, BoundState, read, update_bound
 from async_rl.learner.state import TrainerState
 from async_rl.learner.step_guard import check_skipped, count_skipped
 from async_rl.learner.timing import StepClock
@@ -152,7 +152,7 @@ class Trainer:
         self._record_trained(batch.groups)
         fault_point("learner.trained")
         staleness = staleness_summary(prepared, versions=_versions_trained(version, updates))
-        bound_row = self._steer(updates, oldest=staleness.max)
+        bound_row = self._update_bound(updates, oldest=staleness.max)
         acked, facts = self._acknowledge(prepared, updates)
         fault_point("learner.acknowledged")
         if self._publish_due():
@@ -192,13 +192,13 @@ class Trainer:
         self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
 
-    def _steer(self, updates: Sequence[UpdateStats | None], *, oldest: int) -> dict[str, float]:
+    def _update_bound(self, updates: Sequence[UpdateStats | None], *, oldest: int) -> dict[str, float]:
         """Decide on the bound for new leases, which the ack sends; the metrics of it. Nothing unless adaptive."""
         limits = self._bound_limits
         if limits is None:
             return {}
         before = self.state.bound_state or BoundState(limits.highest)
-        after = self.state.bound_state = steer(before, read(updates, oldest=oldest), limits)
+        after = self.state.bound_state = update_bound(before, read(updates, oldest=oldest), limits)
         if after.bound != before.bound:
             step = self.state.step + 1
             logger.info("step %d: the bound for new leases is %d, was %d", step, after.bound, before.bound)

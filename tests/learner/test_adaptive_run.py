@@ -19,7 +19,7 @@ from tests.learner.test_trainer import Run, ScriptedEngine, make_run
 
 
 @dataclass
-class StrainedEngine(ScriptedEngine):
+class OverloadedEngine(ScriptedEngine):
     """Every step has an effective sample size of 0.5."""
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
@@ -30,7 +30,7 @@ class StrainedEngine(ScriptedEngine):
 def adaptive_run(directory: Path, **sections: Any) -> Run:
     queue = {"max_staleness": 4, "adaptive": True, **sections.pop("queue", {})}
     run = make_run(directory, num_rows=400, queue=queue, **{"learner": {"steps": 14}, **sections})
-    run.engine = StrainedEngine()
+    run.engine = OverloadedEngine()
     return run
 
 
@@ -38,7 +38,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
 
 
-def test_a_strained_run_lowers_its_bound_and_its_samples_get_younger(tmp_path: Path):
+def test_a_overloaded_run_lowers_its_bound_and_its_samples_get_younger(tmp_path: Path):
     run = adaptive_run(tmp_path)
     state = run.start()
     rows = rows_of(run)
@@ -76,7 +76,7 @@ def test_without_a_checkpoint_the_bound_starts_over(tmp_path: Path):
 
 def test_a_fixed_bound_is_neither_sent_nor_recorded(tmp_path: Path):
     run = make_run(tmp_path)
-    run.engine = StrainedEngine()
+    run.engine = OverloadedEngine()
     assert run.start().bound_state is None
     assert not any("staleness/bound" in row for row in rows_of(run))
 
