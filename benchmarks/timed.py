@@ -28,7 +28,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.packing import TrainSequence
-from async_rl.learner.start import Parts, train_with
+from async_rl.learner.start import LearnerContext, train_with
 
 GROUPS_PER_STEP = 32
 GROUP_SIZE = 8
@@ -148,7 +148,7 @@ def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> Tim
                 )
 
         try:
-            rows = train_with(config, TimedEngine(train_s), Parts(on_queue=start_generators))
+            rows = train_with(config, TimedEngine(train_s), LearnerContext(on_queue=start_generators))
         finally:
             for process in generators:
                 process.send_signal(signal.SIGTERM)

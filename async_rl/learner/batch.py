@@ -6,7 +6,6 @@ first cause that applies, in the order of ``MASK_CAUSES``, is the one counted.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from async_rl.errors import StaleRolloutError
 from async_rl.learner.packing import TrainSequence
-from async_rl.queue.messages import TakenGroup, TrainedFacts
+from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
 from async_rl.sampling_mask import KeptTokens, select
 
@@ -55,16 +54,6 @@ class PreparedBatch:
     stale_tokens: int
     masked: Mapping[int, str]
     reference_kl: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StalenessSummary:
-    """Of the tokens that are trained on, in versions: at training, and its parts before and after arrival."""
-
-    mean: float = 0.0
-    max: int = 0
-    in_flight_mean: float = 0.0
-    in_queue_mean: float = 0.0
 
 
 @dataclass(slots=True)
@@ -213,55 +202,3 @@ def sampling_versions(group: Group) -> set[int]:
     """Every version that sampled a token of the group."""
     masked = [s.versions[s.loss_mask] for r in group.rollouts for s in r.sequences]
     return set(np.unique(np.concatenate(masked)).tolist()) if masked else set()
-
-
-def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> StalenessSummary:
-    """Token-weighted staleness of what ``prepared`` trains on, each update at its own of ``versions``."""
-    ages, waits = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for sequences, version in zip(prepared.updates, versions, strict=True):
-        counts = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
-        arrivals = [prepared.arrival_versions[s.sequence_id] for s in sequences]
-        ages += [version - s.versions[s.loss_mask] for s in sequences]
-        waits.append(version - np.repeat(np.array(arrivals, dtype=np.int64), counts))
-    age, wait = np.concatenate(ages), np.concatenate(waits)
-    if not len(age):
-        return StalenessSummary()
-    # A token sampled with a version announced while its group was on the way is not older in flight than 0.
-    in_flight = np.maximum(age - wait, 0)
-    return StalenessSummary(float(age.mean()), int(age.max()), float(in_flight.mean()), float((age - in_flight).mean()))
-
-
-def trained_facts(
-    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0
-) -> TrainedFacts:
-    """What became of every rollout and token of the step. A rollout is skipped when all its sequences were.
-
-    ``stepped`` says of every update whether the optimizer stepped; without, nothing of that part was trained.
-    ``out_of_range`` counts the single tokens that those that stepped left out (``loss.token_range``).
-    """
-    causes = dict.fromkeys(
-        (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
-        "step_skipped",
-    )
-    causes |= dict.fromkeys(skipped_sequence_ids, "skip_threshold")
-    rollouts_masked = Counter(prepared.masked.values())
-    tokens_masked: Counter[str] = Counter()
-    for rollout, cause in prepared.masked.items():
-        tokens_masked[cause] += prepared.rollout_tokens[rollout]
-    if prepared.stale_tokens:
-        tokens_masked["stale"] += prepared.stale_tokens
-    for sequence, cause in causes.items():
-        tokens_masked[cause] += prepared.sequence_tokens[sequence]
-    if out_of_range:
-        tokens_masked["token_range"] += out_of_range
-    fates: dict[int, set[str]] = {}
-    for sequence, rollout in prepared.rollout_of.items():
-        fates.setdefault(rollout, set()).add(causes.get(sequence, ""))
-    rollouts_masked.update(min(fate, key=MASK_CAUSES.index) for fate in fates.values() if "" not in fate)
-    return TrainedFacts(
-        stepped=any(stepped),
-        rollouts_trained=len(prepared.rollout_tokens) - sum(rollouts_masked.values()),
-        rollouts_masked=dict(rollouts_masked),
-        tokens_trained=sum(prepared.rollout_tokens) - sum(tokens_masked.values()),
-        tokens_masked=dict(tokens_masked),
-    )

@@ -1,118 +1,67 @@
-"""The trainer's side of the weight plane: a version's tensors in, its digest out, to be announced.
+"""Publish the learner's versions: gather, stage, send, announce. The trainer calls this after a step.
 
-``StagedWeights`` sends every version at once; ``HeldBackWeights``, for studies of staleness (``learner.n_behind``),
-sends it exactly so many versions late. Built by ``start.py``.
+It also remembers the digest of every version that may still be in flight, so that rollouts of weights which this run
+never published are recognised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
-
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.staging import Staging
-
-NamedTensors = Iterator[tuple[str, Tensor]]
-
-
-class Published(NamedTuple):
-    """A version that is on its way to the generators."""
-
-    version: int
-    digest: str
+from async_rl.config.config import Config
+from async_rl.learner.batch import sampling_versions
+from async_rl.learner.engine import Engine
+from async_rl.learner.parity import ParityGate
+from async_rl.learner.state import TrainerState
+from async_rl.learner.weights_plane import WeightsPlane
+from async_rl.process.fault_points import fault_point
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.messages import Announcement
+from async_rl.records import Group
 
 
-class WeightsPlane(Protocol):
-    """Where the learner's weights go."""
+class VersionPublisher:
+    """The publications of one learner start. Digests are kept in ``state``, and so in the checkpoint."""
 
-    @property
-    def channel(self) -> str:
-        """Where generators get them."""
-        ...
+    def __init__(
+        self,
+        config: Config,
+        state: TrainerState,
+        engine: Engine,
+        queue: LearnerQueue,
+        weights: WeightsPlane,
+        parity: ParityGate | None,
+    ) -> None:
+        self._config, self._state, self._engine, self._queue = config, state, engine, queue
+        self._weights, self._parity = weights, parity
+        self._newest = -1
 
-    def publish(
-        self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
-    ) -> Published | None:
-        """Stage ``tensors`` as ``version`` and send them in the background; what is to be announced now, if anything.
+    def is_due(self, *, is_last: bool) -> bool:
+        """Whether ``weights.sync_every`` versions were made since the last publication; the last version always is."""
+        unpublished = self._state.version - self._newest
+        return unpublished >= self._config.weights.sync_every or (unpublished > 0 and is_last)
 
-        ``tensors`` is exhausted or not begun. ``tick`` is called while there is something to wait for. ``is_last``: no
-        training follows, so nothing may be held back.
-        """
-        ...
+    def publish(self, *, is_last: bool = False) -> None:
+        """Publish the version that the engine holds, with a parity probe if a generator is due for one."""
+        state, engine = self._state, self._engine
+        if self._parity is not None and not is_last:
+            self._parity.prepare_probe(state.lineage, state.version)
+        published = self._weights.publish(
+            state.lineage, state.version, engine.gather(), tick=engine.tick, is_last=is_last
+        )
+        fault_point("learner.publishing")
+        if published is None:
+            return
+        self._remember(published.version, published.digest)
+        probe = b"" if self._parity is None else self._parity.take_probe(published.version)
+        self._queue.announce(Announcement(state.lineage, *published, self._weights.channel, probe))
+        self._newest = published.version
 
-    def stats(self) -> dict[str, float]: ...
+    def knows_weights(self, group: Group) -> bool:
+        """Whether every version that sampled ``group`` came with a digest that this run published for it."""
+        digests = self._state.digests
+        return all(group.weights_digest.get(v) in digests.get(v, ()) for v in sampling_versions(group))
 
-
-class StagedWeights:
-    """Gather, stage, send."""
-
-    def __init__(self, staging: Staging, publisher: Publisher) -> None:
-        self._staging, self._publisher = staging, publisher
-
-    @property
-    def channel(self) -> str:
-        return self._publisher.address
-
-    def publish(
-        self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
-    ) -> Published:
-        staged = self._staging.stage(lineage, version, tensors, tick=tick)
-        self._publisher.publish(staged)
-        return Published(version, staged.manifest.digest)
-
-    def stats(self) -> dict[str, float]:
-        stats = self._publisher.stats()
-        return {
-            "members": stats.members,
-            "transfer_s": stats.last_transfer_s,
-            "pulled_bytes": stats.pulled_bytes,
-            "pulled_full_bytes": stats.pulled_full_bytes,
-            "delta_bytes": stats.delta_bytes,
-            "delta_s": stats.delta_s,
-            "failures": stats.failures,
-            "corrupt": stats.corrupt,
-            "dropped_members": stats.dropped,
-            "superseded": stats.superseded,
-            "dropped_versions": self._staging.num_dropped,
-        }
-
-
-class HeldBackWeights:
-    """Every version goes to ``plane`` when it is ``n_behind`` versions old, so that the lag is held, not bounded.
-
-    The batch of version v is then sampled by version v - n_behind and nothing else. With ``queue.max_staleness`` equal
-    to ``n_behind`` (the config sees to that) admission has room for that one batch, and the next version is announced
-    after the learner's step, when nothing is in flight. The first n_behind steps of a learner start, which have no
-    older version, train on what the one that it began with has sampled: lag 0, 1, ..., n_behind.
-
-    What it costs: generators and learner take turns, and n_behind + 1 versions lie in host memory. An evaluation
-    between first and last step waits until the version it is asked of is sent.
-    """
-
-    def __init__(self, plane: WeightsPlane, n_behind: int) -> None:
-        self._plane, self._n_behind = plane, n_behind
-        self._held: dict[int, list[tuple[str, Tensor]]] = {}
-        self._published: int | None = None
-
-    @property
-    def channel(self) -> str:
-        return self._plane.channel
-
-    def publish(
-        self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
-    ) -> Published | None:
-        if version not in self._held:
-            # Copies: what the engine gathers is good until its next update.
-            self._held[version] = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
-        due = version if is_last else max(min(self._held), version - self._n_behind)
-        if due == self._published:
-            return None
-        for gone in [held for held in self._held if held < due]:
-            del self._held[gone]
-        self._published = due
-        return self._plane.publish(lineage, due, iter(self._held[due]), tick=tick, is_last=is_last)
-
-    def stats(self) -> dict[str, float]:
-        return self._plane.stats()
+    def _remember(self, version: int, digest: str) -> None:
+        state, config = self._state, self._config
+        state.add_digest(version, digest)
+        oldest = state.version - config.queue.max_staleness - config.learner.updates_per_batch
+        state.digests = {v: digests for v, digests in state.digests.items() if v >= oldest}

@@ -26,9 +26,9 @@ from async_rl.learner.export import export_checkpoint
 from async_rl.learner.fsdp_engine import FsdpEngine
 from async_rl.learner.parallel import compute_dtype, init_ranks
 from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import HeldBackWeights, StagedWeights, WeightsPlane
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
+from async_rl.learner.weights_plane import FixedLagWeights, StagedWeights, WeightsPlane
 from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.memory import reuse_freed_memory
@@ -50,7 +50,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LearnerContext:
     """What differs between a real learner and a benchmark's, and between a lone learner and one of ``launch``."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
     with ranks.together("preparing the run directory"):
         prepare_run_dir(config, fresh=fresh)
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
-        parts = Parts(
+        context = LearnerContext(
             files={
                 **model_files(config.model.path),
                 DIGESTS_FILE: write_digests(Path(config.run.dir), config.code_names),
@@ -109,7 +109,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
     engine = FsdpEngine(config, ranks)
     cause = ""
     try:
-        train_with(config, engine, parts)
+        train_with(config, engine, context)
     except BaseException as error:
         cause = f"{type(error).__name__}: {error}"
         raise
@@ -117,7 +117,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
         engine.close(cause)
 
 
-def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, Any]]:
+def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[dict[str, Any]]:
     """Run the trainer with ``engine`` to the end; the rows of ``metrics.jsonl``."""
     run_dir = prepare_run_dir(config)
     checkpoint = latest_checkpoint(run_dir.path)
@@ -127,22 +127,22 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
     trained.rewind_to(state.step if state.is_resumed else -1)
     _rewind(run_dir, metrics, state, config)
     log_path = run_dir.logs / "queue.log"
-    address = ensure_queue(config, run_dir.run_id, parts.insecure, log_path, may_start=parts.may_start_queue)
+    address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
     # Without a journal there is nothing to revive: the learner has to start again from its checkpoint, too.
-    revive = Reviver(config, run_dir.run_id, parts.insecure, log_path, address)
-    may_revive = parts.may_start_queue and config.queue.journal
+    revive = Reviver(config, run_dir.run_id, context.insecure, log_path, address)
+    may_revive = context.may_start_queue and config.queue.journal
     queue = LearnerQueue(
         address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),
         revive=revive if may_revive else None, while_waiting=engine.tick,
     )  # fmt: skip
-    publisher = _publisher(config, address, parts)
+    publisher = _publisher(config, address, context)
     try:
-        if parts.on_queue is not None:
-            parts.on_queue(address)
+        if context.on_queue is not None:
+            context.on_queue(address)
         queue.attach(
             run_id=run_dir.run_id, lineage=state.lineage, parent_lineage=state.parent_lineage,
             fork_version=state.fork_version, step=state.step, num_steps=config.learner.steps,
-            config_toml=config_to_toml(config), files=parts.files, snapshot=snapshot,
+            config_toml=config_to_toml(config), files=context.files, snapshot=snapshot,
         )  # fmt: skip
         Trainer(
             config,
@@ -151,16 +151,16 @@ def train_with(config: Config, engine: Engine, parts: Parts) -> list[dict[str, A
             queue=queue,
             weights=_weights_plane(config, publisher),
             metrics=metrics,
-            trained=trained,
+            step_log=trained,
             checkpoints=RunCheckpoints(engine, run_dir, config.checkpoint.keep_last),
             run_dir=run_dir.path,
-            decode=parts.decode,
-            parity=_parity_gate(config, engine, queue, parts.device),
+            decode=context.decode,
+            parity=_parity_gate(config, engine, queue, context.device),
         ).run()
         # The other ranks are done: they would wait for no command as long as an export of a large model takes.
         engine.close()
         # Generators and queue stay until all is written: a learner that dies now is restarted, and needs them.
-        _wrap_up(run_dir, state, export=parts.export)
+        _wrap_up(run_dir, state, export=context.export)
         _finish(queue, state)
     finally:
         publisher.close()
@@ -181,7 +181,7 @@ def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
         min_versions=2,
     )
     weights = StagedWeights(staging, publisher)
-    return weights if config.learner.n_behind is None else HeldBackWeights(weights, config.learner.n_behind)
+    return weights if config.learner.n_behind is None else FixedLagWeights(weights, config.learner.n_behind)
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
@@ -203,11 +203,11 @@ def _restore(engine: Engine, checkpoint: Path | None) -> tuple[TrainerState, byt
     return state, extra["queue"]
 
 
-def _publisher(config: Config, queue_address: str, parts: Parts) -> Publisher:
+def _publisher(config: Config, queue_address: str, context: LearnerContext) -> Publisher:
     host, weights = _weights_host(queue_address), config.weights
-    is_trusted = parts.insecure or weights.trusted_network
+    is_trusted = context.insecure or weights.trusted_network
     transport = choose_transport(
-        weights.transport, has_cuda=parts.device.type == "cuda", is_trusted=is_trusted or is_loopback(host)
+        weights.transport, has_cuda=context.device.type == "cuda", is_trusted=is_trusted or is_loopback(host)
     )
     logger.info("weights travel by %s from %s", transport, host)
     return Publisher(
@@ -216,7 +216,7 @@ def _publisher(config: Config, queue_address: str, parts: Parts) -> Publisher:
         insecure=is_trusted,
         keys=None if config.queue.keys is None else ServerKeys.made_up(config.queue.keys),
         transport=transport,
-        device=str(parts.device) if transport == "nccl" else None,
+        device=str(context.device) if transport == "nccl" else None,
         chunk_bytes=weights.bucket_bytes,
         has_deltas=None if weights.deltas == "auto" else weights.deltas == "on",
     )

@@ -12,7 +12,8 @@ import pytest
 from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import PreparedBatch, prepare_batch, trained_facts
+from async_rl.learner.batch import PreparedBatch, prepare_batch
+from async_rl.learner.step_result import trained_facts
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 

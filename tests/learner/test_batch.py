@@ -7,7 +7,8 @@ from msgspec import structs
 from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
 from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import check_staleness, prepare_batch, staleness_summary, trained_facts
+from async_rl.learner.batch import check_staleness, prepare_batch
+from async_rl.learner.step_result import staleness_summary, trained_facts
 from async_rl.queue.messages import TakenGroup, TrainedFacts
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 from async_rl.sampling_mask import pack_ids

@@ -18,10 +18,10 @@ from async_rl.errors import TrainingError
 from async_rl.learner.checkpoint import latest_checkpoint, write_extra
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
-from async_rl.learner.publishing import HeldBackWeights, NamedTensors, Published, WeightsPlane
 from async_rl.learner.start import RunCheckpoints, _restore, _rewind
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
+from async_rl.learner.weights_plane import FixedLagWeights, NamedTensors, Published, WeightsPlane
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.buffer import Buffer
@@ -140,7 +140,7 @@ class Run:
         self.queue = BufferQueue(self.buffer, answer=answer, before=before)
         weights: WeightsPlane = self.weights
         if self.config.learner.n_behind is not None:
-            weights = HeldBackWeights(weights, self.config.learner.n_behind)
+            weights = FixedLagWeights(weights, self.config.learner.n_behind)
         trainer = Trainer(
             self.config,
             state=state,
@@ -148,7 +148,7 @@ class Run:
             queue=cast(LearnerQueue, self.queue),
             weights=weights,
             metrics=metrics,
-            trained=trained,
+            step_log=trained,
             checkpoints=RunCheckpoints(engine, run_dir, 2),
             run_dir=self.path,
             decode=str,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from async_rl.learner.publishing import HeldBackWeights, NamedTensors, Published
+from async_rl.learner.weights_plane import FixedLagWeights, NamedTensors, Published
 
 
 class Recorded:
@@ -32,9 +32,9 @@ class Recorded:
 class Learner:
     """Its one weight is always its version, in one tensor that every update overwrites."""
 
-    def __init__(self, n_behind: int, version: int = 0) -> None:
+    def __init__(self, fixed_lag: int, version: int = 0) -> None:
         self.plane, self.version, self.weight = Recorded(), version, torch.zeros(())
-        self.weights = HeldBackWeights(self.plane, n_behind)
+        self.weights = FixedLagWeights(self.plane, fixed_lag)
         self.gathered = 0
 
     def gather(self) -> NamedTensors:
@@ -50,7 +50,7 @@ class Learner:
         return self.publish()
 
 
-def test_a_version_goes_out_when_it_is_n_behind_versions_old():
+def test_a_version_goes_out_when_it_is_fixed_lag_versions_old():
     learner = Learner(2)
     assert learner.publish() == 0
     assert [learner.step() for _ in range(5)] == [None, None, 1, 2, 3]

@@ -7,24 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_rl.learner.batch import PreparedBatch, StalenessSummary
+from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import Summary, summarise, swap_effect
-from async_rl.queue.messages import QueueStats, TakenGroup, TrainedFacts
+from async_rl.learner.step_result import StepResult
+from async_rl.queue.messages import QueueStats, TakenGroup
 from async_rl.records import Rollout
 
 
-def step_metrics(
-    taken: Sequence[TakenGroup],
-    prepared: PreparedBatch,
-    updates: Sequence[UpdateStats],
-    staleness: StalenessSummary,
-    facts: TrainedFacts,
-    queue: QueueStats,
-) -> dict[str, float]:
+def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
     """The row for ``metrics.jsonl`` but for step, version and times."""
+    prepared, updates, staleness, facts = result.prepared, result.measured, result.staleness, result.facts
     return {
-        **_sampled_metrics(taken, prepared),
+        **_sampled_metrics(result.groups, prepared),
         **update_metrics(updates),
         **({} if prepared.reference_kl is None else {"kl/reference": prepared.reference_kl}),
         "tokens/trained": facts.tokens_trained,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
+from async_rl.learner.metrics.timing import WaitLog
 from async_rl.learner.state import TrainerState
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import EvalResult
@@ -20,6 +21,9 @@ from async_rl.run.eval_figures import eval_metrics
 from async_rl.run.eval_records import Decode, row_records, write_json_lines
 
 logger = logging.getLogger(__name__)
+
+EVAL_WAIT_S = 2.0
+"""One request waits this long at the queue; then the other ranks are ticked."""
 
 
 class Evaluations:
@@ -75,6 +79,15 @@ class Evaluations:
                 self._write(result)
                 self._received.append(key)
                 self._state.pending_evals.remove(key)
+
+    def await_all(self, what: str, *, tick: Callable[[], None]) -> None:
+        """Return when every answer is recorded. ``tick`` is called while waiting; ``what`` is for the log."""
+        wait = WaitLog()
+        while self.are_pending:
+            self.collect()
+            if self.are_pending:
+                wait.still_waiting(self._queue.await_eval(self._state.lineage, wait_s=EVAL_WAIT_S) or what)
+                tick()
 
     def _ask(self, datasets: Iterable[str], *, exclusive: bool) -> None:
         for dataset in datasets:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from async_rl.learner.evals import Evaluations
+from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.state import TrainerState
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import EvalResult

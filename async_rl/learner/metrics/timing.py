@@ -6,11 +6,31 @@ their seats, train the learner's busy seconds of a step. 1.0 means that nothing 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from async_rl.queue.messages import GeneratorStats
+
+logger = logging.getLogger(__name__)
+
+WAIT_LOG_S = 30.0
+"""A wait is logged every so many seconds."""
+
+
+class WaitLog:
+    """Logs every 30 s what one wait is for, and since when. Make one where the wait begins."""
+
+    def __init__(self) -> None:
+        self._start = self._last_log = time.monotonic()
+
+    def still_waiting(self, reason: str) -> None:
+        """Call this after every attempt that failed."""
+        now = time.monotonic()
+        if now - self._last_log >= WAIT_LOG_S:
+            logger.warning("waiting for %.0f s: %s", now - self._start, reason)
+            self._last_log = now
 
 
 class StepClock:

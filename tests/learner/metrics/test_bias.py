@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.learner.bias import WINDOW_STEPS, DropBias
+from async_rl.learner.metrics.bias import WINDOW_STEPS, DropBias
 from async_rl.queue.core.ledger import Outcomes
 from async_rl.queue.messages import GeneratorStats
 from tests.queue.builders import ack, group, leases, make_buffer, put, take

@@ -1,0 +1,134 @@
+"""What one step did: which tokens it trained on and how old they were, which it left out and why.
+
+The trainer makes a ``StepResult`` after the updates of a batch. The ack, the staleness controller and the metrics read
+it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
+from async_rl.learner.engine import UpdateStats
+from async_rl.queue.messages import TakenGroup, TrainedFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessSummary:
+    """Staleness of the trained tokens, in versions: at training, and its parts before and after arrival."""
+
+    mean: float = 0.0
+    max: int = 0
+    in_flight_mean: float = 0.0
+    in_queue_mean: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """One step on one batch.
+
+    Attributes:
+        groups: what the queue handed over.
+        prepared: the sequences made of them, with their advantages.
+        updates: one for each part of the batch; None for a part in which everything was masked.
+        version: the learner's, before the first update.
+        staleness: of the tokens that were trained on.
+        facts: what became of every rollout and token, for the ledger.
+    """
+
+    groups: tuple[TakenGroup, ...]
+    prepared: PreparedBatch
+    updates: tuple[UpdateStats | None, ...]
+    version: int
+    staleness: StalenessSummary
+    facts: TrainedFacts
+
+    @property
+    def measured(self) -> list[UpdateStats]:
+        """The updates that the engine ran, skipped optimizer steps included."""
+        return [update for update in self.updates if update is not None]
+
+
+def step_result(
+    groups: tuple[TakenGroup, ...], prepared: PreparedBatch, updates: Sequence[UpdateStats | None], *, version: int
+) -> StepResult:
+    """Summarise ``updates`` on ``prepared``; ``version`` is the learner's before the first of them."""
+    measured = [update for update in updates if update is not None]
+    return StepResult(
+        groups=groups,
+        prepared=prepared,
+        updates=tuple(updates),
+        version=version,
+        staleness=staleness_summary(prepared, versions=_versions_trained(version, updates)),
+        facts=trained_facts(
+            prepared,
+            [i for update in measured for i in update.skipped_sequence_ids],
+            stepped=[update is not None and update.stepped for update in updates],
+            out_of_range=sum(update.out_of_range_tokens for update in measured if update.stepped),
+        ),
+    )
+
+
+def _versions_trained(version: int, updates: Sequence[UpdateStats | None]) -> list[int]:
+    """The learner's version before each update, from ``version`` before the first."""
+    versions: list[int] = []
+    for update in updates:
+        versions.append(version)
+        version += update is not None and update.stepped
+    return versions
+
+
+def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> StalenessSummary:
+    """Token-weighted staleness of what ``prepared`` trains on, each update at its own of ``versions``."""
+    ages, waits = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for sequences, version in zip(prepared.updates, versions, strict=True):
+        counts = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
+        arrivals = [prepared.arrival_versions[s.sequence_id] for s in sequences]
+        ages += [version - s.versions[s.loss_mask] for s in sequences]
+        waits.append(version - np.repeat(np.array(arrivals, dtype=np.int64), counts))
+    age, wait = np.concatenate(ages), np.concatenate(waits)
+    if not len(age):
+        return StalenessSummary()
+    # A token sampled with a version announced while its group was on the way is not older in flight than 0.
+    in_flight = np.maximum(age - wait, 0)
+    return StalenessSummary(float(age.mean()), int(age.max()), float(in_flight.mean()), float((age - in_flight).mean()))
+
+
+def trained_facts(
+    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0
+) -> TrainedFacts:
+    """What became of every rollout and token of the step. A rollout is skipped when all its sequences were.
+
+    ``stepped`` says of every update whether the optimizer stepped; without, nothing of that part was trained.
+    ``out_of_range`` counts the single tokens that those that stepped left out (``loss.token_range``).
+    """
+    causes = dict.fromkeys(
+        (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
+        "step_skipped",
+    )
+    causes |= dict.fromkeys(skipped_sequence_ids, "skip_threshold")
+    rollouts_masked = Counter(prepared.masked.values())
+    tokens_masked: Counter[str] = Counter()
+    for rollout, cause in prepared.masked.items():
+        tokens_masked[cause] += prepared.rollout_tokens[rollout]
+    if prepared.stale_tokens:
+        tokens_masked["stale"] += prepared.stale_tokens
+    for sequence, cause in causes.items():
+        tokens_masked[cause] += prepared.sequence_tokens[sequence]
+    if out_of_range:
+        tokens_masked["token_range"] += out_of_range
+    fates: dict[int, set[str]] = {}
+    for sequence, rollout in prepared.rollout_of.items():
+        fates.setdefault(rollout, set()).add(causes.get(sequence, ""))
+    rollouts_masked.update(min(fate, key=MASK_CAUSES.index) for fate in fates.values() if "" not in fate)
+    return TrainedFacts(
+        stepped=any(stepped),
+        rollouts_trained=len(prepared.rollout_tokens) - sum(rollouts_masked.values()),
+        rollouts_masked=dict(rollouts_masked),
+        tokens_trained=sum(prepared.rollout_tokens) - sum(tokens_masked.values()),
+        tokens_masked=dict(tokens_masked),
+    )
