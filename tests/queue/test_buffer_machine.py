@@ -91,6 +91,6 @@ TestDrop, TestWait, TestMask = (_case(machine, 100) for machine in (DropMachine,
 NUM_LONG = 3_400
 """Of each of the three: more than 10,000 together."""
 TestManyDrop, TestManyWait, TestManyMask = (
-    pytest.mark.slow(pytest.mark.timeout(1800)(_case(machine, NUM_LONG)))
+    pytest.mark.long(pytest.mark.timeout(1800)(_case(machine, NUM_LONG)))
     for machine in (DropMachine, WaitMachine, MaskMachine)
 )

@@ -249,7 +249,7 @@ def test_five_thousand_mutants_leave_the_server_serving(servers, tmp_path):
     check_unmoved(servers, tmp_path, 10 * WINDOW)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_hundred_thousand_mutants_leave_the_server_serving(servers, tmp_path):
     check_unmoved(servers, tmp_path, 200 * WINDOW)
