@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from async_rl.doctor.rows import Row
 from async_rl.errors import AsyncRLError
+from async_rl.process.child import module_command, package_environment
 
 _LAST_LINES = 3
 
@@ -68,7 +69,7 @@ class CheckProcess:
         self._started = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "async_rl.doctor.running", function],
+            module_command("async_rl.doctor.running", function), env=package_environment(),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._output, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None

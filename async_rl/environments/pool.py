@@ -8,24 +8,21 @@ or step, is killed with all that it started, and costs its rollout. Called by ``
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from async_rl.config.environment import EnvironmentConfig
 from async_rl.environments.fork_server import READY, RECORD, digest_word
 from async_rl.environments.frames import FrameError, pack, unpack
 from async_rl.errors import ConfigError, EnvironmentProcessError
+from async_rl.process.child import module_command, package_environment
 
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 16
 _FORK_LIMIT_S = 30.0
 _REPLIES = ("sample", "ended", "failed")
@@ -277,14 +274,15 @@ def _start_server(
     config: EnvironmentConfig, allowed: Collection[str], digest: str | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
-    paths = [str(_PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with theirs:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "async_rl.environments.fork_server", str(theirs.fileno()), config.name,
-             digest_word(digest), *allowed],
+            module_command(
+                "async_rl.environments.fork_server", str(theirs.fileno()), config.name, digest_word(digest), *allowed,
+                flags=("-P",),
+            ),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=package_environment(),
         )  # fmt: skip
     try:
         ours.settimeout(config.start_timeout_s)

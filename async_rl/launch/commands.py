@@ -7,9 +7,7 @@ it.
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,9 +17,9 @@ from async_rl.config.config import Config
 from async_rl.errors import ConfigError
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE
+from async_rl.process.child import module_command, package_path
 
 _DAY_S = 86400
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +134,9 @@ class RunCommands:
         return Command(name, argv, self._environment(self._config.generator.num_threads, extra), cores)
 
     def _environment(self, num_threads: int | None, extra: Mapping[str, str]) -> dict[str, str]:
-        path = self._inherited.get("PYTHONPATH")
         environment = {
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": f"{_PACKAGE_ROOT}{os.pathsep}{path}" if path else _PACKAGE_ROOT,
+            "PYTHONPATH": package_path(self._inherited),
             **extra,
         }
         if num_threads is not None:
@@ -158,7 +155,7 @@ def _shares(cores: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
 
 
 def _python(arguments: Sequence[str]) -> tuple[str, ...]:
-    return (sys.executable, "-m", "async_rl", *arguments)
+    return module_command("async_rl", *arguments)
 
 
 def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, str]) -> list[str] | None:

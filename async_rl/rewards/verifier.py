@@ -9,22 +9,19 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any, Literal
 
 from async_rl.errors import RewardError
+from async_rl.process.child import module_command, package_environment
 from async_rl.rewards.equality_child import LENGTH
 
 Verdict = Literal["equal", "different", "timed_out", "crashed"]
 
 START_LIMIT_S = 120.0
 """For importing sympy on a loaded machine; not part of any answer's time limit."""
-
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class _ChildEndedError(Exception):
@@ -107,12 +104,11 @@ class MathVerifier:
 
 def _start_child() -> subprocess.Popen[bytes]:
     # -P and the package's own root: the child must find this async_rl, and no module of the working directory.
-    paths = [str(_PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "async_rl.rewards.equality_child", str(os.getpid())],
+        module_command("async_rl.rewards.equality_child", str(os.getpid()), flags=("-P",)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=package_environment(),
         bufsize=0,
     )
 

@@ -13,17 +13,16 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from async_rl.errors import SandboxError, SandboxFailedError
+from async_rl.process.child import PACKAGE_ROOT, module_command
 from async_rl.sandbox.child import ENVIRONMENT
 from async_rl.sandbox.limits import Limits, Program, Ran
 from async_rl.sandbox.probe import PROBE, PROBE_ANSWER
@@ -38,7 +37,6 @@ GRACE_S = 20.0
 _OLDEST_KERNEL = (5, 14)
 _STDERR_TAIL_BYTES = 2000
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 logger = logging.getLogger(__name__)
 
@@ -217,10 +215,10 @@ class _Launcher:
 def _start_process(control: int, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
     # -P and the package's own root: the launcher must find this async_rl, and no module of the working directory.
     return subprocess.Popen(
-        [sys.executable, "-P", "-s", "-B", "-m", "async_rl.sandbox.launcher", str(control), json.dumps(settings)],
+        module_command("async_rl.sandbox.launcher", str(control), json.dumps(settings), flags=("-P", "-s", "-B")),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        env={**ENVIRONMENT, **_loader_environment(), "PYTHONPATH": str(_PACKAGE_ROOT)},
+        env={**ENVIRONMENT, **_loader_environment(), "PYTHONPATH": PACKAGE_ROOT},
         pass_fds=(control,),
         start_new_session=True,
         cwd="/",

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from async_rl.config.loading import config_to_toml
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys, client_keys_of
+from async_rl.process.child import module_command, package_environment
 from async_rl.process.memory import reuse_freed_memory
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.server.files import read_record
@@ -115,7 +115,7 @@ def ensure_queue(
         raise QueueError(
             f"no queue server of run {run_id} answered within {wait_s:.0f} s; launch keeps one alive, see {log_path}"
         )
-    return _start(config, run_id, insecure, log_path, command or (sys.executable, "-m", "async_rl", "queue"))
+    return _start(config, run_id, insecure, log_path, command or module_command("async_rl", "queue"))
 
 
 class Reviver:
@@ -199,8 +199,9 @@ def _start(
     arguments = [*command, str(config_path), "--run-id", run_id, *(["--insecure"] if insecure else [])]
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            arguments, env=package_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     logger.info("started the queue server, process %d, log %s", process.pid, log_path)
     keys = client_keys_of(config.queue.keys)
     deadline = time.monotonic() + _START_S

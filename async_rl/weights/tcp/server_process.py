@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 from async_rl.errors import WeightsError
+from async_rl.process.child import module_command, package_environment
 from async_rl.weights.shared_memory import SharedBuckets
 from async_rl.weights.tcp import server_link as link
 
@@ -106,9 +103,11 @@ class StreamHost:
         self._link, theirs = socket.socketpair()
         self._link.settimeout(_SAY_S)
         with theirs:
-            command = [sys.executable, "-m", "async_rl.weights.tcp.server", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), env=_environment(), stdin=subprocess.DEVNULL
+                module_command("async_rl.weights.tcp.server", str(theirs.fileno()), flags=("-P",)),
+                pass_fds=(theirs.fileno(),),
+                env={**package_environment(), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
             )
         self._say(link.Listen(self._bind_host))
 
@@ -126,10 +125,3 @@ class StreamHost:
         mapped, self._mapped = self._mapped, {}
         for number, memory in mapped.items():
             self.map_slot(number, memory)
-
-
-def _environment() -> Mapping[str, str]:
-    """Ours, with the package importable wherever it was imported from here."""
-    root = str(Path(__file__).resolve().parents[3])
-    before = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": root if not before else f"{root}{os.pathsep}{before}", "OMP_NUM_THREADS": "1"}
