@@ -38,6 +38,8 @@ from benchmarks.weights_vllm import vllm_table
 LR = 1e-6
 SCALE = 0.02
 """Standard deviation of trained weights: that of most linear layers of language models."""
+SMALLEST_GOAL_MB = 100
+"""Smaller transfers take milliseconds: they measure how fast threads are woken."""
 RAW, BARE_GLOO, MEMORY = "raw loopback socket", "bare gloo broadcast", "memory copy"
 GLOO, TCP, SEALED, DELTA = "gloo", "tcp", "tcp, sealed", "tcp, deltas"
 
@@ -99,8 +101,11 @@ def _print_transfers(size_mb: int, size: int, num_rounds: int, runs: Mapping[str
         beside = runs[limit].seconds[first : first + num_rounds]
         return median(a / b for a, b in zip(beside, runs[name].seconds, strict=True))
 
-    goal(f"{TCP} in the clear over {RAW}", ratio(TCP, RAW), 0.7)
-    goal(f"{GLOO} over {BARE_GLOO}", ratio(GLOO, BARE_GLOO), 0.7)
+    for transport, limit in ((TCP, RAW), (GLOO, BARE_GLOO)):
+        if size_mb >= SMALLEST_GOAL_MB:
+            goal(f"{transport} over {limit}", ratio(transport, limit), 0.7)
+        else:
+            print(f"  {transport} over {limit}: {ratio(transport, limit):.2f}")
     share = median(runs[TCP].pause) / median(runs[TCP].seconds)
     goal("pause over a full transfer (pointer swap)", share, 0.05, at_most=True)
     print(f"  {SEALED} over {RAW}: {ratio(SEALED, RAW):.2f}; a memory copy takes {median(runs[MEMORY].seconds):.4f} s")

@@ -103,7 +103,7 @@ class Go(msgspec.Struct, frozen=True):
 
     ``stall_s`` bounds every single collective of ``backend``, ``deadline_s`` the whole; buckets travel in chunks of
     ``chunk_bytes``. A ``manifest`` that is not empty: there was no ``Enter`` before. Who does not take part leaves
-    the communicator. ``line_port`` and ``line_token`` are those of ``Fetch``.
+    the communicator.
     """
 
     attempt: int
@@ -116,8 +116,6 @@ class Go(msgspec.Struct, frozen=True):
     chunk_bytes: int
     backend: str
     manifest: Mapping[str, Any]
-    line_port: int = 0
-    line_token: bytes = b""
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -125,8 +123,6 @@ class Fetch(msgspec.Struct, frozen=True):
 
     ``delta_sizes[l][b]`` is the size of bucket b's delta in link l of a chain from the weights with digest ``base``
     (-1: none); an empty ``base`` means that there is no chain. A chain of no links: you hold these very weights.
-    A ``line_port``: say what came of it there, showing ``line_token``, and stand; the version after this one then comes
-    by that connection, its ``Fetch`` or ``Go`` with it, without a word here.
     """
 
     attempt: int
@@ -137,8 +133,6 @@ class Fetch(msgspec.Struct, frozen=True):
     base: str
     delta_sizes: list[list[int]]
     deadline_s: float
-    line_port: int = 0
-    line_token: bytes = b""
 
 
 def seconds_until(deadline: float) -> float:

@@ -1,6 +1,6 @@
 """Carries out what ``Rounds`` decides: keeps the bytes of what is being sent, and gives it to the right transport.
 
-Part of the publisher, used by one thread at a time. Every attempt, a collective's or a pull, pins its version from its
+Part of the publisher, used by its thread alone. Every attempt, a collective's or a pull, pins its version from its
 first message to its end.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-
-from msgspec.structs import replace
 
 from async_rl.weights import control
 from async_rl.weights.collective.sender import CollectiveSender
@@ -42,7 +40,6 @@ class Deliveries:
         self._newest: StagedVersion | None = None
         self._pinned: dict[int, StagedVersion] = {}
         self._pulls: dict[int, tuple[PullAction, float]] = {}
-        self._gos: dict[tuple[int, bytes], control.PublisherMessage] = {}
         self.last_drop = ""
 
     def publish(self, staged: StagedVersion) -> None:
@@ -73,17 +70,9 @@ class Deliveries:
                         self._tell(member_id, control.Dropped(reason, _RETRY_S))
             self._end_pulls()
         self._end_pulls()
-        self._stream.keep(self._rounds.members)
         if self._newest is not None:
             # Who pulls keeps its version by a pin; staging waits for the others only.
             self._newest.mark_delivered(not self._rounds.collecting())
-
-    def lost(self, member_id: bytes, attempt: int) -> None:
-        """What was pushed is to be offered again, what was said to be said again: it is taken once."""
-        self._counts["lost"] += 1
-        if (go := self._gos.get((attempt, member_id))) is not None:
-            self._tell(member_id, go)
-        self._rounds.lost(member_id, attempt)
 
     def version_of(self, attempt: int) -> StagedVersion | None:
         """What is sent in this attempt; the newest version, if it is over."""
@@ -132,21 +121,11 @@ class Deliveries:
             action.is_first,
         )  # fmt: skip
         self._counts["attempts"] += 1
-
-        def tell(member_id: bytes, message: control.PublisherMessage) -> None:
-            go = self._gos[action.attempt, member_id] = replace(message, **self._stream.place(member_id))
-            # Only who need not build a communicator is told by its line: that is the one quick way.
-            if not action.is_first or not self._stream.say(member_id, action.attempt, go):
-                self._tell(member_id, go)
-
-        self._collective.deliver(delivery, tell)
+        self._collective.deliver(delivery, self._tell)
 
     def _finish(self, action: FinishAction) -> None:
         assert self._collective is not None
         self._collective.end(action.attempt, intact=action.intact)
-        self._stream.end_saying(action.attempt)
-        for key in [key for key in self._gos if key[0] == action.attempt]:
-            del self._gos[key]
         if (staged := self._pinned.pop(action.attempt, None)) is not None:
             staged.unpin()
 

@@ -1,10 +1,9 @@
 """The learner's side of the weights channel: who listens, and what is sent to whom.
 
-``Publisher`` lives in learner rank 0. A background thread serves the control socket, drives ``Rounds`` and does what it
-says over the run's transports: the collective (if it has one), and the stream, which every run has. ``publish`` notes
-the newest staged version, and orders at once what can be ordered without the control socket, for being woken takes the
-thread longer than that. A dead or frozen generator costs the others at most ``deadline_s``, and the training step
-nothing.
+``Publisher`` lives in learner rank 0. ``publish`` only notes the newest staged version; a background thread serves the
+control socket, drives ``Rounds`` and does what it says over the run's transports: the collective (if it has one), and
+the stream, which every run has. A dead or frozen generator costs the others at most ``deadline_s``, and the training
+step nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
-from async_rl.errors import AddressError
+from async_rl.errors import AddressError, WeightsError
 from async_rl.net.address import is_loopback, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
@@ -25,8 +24,6 @@ from async_rl.weights.background import Wake
 from async_rl.weights.collective.sender import CollectiveSender
 from async_rl.weights.deliveries import Deliveries
 from async_rl.weights.member_socket import WILDCARDS, MemberSocket
-from async_rl.weights.publisher_stats import COUNTED, Holders, Noted, PublisherStats
-from async_rl.weights.push_lines import Heard, Lost
 from async_rl.weights.scheduler import Rounds
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.tcp.sender import StreamSender
@@ -41,6 +38,44 @@ _GLOO_CHUNK_BYTES = 8 << 20
 _FRESH_S = 1.5 * control.HEARTBEAT_S
 _PROBE_S = 0.25
 _JOIN_THREAD_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """Cumulative, except ``members``, ``lacking`` and ``last_transfer_s``.
+
+    ``transfer_s`` is the time spent in collectives, ``sent_bytes`` counts a broadcast once, whatever its audience.
+    ``pulled_bytes`` went through the stream where full copies would have been ``pulled_full_bytes``; ``delta_bytes``
+    and ``delta_s`` are of the newest delta. ``last_transfer_s`` is of the last collective, or of the last pull from
+    its offer to its end. ``superseded`` versions were replaced by a newer one before every member had them.
+    """
+
+    members: int = 0
+    lacking: int = 0
+    wanted: int | None = None
+    transfer_s: float = 0.0
+    last_transfer_s: float = 0.0
+    sent_bytes: int = 0
+    attempts: int = 0
+    pulls: int = 0
+    pulled_bytes: int = 0
+    pulled_full_bytes: int = 0
+    delta_bytes: int = 0
+    delta_s: float = 0.0
+    server_starts: int = 0
+    failures: int = 0
+    corrupt: int = 0
+    joined: int = 0
+    dropped: int = 0
+    superseded: int = 0
+    malformed: int = 0
+    last_drop: str = ""
+
+
+_COUNTED = (
+    "sent_bytes", "attempts", "pulls", "pulled_bytes", "pulled_full_bytes", "failures", "corrupt", "joined", "dropped",
+    "superseded",
+)  # fmt: skip
 
 
 class Publisher:
@@ -91,15 +126,15 @@ class Publisher:
             silent_s=min(_MAX_SILENT_S, deadline_s / 2),
             fresh_s=_FRESH_S,
         )
-        self._turn = threading.Lock()
         self._published: deque[StagedVersion] = deque()
-        self._outbox: deque[tuple[bytes, control.PublisherMessage]] = deque()
         self._results: deque[Callable[[], None]] = deque()
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
         self._last_transfer_s = 0.0
         self._next_probe = 0.0
-        self._noted = Noted()
+        self._changed = threading.Condition()
+        self._stats = PublisherStats()
+        self._error: BaseException | None = None
         self._closing = False
         self._wake = Wake()
         self._context = zmq.Context()
@@ -109,7 +144,6 @@ class Publisher:
             listen_host,
             is_sealed=keys is not None and not insecure and not is_local if is_sealed is None else is_sealed,
             has_deltas=transport == "tcp" and (not is_local if has_deltas is None else has_deltas),
-            may_stand=keys is None,
         )
         collective = None
         if transport != "tcp":
@@ -155,19 +189,9 @@ class Publisher:
         Raises:
             WeightsError: the publisher has failed.
         """
-        self._noted.check()
+        self._check()
         self._published.append(staged)
-        # Amid a turn of the thread's it is for the next one.
-        if not self._closing and self._turn.acquire(blocking=False):
-            try:
-                self._advance()
-            except BaseException as error:
-                self._noted.fail(error)
-            finally:
-                self._turn.release()
-            self._noted.check()
-        if self._published or self._outbox:
-            self._wake.set()
+        self._wake.set()
 
     def wait(self, version: int, timeout_s: float, *, num_members: int = 0) -> bool:
         """Whether, within ``timeout_s``, every member held ``version`` or a newer one, and at least ``num_members``.
@@ -175,25 +199,20 @@ class Publisher:
         Raises:
             WeightsError: the publisher has failed.
         """
-        return self._noted.wait(version, timeout_s, num_members=num_members)
+
+        def arrived() -> bool:
+            wanted = self._stats.wanted
+            held = wanted is not None and wanted >= version and not self._stats.lacking
+            return self._error is not None or (held and self._stats.members >= num_members)
+
+        with self._changed:
+            done = self._changed.wait_for(arrived, timeout_s)
+        self._check()
+        return done
 
     def stats(self) -> PublisherStats:
-        """Counters as of now."""
-        with self._turn:
-            stream = self._stream.stats()
-            return PublisherStats(
-                members=len(self._rounds.members),
-                lacking=len(self._rounds.lacking()),
-                wanted=self._rounds.wanted,
-                transfer_s=self._transfer_s,
-                last_transfer_s=self._last_transfer_s,
-                last_drop=self._deliveries.last_drop,
-                malformed=self._socket.num_malformed + self._stream.num_malformed,
-                delta_bytes=stream.delta_bytes,
-                delta_s=stream.delta_s,
-                server_starts=stream.server_starts,
-                **{name: self._counts[name] for name in COUNTED},
-            )
+        """Counters as of a moment ago."""
+        return self._stats
 
     def close(self) -> None:
         """Stop serving. A transfer under way is given up."""
@@ -201,19 +220,11 @@ class Publisher:
         self._wake.set()
         self._thread.join(_JOIN_THREAD_S)
 
-    # By whoever holds ``_turn``.
+    def _check(self) -> None:
+        if self._error is not None:
+            raise WeightsError(f"the weights publisher has failed: {self._error!r}") from self._error
 
-    def _advance(self) -> None:
-        """Take what was published, and do what there is to do; what is to be told goes to the outbox."""
-        while self._published:
-            self._deliveries.publish(self._published.popleft())
-        self._deliveries.act()
-        self._note()
-
-    def _tell(self, member_id: bytes, message: control.PublisherMessage) -> None:
-        self._outbox.append((member_id, message))
-
-    # Everything below runs in the publisher's thread; it alone touches the control socket, and hears the stream server.
+    # Everything below runs in the publisher's thread.
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -222,48 +233,33 @@ class Publisher:
         try:
             while not self._closing:
                 # Anew in every turn: a server that was started again has another descriptor.
-                filenos = self._stream.filenos()
-                for fileno in filenos:
-                    poller.register(fileno, zmq.POLLIN)
+                server = self._stream.fileno()
+                poller.register(server, zmq.POLLIN)
                 ready = dict(poller.poll(_POLL_MS))
-                for fileno in filenos:
-                    poller.unregister(fileno)
-                with self._turn:
-                    self._take_turn(ready)
+                poller.unregister(server)
+                self._wake.clear()
+                if server in ready:
+                    self._stream.poll()
+                while self._published:
+                    self._deliveries.publish(self._published.popleft())
+                while self._results:
+                    self._results.popleft()()
+                if self._socket.is_among(ready):
+                    for member_id, message in self._socket.receive():
+                        self._handle(member_id, message)
+                # Who waits for a version shall not wait for what there is to do next.
+                self._note()
+                self._probe()
+                self._deliveries.act()
+                self._note()
         except BaseException as error:
-            self._noted.fail(error)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
         finally:
-            self._end()
-
-    def _take_turn(self, ready: Mapping[Any, int]) -> None:
-        if self._wake.fileno() in ready:
-            self._wake.clear()
-        self._hear(self._stream.poll(ready))
-        while self._results:
-            self._results.popleft()()
-        if self._socket.is_among(ready):
-            for member_id, message in self._socket.receive():
-                self._handle(member_id, message)
-        # Who waits for a version shall not wait for what there is to do next.
-        self._note()
-        self._probe()
-        self._advance()
-        while self._flush():
-            self._advance()
-
-    def _end(self) -> None:
-        with self._turn:
             self._deliveries.close(_JOIN_THREAD_S)
-        self._socket.close()
-        self._context.term()
-
-    def _hear(self, events: Sequence[Heard | Lost]) -> None:
-        for event in events:
-            match event:
-                case Heard(member_id, ack):
-                    self._handle(member_id, ack)
-                case Lost(member_id, attempt):
-                    self._deliveries.lost(member_id, attempt)
+            self._socket.close()
+            self._context.term()
 
     def _handle(self, member_id: bytes, message: control.MemberMessage) -> None:
         now = time.monotonic()
@@ -291,8 +287,6 @@ class Publisher:
                 self._fail(member_id, attempt, reason)
 
     def _ack(self, member_id: bytes, ack: control.Ack) -> None:
-        if self._rounds.has_acked(member_id, ack.attempt):
-            return
         staged = self._deliveries.version_of(ack.attempt)
         manifest = None if staged is None else staged.manifest
         if manifest is not None and manifest.version == ack.version and manifest.digest != ack.digest:
@@ -335,17 +329,29 @@ class Publisher:
             for member_id in self._rounds.awaited:
                 self._tell(member_id, control.Check())
 
-    def _flush(self) -> bool:
-        """Say what is to be told; whether that cost a member."""
-        is_lost = False
-        while self._outbox:
-            member_id, message = self._outbox.popleft()
-            if not self._socket.tell(member_id, message) and member_id in self._rounds.members:
-                self._counts["dropped"] += 1
-                self._deliveries.last_drop = "its connection is gone"
-                self._rounds.leave(member_id)
-                is_lost = True
-        return is_lost
+    def _tell(self, member_id: bytes, message: control.PublisherMessage) -> None:
+        if not self._socket.tell(member_id, message) and member_id in self._rounds.members:
+            self._counts["dropped"] += 1
+            self._deliveries.last_drop = "its connection is gone"
+            self._rounds.leave(member_id)
 
     def _note(self) -> None:
-        self._noted.note(Holders(self._rounds.wanted, len(self._rounds.members), len(self._rounds.lacking())))
+        """For other threads."""
+        stream = self._stream.stats()
+        stats = PublisherStats(
+            members=len(self._rounds.members),
+            lacking=len(self._rounds.lacking()),
+            wanted=self._rounds.wanted,
+            transfer_s=self._transfer_s,
+            last_transfer_s=self._last_transfer_s,
+            last_drop=self._deliveries.last_drop,
+            malformed=self._socket.num_malformed,
+            delta_bytes=stream.delta_bytes,
+            delta_s=stream.delta_s,
+            server_starts=stream.server_starts,
+            **{name: self._counts[name] for name in _COUNTED},
+        )
+        if stats != self._stats:
+            with self._changed:
+                self._stats = stats
+                self._changed.notify_all()

@@ -82,7 +82,7 @@ class Receiver:
         self._next_beat = 0.0
         self._joined = False
         self._attempt: _Attempt | None = None
-        self._transfers = Transfers(self._buffers, self._arrived.set, self._lacks, device)
+        self._transfers = Transfers(self._buffers, self._arrived.set, device)
 
     def follow(self, announcement: Announcement) -> None:
         """Receive from this learner. Returns at once; a new channel or lineage makes it connect anew."""
@@ -276,7 +276,7 @@ class Receiver:
         return ["gloo"] if self._device is None else ["gloo", "nccl"]
 
     def _lacks(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:
-        """Whether what is offered is to be received; if not, the publisher is told why. In both threads."""
+        """Whether what is offered is to be received; if not, the publisher is told why."""
         target = self._target
         told = (manifest.lineage, manifest.version)
         self._offer_error = None
@@ -325,7 +325,7 @@ class Receiver:
         self._transfers.pull(StreamOrder(fetch, self._host), manifest, reply)
 
     def _replying(self) -> Reply:
-        """For both threads: says it to the publisher of now, or to none if that is another one by then."""
+        """For the transfer thread: says it to the publisher of now, or to none if that is another one by then."""
         channel = self._channel
 
         def reply(message: control.MemberMessage) -> None:

@@ -82,7 +82,6 @@ class Member:
 
     ``digest`` is of the newest weights that it is known to hold, perhaps of no version of ours. ``collects``: it can
     take part in collectives. ``pulls``: it gets the next version by the stream; ``pull`` is the one under way.
-    ``acked`` is the newest attempt that it acknowledged.
     """
 
     member_id: bytes
@@ -94,7 +93,6 @@ class Member:
     entered: float | None = None
     pulls: bool = True
     pull: PullAction | None = None
-    acked: int = 0
     num_failures: int = 0
     num_broken: int = 0
     rests_until: int = 0
@@ -173,9 +171,8 @@ class Rounds:
     def ack(self, member_id: bytes, attempt: int, version: int, digest: str = "") -> None:
         """The member proved that it holds ``version``."""
         member = self.members.get(member_id)
-        if member is None or self.has_acked(member_id, attempt):
+        if member is None:
             return
-        member.acked = attempt
         member.version, member.digest = version, digest
         member.num_failures = 0
         if member.pull is not None and member.pull.attempt == attempt:
@@ -188,11 +185,6 @@ class Rounds:
             self._answered(member_id)
         if member_id not in self._invited | self._outstanding:
             member.entered = None
-
-    def has_acked(self, member_id: bytes, attempt: int) -> bool:
-        """Whether it did, this attempt or a later one: it may say so twice, when it can't know that it was heard."""
-        member = self.members.get(member_id)
-        return member is not None and attempt <= member.acked
 
     def failed(self, member_id: bytes, attempt: int, reason: str) -> None:
         """The member did not get what was sent in this attempt, or what it pulled."""
@@ -215,12 +207,6 @@ class Rounds:
         if member_id in self.members:
             member = self.members[member_id]
             member.pull = member.entered = None
-
-    def lost(self, member_id: bytes, attempt: int) -> None:
-        """The member may not know of this pull; it is offered another one, until the same deadline."""
-        member = self.members.get(member_id)
-        if member is not None and member.pull is not None and member.pull.attempt == attempt:
-            member.pull = None
 
     def withdraw(self, attempt: int) -> None:
         """What was to go at once can't be sent; nobody was told of it."""

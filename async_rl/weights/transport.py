@@ -60,7 +60,7 @@ class Delivery:
 
 
 class Outlet(Protocol):
-    """The learner's side. The publisher alone calls it, one thread at a time; nothing here waits."""
+    """The learner's side. The publisher's thread alone calls it; nothing here waits."""
 
     def deliver(self, delivery: Delivery, tell: Tell) -> None:
         """Tell each member what it has to know, and begin."""

@@ -16,7 +16,7 @@ MESSAGES = [
     control.Dropped("silent", 2.0),
     control.Enter(4, {"version": 1}),
     control.Go(4, 2, 1, 3, 5555, 1.5, 2.5, 64, "gloo", {"version": 1}),
-    control.Fetch(4, {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5, 5556, b"next"),
+    control.Fetch(4, {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5),
 ]
 
 

@@ -101,7 +101,7 @@ def test_a_dtype_that_does_not_travel_is_named():
         plan_layout([("w", "complex64", [1])], 128)
 
 
-def test_manifest_control_and_rounds_import_no_torch():
-    modules = "manifest, control, rounds, buffers, background, receiver"
+def test_manifest_control_and_scheduler_import_no_torch():
+    modules = "manifest, control, scheduler, buffers, background, receiver"
     code = f"from async_rl.weights import {modules}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

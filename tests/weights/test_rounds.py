@@ -232,30 +232,6 @@ def test_what_was_to_go_at_once_and_is_gone_leaves_the_epoch_as_it_was():
     assert (again.build, again.epoch) == (False, go.epoch)
 
 
-def test_an_acknowledgement_that_is_repeated_late_takes_nothing_back():
-    rounds = rounds_with(A, has_collective=False)
-    rounds.publish(0)
-    first = only(rounds.advance(0.0), PullAction)
-    rounds.ack(A, first.attempt, 0, "zero")
-    rounds.publish(1)
-    second = only(rounds.advance(0.0), PullAction)
-    rounds.ack(A, second.attempt, 1, "one")
-    rounds.ack(A, first.attempt, 0, "zero")
-    assert (rounds.members[A].version, rounds.members[A].digest) == (1, "one")
-    assert rounds.lacking() == []
-
-
-def test_a_lost_pull_is_offered_again_until_the_same_deadline():
-    rounds = rounds_with(A, has_collective=False)
-    rounds.publish(0)
-    pull = only(rounds.advance(1.0), PullAction)
-    rounds.lost(A, pull.attempt)
-    again = only(rounds.advance(3.0), PullAction)
-    assert (again.attempt, again.deadline) == (pull.attempt + 1, 13.0)
-    rounds.lost(A, pull.attempt)  # of the one before, heard late
-    assert rounds.advance(3.0) == []
-
-
 def test_a_newer_version_replaces_one_that_has_not_gone_out():
     rounds = rounds_with(A)
     rounds.publish(0)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -17,15 +16,12 @@ import torch
 from async_rl.errors import AddressError, WireError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.messages import Announcement
-from async_rl.weights import control, push_lines
 from async_rl.weights.buffers import StagedWeights
-from async_rl.weights.member_socket import MemberSocket
 from async_rl.weights.publisher import Publisher
-from async_rl.weights.push_lines import PushLines
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.tcp import receiver as tcp_receiver
-from async_rl.weights.tcp.protocol import make_request
+from async_rl.weights.tcp.protocol import make_request, read_head, read_items
 from tests.weights.conftest import ReceiverProcess
 
 DEADLINE_S = 20.0
@@ -212,152 +208,6 @@ def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_pa
         assert plane.publisher.stats().corrupt == len(staged.buckets) - 1
 
 
-def told(monkeypatch: pytest.MonkeyPatch, kind: type[control.Fetch | control.Go]) -> list[int]:
-    """Attempts that members were told of, by such messages, over the control channel."""
-    attempts: list[int] = []
-    tell = MemberSocket.tell
-
-    def recorded(self, member_id, message):
-        if isinstance(message, kind):
-            attempts.append(message.attempt)
-        return tell(self, member_id, message)
-
-    monkeypatch.setattr(MemberSocket, "tell", recorded)
-    return attempts
-
-
-def test_who_stands_gets_versions_without_being_told_of_them(monkeypatch: pytest.MonkeyPatch):
-    fetches = told(monkeypatch, control.Fetch)
-    with a_plane() as plane, ExitStack() as stack:
-        receivers = [stack.enter_context(closing(Receiver(name, insecure=False))) for name in "ab"]
-        first = plane.publish(0, model(0))
-        for receiver in receivers:
-            receiver.follow(plane.announcement(first))
-        for version in range(4):
-            if version:
-                plane.publish(version, model(version))
-            for receiver in receivers:
-                assert_same(arrived(receiver, version), model(version))
-            assert plane.publisher.wait(version, DEADLINE_S, num_members=2)
-        stats = plane.publisher.stats()
-    assert fetches == [1, 2]
-    assert (stats.pulls, stats.lost, stats.failures) == (8, 0, 0)
-    assert stats.pulled_bytes == 8 * first.manifest.size_bytes
-
-
-def test_who_stood_for_too_long_is_told_over_the_control_channel_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tcp_receiver, "_KEEP_S", 0.05)
-    fetches = told(monkeypatch, control.Fetch)
-    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
-        receiver.follow(plane.announcement(plane.publish(0, model(0))))
-        arrived(receiver, 0)
-        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
-        until = time.monotonic() + DEADLINE_S
-        while receiver._transfers._stream.standing() is not None:
-            assert time.monotonic() < until
-            receiver.wait(0.01)
-        plane.publish(1, model(1))
-        assert_same(arrived(receiver, 1), model(1))
-        assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
-        assert plane.publisher.stats().failures == 0
-    assert len(fetches) == 2
-
-
-def test_a_corrupted_bucket_of_what_came_by_itself_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
-    receive, pieces = tcp_receiver._Source._receive, []
-
-    def faulty(self, into):
-        receive(self, into)
-        pieces.append(len(into))
-        if len(pieces) == second:
-            into[7] ^= 1
-
-    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
-        staged = plane.publish(0, model(0))
-        second = len(staged.buckets) + 2  # of version 1: every bucket here is one piece
-        monkeypatch.setattr(tcp_receiver._Source, "_receive", faulty)
-        receiver.follow(plane.announcement(staged))
-        arrived(receiver, 0)
-        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
-        plane.publish(1, model(1))
-        assert_same(arrived(receiver, 1), model(1))
-        assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
-        stats = plane.publisher.stats()
-        assert stats.corrupt == receiver.stats().corrupt_buckets == 1
-        assert (stats.lost, stats.failures) == (0, 0)
-        assert stats.pulled_bytes - stats.pulled_full_bytes in staged.manifest.bucket_sizes
-
-
-@contextmanager
-def a_collective_plane() -> Iterator[tuple[Plane, Receiver]]:
-    """Over gloo, with one receiver that holds versions 0 (which it pulled) and 1: their communicator is there."""
-    with a_plane(transport="gloo") as plane, closing(Receiver("g", insecure=False)) as receiver:
-        plane.staging = Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S)
-        receiver.follow(plane.announcement(plane.publish(0, model(0))))
-        for version in range(2):
-            if version:
-                plane.publish(version, model(version))
-            assert_same(arrived(receiver, version), model(version))
-            assert plane.publisher.wait(version, DEADLINE_S, num_members=1)
-        yield plane, receiver
-
-
-def test_who_stands_is_told_to_take_part_in_a_collective_where_it_stands(monkeypatch: pytest.MonkeyPatch):
-    goes = told(monkeypatch, control.Go)
-    with a_collective_plane() as (plane, receiver):
-        assert len(goes) == 1
-        for version in range(2, 5):
-            plane.publish(version, model(version))
-            assert_same(arrived(receiver, version), model(version))
-            assert plane.publisher.wait(version, DEADLINE_S, num_members=1)
-        stats = plane.publisher.stats()
-    assert len(goes) == 1
-    assert (stats.pulls, stats.attempts, stats.lost, stats.failures) == (1, 4, 0, 0)
-
-
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_word_whose_line_ends_is_said_again_and_taken_once(is_read: bool, monkeypatch: pytest.MonkeyPatch):
-    goes = told(monkeypatch, control.Go)
-    send_some, broken = push_lines._send_some, []
-
-    def breaks(connection, parts, most):
-        if is_read:
-            send_some(connection, parts, most)
-        parts.clear()
-        if not broken:
-            broken.append(True)
-            # For this side it has ended, and with it whatever was sent; the other one may have read it.
-            connection.shutdown(socket.SHUT_RD if is_read else socket.SHUT_RDWR)
-
-    with a_collective_plane() as (plane, receiver):
-        monkeypatch.setattr(push_lines, "_send_some", breaks)
-        plane.publish(2, model(2))
-        assert_same(arrived(receiver, 2), model(2))
-        assert plane.publisher.wait(2, DEADLINE_S, num_members=1)
-        assert (plane.publisher.stats().lost, len(goes)) == (1, 2)
-        monkeypatch.undo()
-        plane.publish(3, model(3))
-        assert_same(arrived(receiver, 3), model(3))
-        assert plane.publisher.wait(3, DEADLINE_S, num_members=1)
-        stats = plane.publisher.stats()
-    assert (stats.pulls, stats.attempts, stats.failures, stats.dropped) == (1, 3, 0, 0)
-
-
-def test_what_came_by_itself_and_is_not_what_was_announced_is_refused():
-    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
-        receiver.follow(plane.announcement(plane.publish(0, model(0))))
-        arrived(receiver, 0)
-        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
-        receiver.follow(Announcement("line", 1, "0" * 32, plane.publisher.address))
-        plane.publish(1, model(1))
-        until = time.monotonic() + DEADLINE_S
-        while plane.publisher.stats().dropped == 0:
-            assert time.monotonic() < until
-            receiver.wait(0.05)
-        assert "announced with digest" in plane.publisher.stats().last_drop
-        assert receiver.poll() is None
-
-
 def test_weights_that_never_match_fail_and_say_so(monkeypatch: pytest.MonkeyPatch):
     read = tcp_receiver._Source.read
     monkeypatch.setattr(tcp_receiver._Source, "read", lambda self, into, _: read(self, into, None))
@@ -384,30 +234,6 @@ def test_a_server_that_dies_is_started_again_and_versions_go_on():
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
 
 
-def test_what_was_said_by_a_line_that_ended_before_it_was_heard_is_said_again(monkeypatch: pytest.MonkeyPatch):
-    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
-        receiver.follow(plane.announcement(plane.publish(0, model(0))))
-        arrived(receiver, 0)
-        assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
-        take, deaf = PushLines._take, threading.Event()
-
-        def ends_first(self, line, request):
-            if deaf.is_set():
-                return take(self, line, request)
-            deaf.set()
-            raise WireError("not heard")
-
-        monkeypatch.setattr(PushLines, "_take", ends_first)
-        plane.publish(1, model(1))
-        assert_same(arrived(receiver, 1), model(1))
-        assert plane.publisher.wait(1, DEADLINE_S / 4, num_members=1)
-        plane.publish(2, model(2))
-        assert_same(arrived(receiver, 2), model(2))
-        assert plane.publisher.wait(2, DEADLINE_S, num_members=1)
-        assert deaf.is_set()
-        assert plane.publisher.stats().dropped == 0
-
-
 def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(monkeypatch: pytest.MonkeyPatch):
     connections: list[socket.socket] = []
     connect = tcp_receiver._connect
@@ -423,37 +249,53 @@ def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(
         for version in (1, 2):
             plane.publish(version, model(version))
             assert_same(arrived(receiver, version), model(version))
-        # To the server for the first, and to where it stands for the others.
-        assert len(connections) == 2
-        connections[1].shutdown(socket.SHUT_RDWR)
+        assert len(connections) == 1
+        connections[0].shutdown(socket.SHUT_RDWR)
         plane.publish(3, model(3))
         assert_same(arrived(receiver, 3), model(3))
         assert plane.publisher.wait(3, DEADLINE_S, num_members=1)
-        assert len(connections) == 4
+        assert len(connections) == 2
         assert plane.publisher.stats().failures == 0
 
 
-def test_a_stranger_without_a_token_gets_nothing_and_harms_nobody():
+def test_an_unauthenticated_peer_gets_nothing_and_harms_nobody():
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         first = plane.publish(0, model(0))
         receiver.follow(plane.announcement(first))
         arrived(receiver, 0)
-        stream = plane.publisher._stream
-        ack = control.encode_message(control.Ack(1, 0, first.manifest.digest, 0, 0))
+        port = plane.publisher._stream._host.port
         malformed = (b"GET / HTTP/1.1\r\n" + b"\r\n" * 40, bytes(1 << 17))
-        unasked = (make_request(bytes(16), [0]), make_request(bytes(16), []), make_request(bytes(16), [], ack))
-        assert stream._lines is not None
-        for port in (stream._host.port, stream._lines.port):
-            for said in (*malformed, *(request.encode() for request in unasked)):
-                with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
-                    with contextlib.suppress(ConnectionError):  # it closes before it has read everything
-                        connection.sendall(said)
-                    with contextlib.suppress(ConnectionResetError):
-                        assert connection.recv(1) == b""
+        for request in (*malformed, make_request(bytes(16), [0]).encode(), make_request(bytes(16), []).encode()):
+            with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+                with contextlib.suppress(ConnectionError):  # it closes before it has read everything
+                    connection.sendall(request)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
         plane.publish(1, model(1))
         assert_same(arrived(receiver, 1), model(1))
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
-        assert plane.publisher.stats().malformed == 5
+
+
+def test_the_token_is_checked_before_the_items_of_a_request_are_read():
+    head = make_request(bytes(16), [0] * (1 << 20)).encode()[:40]
+    with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
+        receiver.follow(plane.announcement(plane.publish(0, model(0))))
+        arrived(receiver, 0)
+        port = plane.publisher._stream._host.port
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+            connection.sendall(head)
+            # None of the 4 MiB of item numbers comes: the server ends it by the token alone.
+            assert connection.recv(1) == b""
+
+
+def test_a_request_for_more_items_than_its_session_has_is_refused():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(make_request(bytes(16), [0, 1, 2]).encode())
+        head = read_head(theirs)
+        assert head is not None
+        with pytest.raises(WireError, match="at most 2 items, got 3"):
+            read_items(theirs, head, 2)
 
 
 def test_a_killed_and_a_frozen_puller_delay_neither_publishing_nor_the_others(

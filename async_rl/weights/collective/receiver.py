@@ -26,11 +26,7 @@ class CollectiveOrder:
 
     go: control.Go
     host: str
-    local_host: str = ""
-
-    @property
-    def message(self) -> control.Go:
-        return self.go
+    local_host: str
 
 
 class CollectiveInlet:

@@ -5,11 +5,6 @@ by index. The answer is those items' bytes, one after the other, nothing between
 Item ``b`` is bucket ``b`` whole; with ``B`` buckets, item ``B + l * B + b`` is the delta of bucket ``b`` in link ``l``
 of the session's chain.
 
-A receiver that *stands* asks before there is a version, and asks the publisher (``push_lines.py``): its request has no
-items, but a token that the version before brought it, and what the receiver has to say of that (``said``). A head (the
-control message that would have announced the next version) and all its buckets then come without another word; the
-head alone, where that version comes by a collective.
-
 A session with a key is sealed: the answer begins with a nonce of the server's, and every item is cut into records of
 ``RECORD_BYTES``, each sealed with AES-256-GCM (16 bytes longer than what is in it). Its key is derived from the
 session's, both sides' nonces and the request, so no record can be changed, cut out, moved, repeated or read without
@@ -36,35 +31,40 @@ NONCE_BYTES = 16
 RECORD_BYTES = 4 << 20
 """Of a sealed stream, and received at a time: smaller ones cost more calls."""
 TAG_BYTES = 16
-MAX_ITEMS = 1 << 20
-MAX_SAID_BYTES = 1 << 16
 
-_MAGIC = b"ARW2"
-_HEAD = struct.Struct(f"<4s{TOKEN_BYTES}s{NONCE_BYTES}sII")
-_LENGTH = struct.Struct("<I")
+_MAGIC = b"ARW3"
+_HEAD = struct.Struct(f"<4s{TOKEN_BYTES}s{NONCE_BYTES}sI")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Items of a session, in the order in which they shall come. Who has ``said`` something stands, without items."""
+    """Items of a session, in the order in which they shall come."""
 
     token: bytes
     nonce: bytes
     items: tuple[int, ...]
-    said: bytes = b""
 
     def encode(self) -> bytes:
-        head = _HEAD.pack(_MAGIC, self.token, self.nonce, len(self.items), len(self.said))
-        return head + struct.pack(f"<{len(self.items)}I", *self.items) + self.said
+        head = _HEAD.pack(_MAGIC, self.token, self.nonce, len(self.items))
+        return head + struct.pack(f"<{len(self.items)}I", *self.items)
 
 
-def make_request(token: bytes, items: Sequence[int], said: bytes = b"") -> Request:
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """The fixed part of a request. Its token is checked before more is read."""
+
+    token: bytes
+    nonce: bytes
+    num_items: int
+
+
+def make_request(token: bytes, items: Sequence[int]) -> Request:
     """A request with a nonce of its own."""
-    return Request(token, os.urandom(NONCE_BYTES), tuple(items), said)
+    return Request(token, os.urandom(NONCE_BYTES), tuple(items))
 
 
-def read_request(connection: socket.socket) -> Request | None:
-    """The next request; None where the other side is done.
+def read_head(connection: socket.socket) -> RequestHead | None:
+    """The head of the next request; None where the other side is done.
 
     Raises:
         WireError: it is none.
@@ -73,59 +73,24 @@ def read_request(connection: socket.socket) -> Request | None:
     head = receive_exactly(connection, _HEAD.size, may_end=True)
     if head is None:
         return None
-    body = receive_exactly(connection, _body_size(head))
-    assert body is not None
-    return _request(head, body)
-
-
-def take_request(inbox: bytearray) -> Request | None:
-    """The request that ``inbox`` begins with, taken out of it; None while it is not all there.
-
-    Raises:
-        WireError: it is none.
-    """
-    if len(inbox) < _HEAD.size:
-        return None
-    head = bytes(inbox[: _HEAD.size])
-    end = _HEAD.size + _body_size(head)
-    if len(inbox) < end:
-        return None
-    request = _request(head, bytes(inbox[_HEAD.size : end]))
-    del inbox[:end]
-    return request
-
-
-def _body_size(head: bytes) -> int:
-    magic, _, _, count, size = _HEAD.unpack(head)
-    if magic != _MAGIC or count > MAX_ITEMS or size > MAX_SAID_BYTES:
+    magic, token, nonce, num_items = _HEAD.unpack(head)
+    if magic != _MAGIC:
         raise WireError("expected a request for weights")
-    return 4 * count + size
+    return RequestHead(token, nonce, num_items)
 
 
-def _request(head: bytes, body: bytes) -> Request:
-    _, token, nonce, count, _ = _HEAD.unpack(head)
-    return Request(token, nonce, struct.unpack_from(f"<{count}I", body), body[4 * count :])
-
-
-def encode_head(frame: bytes) -> bytes:
-    """What comes before the buckets for who stands."""
-    return _LENGTH.pack(len(frame)) + frame
-
-
-def receive_head(connection: socket.socket, max_bytes: int) -> bytes | None:
-    """The frame of the next head; None where the other side is done.
+def read_items(connection: socket.socket, head: RequestHead, max_items: int) -> Request:
+    """The rest of the request that began with ``head``.
 
     Raises:
-        WireError: it is longer than ``max_bytes``.
+        WireError: it asks for more than ``max_items``.
         OSError: the connection broke or the other side is silent.
     """
-    length = receive_exactly(connection, _LENGTH.size, may_end=True)
-    if length is None:
-        return None
-    (size,) = _LENGTH.unpack(length)
-    if size > max_bytes:
-        raise WireError(f"expected a head of at most {max_bytes} bytes, got {size}")
-    return receive_exactly(connection, size)
+    if head.num_items > max_items:
+        raise WireError(f"expected a request for at most {max_items} items, got {head.num_items}")
+    body = receive_exactly(connection, 4 * head.num_items)
+    assert body is not None
+    return Request(head.token, head.nonce, struct.unpack(f"<{head.num_items}I", body))
 
 
 def receive_exactly(connection: socket.socket, size: int, *, may_end: bool = False) -> bytes | None:

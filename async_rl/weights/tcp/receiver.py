@@ -1,8 +1,5 @@
 """The generator's side of ``tcp``: pulls the buckets of a version, or the deltas to it, from the stream server.
 
-Where the publisher lets it, it then *stands* at the publisher itself: the next request is sent ahead, and the version
-after comes by itself.
-
 Bytes go from the socket straight to where they stay, and are digested while they are warm. A bucket that does not
 match its digest is asked for again, whole; the rest of what came stays.
 """
@@ -33,7 +30,6 @@ from async_rl.weights.tcp.protocol import (
     Seal,
     make_request,
     receive_exactly,
-    receive_head,
 )
 from async_rl.weights.transport import Filled, bucket_received
 
@@ -48,15 +44,10 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class StreamOrder:
-    """``host`` is where the server is reached. ``is_pushed``: the answer is on its way, to who stood for it."""
+    """``host`` is where the server is reached."""
 
     fetch: control.Fetch
     host: str
-    is_pushed: bool = False
-
-    @property
-    def message(self) -> control.Fetch:
-        return self.fetch
 
 
 class StreamInlet:
@@ -72,95 +63,37 @@ class StreamInlet:
         base = buffers.find(order.fetch.base) if order.fetch.base else None
         return _Pull(order, manifest, buffer, base, self._line, deadline).run()
 
-    def stand(self, host: str, message: control.Fetch | control.Go, ack: control.Ack) -> bool:
-        """Say it where ``message`` let this side stand for the next; False where it did not, or that can't be."""
-        if not message.line_port:
-            return False
-        request = make_request(message.line_token, (), control.encode_message(ack))
-        return self._line.stand(host, message.line_port, request)
-
-    def standing(self) -> tuple[socket.socket, float] | None:
-        """The connection on which the next version may come by itself, and until when (monotonic clock)."""
-        return self._line.standing()
-
-    def receive_message(self) -> tuple[str, control.Fetch | control.Go] | None:
-        """What began to come to where this side stands, or is to come by a collective, and the host that it comes
-        from; None if that was ended.
-
-        Raises:
-            WireError: it is neither. OSError: the connection broke. Either way it is of no use any more.
-        """
-        return self._line.receive_message()
-
     def close(self) -> None:
         self._line.close()
 
 
 class _Line:
-    """The connection to the stream server, or to where this side stands, kept for the next request: a fresh one takes
-    milliseconds, megabytes of weights, until the kernel gives it large windows.
+    """The connection to the stream server, kept for the next request: a fresh one takes milliseconds, megabytes of
+    weights, until the kernel gives it large windows.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[tuple[str, int], socket.socket, float] | None = None
-        self._stands = False
 
     @contextmanager
-    def lend(self, host: str, port: int, deadline: float, request: Request | None) -> Iterator[socket.socket]:
-        """The kept connection, or a fresh one, after ``request`` was sent; None: the one that has an answer already.
+    def lend(self, host: str, port: int, deadline: float, request: Request) -> Iterator[socket.socket]:
+        """The kept connection, or a fresh one, after ``request`` was sent.
 
         It is kept again if nothing is raised: its answer was read to the end.
 
         Raises:
             WeightsError: the deadline has passed. OSError: the server can't be reached.
         """
-        if request is None:
-            assert self._kept is not None, "an answer without a connection"
-            connection, self._kept = self._kept[1], None
-        else:
-            connection = self._take((host, port)) or _connect(host, port, deadline)
+        connection = self._take((host, port)) or _connect(host, port, deadline)
         try:
-            if request is not None:
-                connection.sendall(request.encode())
+            connection.sendall(request.encode())
             yield connection
         except BaseException:
             connection.close()
             raise
         self._kept = (host, port), connection, time.monotonic()
 
-    def stand(self, host: str, port: int, request: Request) -> bool:
-        """Send the next request ahead, over the kept connection or a fresh one; whether it could be."""
-        self._stands = False
-        try:
-            connection = self._take((host, port)) or _connect(host, port, time.monotonic() + _STALL_S)
-        except (OSError, WeightsError):
-            return False
-        try:
-            connection.sendall(request.encode())
-        except OSError:
-            connection.close()
-            return False
-        self._kept, self._stands = ((host, port), connection, time.monotonic()), True
-        return True
-
-    def standing(self) -> tuple[socket.socket, float] | None:
-        if self._kept is None or not self._stands:
-            return None
-        _, connection, used_at = self._kept
-        return connection, used_at + _KEEP_S
-
-    def receive_message(self) -> tuple[str, control.Fetch | control.Go] | None:
-        assert self._kept is not None
-        assert self._stands
-        (host, _), connection, _ = self._kept
-        frame = receive_head(connection, control.TO_MEMBER_LIMITS.max_bytes)
-        self._stands = False
-        if frame is None:
-            return None
-        return host, control.decode_message(frame, (control.Fetch, control.Go), control.TO_MEMBER_LIMITS)
-
     def close(self) -> None:
-        self._stands = False
         if self._kept is not None:
             self._kept[1].close()
             self._kept = None
@@ -169,7 +102,7 @@ class _Line:
         if self._kept is None:
             return None
         kept_server, connection, used_at = self._kept
-        if self._stands or kept_server != server or time.monotonic() - used_at > _KEEP_S or _has_ended(connection):
+        if kept_server != server or time.monotonic() - used_at > _KEEP_S or _has_ended(connection):
             self.close()
             return None
         self._kept = None
@@ -206,7 +139,7 @@ class _Pull:
         deadline: float,
     ) -> None:  # fmt: skip
         self._fetch, self._host, self._manifest, self._deadline = order.fetch, order.host, manifest, deadline
-        self._line, self._is_pushed = line, order.is_pushed
+        self._line = line
         self._buckets = [np.asarray(bucket.numpy()) for bucket in buffer.buckets]
         self._base = None if base is None else [np.asarray(bucket.numpy()) for bucket in base]
         self._runs: list[Runs] = []
@@ -220,10 +153,9 @@ class _Pull:
         todo = list(range(len(self._buckets)))
         trouble = ""
         for number in range(MAX_ROUNDS):
-            is_pushed = number == 0 and self._is_pushed
-            by_delta = {b for b in todo if number == 0 and not is_pushed and self._is_smaller_by_delta(b)}
+            by_delta = {b for b in todo if number == 0 and self._is_smaller_by_delta(b)}
             try:
-                todo, trouble = self._round(todo, by_delta, is_pushed)
+                todo, trouble = self._round(todo, by_delta)
             except (OSError, struct.error) as error:
                 raise WeightsError(f"the stream from {self._host}:{self._fetch.port} broke: {error}") from error
             if not todo:
@@ -231,10 +163,10 @@ class _Pull:
             self._num_corrupt += len(todo)
         raise CorruptWeightsError(f"{trouble} ({len(todo)} buckets, tried {MAX_ROUNDS} times)")
 
-    def _round(self, todo: Sequence[int], by_delta: set[int], is_pushed: bool) -> tuple[list[int], str]:
-        """Ask for these buckets, if they are not coming already; which of them are still to come, and why."""
+    def _round(self, todo: Sequence[int], by_delta: set[int]) -> tuple[list[int], str]:
+        """Ask for these buckets; which of them are still to come, and why."""
         items = [item for bucket in todo for item in self._items(bucket, bucket in by_delta)]
-        request = None if is_pushed else make_request(self._fetch.token, items)
+        request = make_request(self._fetch.token, items)
         bad: list[int] = []
         remaining, trouble = deque(todo), ""
         try:
@@ -253,11 +185,11 @@ class _Pull:
         return bad, f"digest mismatch in {trouble}"
 
     @contextmanager
-    def _ask(self, request: Request | None) -> Iterator[_Source]:
-        """The answer to ``request``, to be read to its end; None: what was pushed."""
+    def _ask(self, request: Request) -> Iterator[_Source]:
+        """The answer to ``request``, to be read to its end."""
         with self._line.lend(self._host, self._fetch.port, self._deadline, request) as connection:
             source = _Source(connection, self._deadline)
-            if self._fetch.key and request is not None:
+            if self._fetch.key:
                 nonce = receive_exactly(connection, NONCE_BYTES)
                 assert nonce is not None
                 source.unseal(Seal(self._fetch.key, request, nonce))

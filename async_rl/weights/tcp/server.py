@@ -30,7 +30,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.net.sockets import hang_up, listening_socket
 from async_rl.weights.tcp import server_link as link
 from async_rl.weights.tcp.delta import Runs, encode_delta
-from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, Request, Seal, read_request
+from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, Request, Seal, read_head, read_items
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,10 @@ class _Session:
     chain: Sequence[Sequence[bytes | None]]
     key: bytes
     connections: set[socket.socket] = field(default_factory=set)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.slot.sizes) * (1 + len(self.chain))
 
 
 class StreamServer:
@@ -148,11 +152,13 @@ class StreamServer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             with connection:
-                while (request := read_request(connection)) is not None:
-                    session = self._enter(request.token, connection)
+                while (head := read_head(connection)) is not None:
+                    # The token first: of an unauthenticated peer nothing but the head is read.
+                    session = self._enter(head.token, connection)
                     if session is None:
                         return
                     try:
+                        request = read_items(connection, head, session.num_items)
                         _answer(connection, session, request)
                     finally:
                         with self._lock:
