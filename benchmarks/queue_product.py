@@ -47,14 +47,12 @@ _BYTES_IN_FLIGHT = 16 << 20
 class ProductOptions:
     """``groups_per_step``: the learner's batch. ``sync_every``: it announces every so many versions.
 
-    ``shares_memory``: as on one machine; else as between machines. ``profile``: a file for cProfile's figures of the
-    server.
+    ``profile``: a file for cProfile's figures of the server.
     """
 
     journal_dir: Path
     has_journal: bool = False
     has_keys: bool = False
-    shares_memory: bool = True
     groups_per_step: int = 32
     max_staleness: int = 16
     sync_every: int = 1
@@ -113,7 +111,6 @@ def _write_config(directory: Path, load: Load, options: ProductOptions) -> Path:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     queue = {
         "max_staleness": options.max_staleness, "journal": options.has_journal, "max_messages_per_s": 1e6,
-        "shared_memory": options.shares_memory,
         **({"keys": str(directory / "keys")} if options.has_keys else {}),
     }  # fmt: skip
     config = {

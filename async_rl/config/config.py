@@ -66,8 +66,6 @@ class QueueConfig(Section):
     max_bytes: int = Field(default=2 << 30, ge=1 << 20)
     lease_timeout_s: float = Field(default=120.0, gt=0, description="without progress")
     max_attempts: int = Field(default=3, ge=1, description="per prompt, then it is set aside as poison")
-    shared_memory: bool = Field(default=True, description="large groups pass through memory on the queue's own machine")
-    shared_memory_from: int = Field(default=64 << 10, ge=0, description="bytes of a large group")
     journal: bool = Field(default=True, description="keep groups and leases on disk, through the server's death")
     journal_dir: str | None = Field(default=None, description="on a local disk; none: run.dir/queue")
     keys: str | None = Field(

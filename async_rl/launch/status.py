@@ -75,10 +75,6 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if "max_bytes" in rest:
         held, reserved, most = (size_text(rest.pop(key, 0)) for key in ("bytes", "bytes_reserved", "max_bytes"))
         yield "memory", f"{held} held, {reserved} reserved, of {most}"
-    if shared := rest.pop("shared_memory", None):
-        used, most = size_text(shared["bytes"]), size_text(shared["max_bytes"])
-        clients = "1 client" if shared["clients"] == 1 else f"{shared['clients']} clients"
-        yield "shared memory", f"with {clients} on its machine, {used} used of {most}"
     if "leases" in rest:
         yield "leases", str(len(rest.pop("leases")))
 

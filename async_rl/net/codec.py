@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.net.wire import DEFAULT_LIMITS, Limits, Piece, Pieces, TypedReader, encode_pieces
+from async_rl.net.wire import DEFAULT_LIMITS, Limits, Pieces, TypedReader, encode
 from async_rl.records import (
     BoolArray,
     FinishReason,
@@ -109,12 +109,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def encode_group(group: Group) -> bytes:
-    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread."""
-    return b"".join(group_pieces(group))
-
-
-def group_pieces(group: Group) -> list[Piece]:
-    """``encode_group``, for whoever has a place to put the frame together: each copy of it counts.
+    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread.
 
     Rollouts travel as columns, as ``FlatGroup`` has them: a fixed number of lists is packed, checked and summed up
     much faster than a map for each.
@@ -158,7 +153,7 @@ def group_pieces(group: Group) -> list[Piece]:
         if len(kept) != len(sequences):
             raise ValueError(f"expected kept tokens of all {len(sequences)} sequences or of none, got {len(kept)}")
         arrays += [_column("<i4", [k.sizes for k in kept]), _column("<i4", [k.words for k in kept])]
-    return encode_pieces("group", fields, arrays)
+    return encode("group", fields, arrays)
 
 
 def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:

@@ -57,20 +57,19 @@ class Limits:
 
 DEFAULT_LIMITS = Limits()
 Arrays = tuple[np.ndarray, ...]
+Frame = bytes | bytearray | memoryview
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):
-    """A decoded frame; ``arrays`` are read-only views into it. ``parts`` are the ``num_parts`` that came behind it, as
-    byte strings or what stands for them.
-    """
+    """A decoded frame; ``arrays`` are read-only views into it, ``parts`` the ``num_parts`` frames that follow it."""
 
     type: str
     fields: Mapping[str, Any]
     arrays: Arrays = ()
     num_parts: int = 0
-    parts: tuple[Any, ...] = ()
+    parts: tuple[Frame, ...] = ()
 
-    def with_parts(self, parts: Iterable[Any]) -> Message:
+    def with_parts(self, parts: Iterable[Frame]) -> Message:
         """This message, whole.
 
         Raises:
@@ -137,21 +136,6 @@ def encode(
         WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64; or the fields are not
             plain data.
     """
-    return b"".join(encode_pieces(type_, fields, arrays, num_parts=num_parts))
-
-
-def encode_pieces(
-    type_: str,
-    fields: Mapping[str, Any] | msgspec.Struct,
-    arrays: Sequence[np.ndarray | Pieces] = (),
-    *,
-    num_parts: int = 0,
-) -> list[Piece]:
-    """``encode``, for whoever has a place to put the frame together.
-
-    Raises:
-        WireError: where ``encode`` does.
-    """
     table: list[list[Any]] = []
     bodies: list[Piece] = []
     offset = 0
@@ -174,7 +158,7 @@ def encode_pieces(
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"fields of a {type_!r} message are not plain data: {error}") from error
     size = _PREFIX.size + len(header)
-    return [_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies]
+    return b"".join((_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies))
 
 
 def _itemsize(dtype: str, type_: str) -> int:
@@ -183,7 +167,7 @@ def _itemsize(dtype: str, type_: str) -> int:
     return _DTYPES[dtype].itemsize
 
 
-def decode(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> Message:
+def decode(frame: Frame, limits: Limits = DEFAULT_LIMITS) -> Message:
     """The message in ``frame``.
 
     Raises:
@@ -215,7 +199,7 @@ class TypedReader(Generic[_F]):
         self._type = type_
         self._decoder = msgspec.msgpack.Decoder(_TypedHeader[fields])
 
-    def read(self, frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> tuple[_F, Arrays]:
+    def read(self, frame: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[_F, Arrays]:
         """The fields and arrays in ``frame``.
 
         Raises:

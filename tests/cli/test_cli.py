@@ -452,7 +452,6 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "announced": {"version": 2, "channel": "tcp://127.0.0.1:7", "digest": "ab"},
         "stream": {"position": 9, "epoch": 0},
         "leases": [{}, {}],
-        "shared_memory": {"clients": 2, "bytes": 3 << 20, "max_bytes": 256 << 20},
         "ledger": {"groups": groups, "eval": {"groups": {"issued": 0}}},
         "generators": [
             {"id": "a", "host": "h", "alive": True, "active": ["l", 2], "seen_s_ago": 0.26, "stats": stats},
@@ -471,7 +470,6 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "weights version 2 from tcp://127.0.0.1:7",
         "stream position 9",
         "leases 2",
-        "shared memory with 2 clients on its machine, 3 MiB used of 256 MiB",
         "groups issued 7, dropped (stale 2)",
         "eval -",
         "a h 2 60% of 2 50 5 0.3 s ago",

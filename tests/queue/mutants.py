@@ -84,8 +84,6 @@ def corpus(
         "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
         "parity": ({**mine, "lineage": lineage, "version": 0, "answer": b"an answer, but bytes" * 9}, ()),
         "bye": (mine, ()),
-        "arena": ({"request_id": "r-1"}, ()),
-        "share": ({"request_id": "r-1", "proof": b"p" * 32, "pid": 1, "fd": 3, "token": b"t" * 32}, ()),
     }  # fmt: skip
     return {type_: _message(type_, fields, rest) for type_, (fields, rest) in plain.items()}
 

@@ -26,7 +26,6 @@ from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
-from async_rl.queue.neighbours import TYPES
 from async_rl.queue.server.handlers import Handlers, Waiting
 from async_rl.queue.server.rate_limiter import Sizes
 from async_rl.queue.storage.journal import pack
@@ -46,7 +45,7 @@ MAX_GROWTH_BYTES = 20 << 20
 
 def test_the_corpus_has_every_type_that_the_server_knows():
     known = {name.removeprefix("_on_") for name in dir(Handlers) if name.startswith("_on_")}
-    assert set(corpus()) == known | TYPES
+    assert set(corpus()) == known
 
 
 def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:

@@ -20,12 +20,10 @@ from zmq.utils.monitor import parse_monitor_message
 from async_rl.errors import AddressError, LineageError, QueueError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys
-from async_rl.net.wire import Limits, Message, Piece, decode, encode
+from async_rl.net.wire import Limits, Message, decode, encode
 from async_rl.queue.frames import is_readable, send_frames
-from async_rl.queue.memory_link import MemoryLink
-from async_rl.queue.neighbours import TYPES as LINK_TYPES
 from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
-from async_rl.queue.storage.payloads import Body, Bytes, let_go, plain
+from async_rl.queue.storage.payloads import Bytes
 
 RESEND_S = 5.0
 _RETRY_S = 0.02
@@ -41,7 +39,7 @@ class Outstanding:
     type: str
     fields: dict[str, Any]
     arrays: tuple[np.ndarray, ...]
-    parts: tuple[Body, ...]
+    parts: tuple[Bytes, ...]
     wait_s: float
     due_at: float
     sent_at: float | None = None
@@ -66,7 +64,6 @@ class Connection:
         self._unsent: list[Outstanding] = []
         self._num_outstanding: Counter[str] = Counter()
         self._waiting_since: float | None = None
-        self._memory: MemoryLink | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{self._prefix}".encode())
@@ -103,30 +100,12 @@ class Connection:
         """Whether a server is at the other end, as of the last ``poll``; one that is busy or stopped counts."""
         return self._is_connected
 
-    def share_memory(self, own_bytes: int = 0) -> None:
-        """Let large bodies pass through memory, both ways, if the server is on this machine and agrees.
-
-        ``own_bytes``: room for those of this end that are not answered yet.
-        """
-        if self._memory is None:
-            self._memory = MemoryLink(self.post, own_bytes)
-            self._memory.ask()
-
-    def body_of(self, pieces: Sequence[Piece]) -> Body:
-        """A part for ``post``, of these pieces, where it is cheapest to send."""
-        return b"".join(pieces) if self._memory is None else self._memory.body_of(pieces)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether they do."""
-        return self._memory is not None and self._memory.is_shared
-
     def num_outstanding(self, *types: str) -> int:
         """Requests of these types without an answer."""
         return sum(self._num_outstanding[type_] for type_ in types)
 
     def post(
-        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, parts: Sequence[Body] = (),
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, parts: Sequence[Bytes] = (),
         wait_s: float = 0.0, with_next: bool = False,
     ) -> str:  # fmt: skip
         """Line up a request; its id. ``wait_s`` is how long the server may hold the answer back.
@@ -188,9 +167,6 @@ class Connection:
         self._monitor.close()
         self._socket.close()
         self._context.term()
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
 
     def _follow_link(self, now: float) -> None:
         """After a connection broke, its requests may be lost: with the next one all are due at once."""
@@ -198,15 +174,8 @@ class Connection:
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self._is_connected:
-                self._begin_again(now)
-
-    def _begin_again(self, now: float) -> None:
-        if self._memory is not None:
-            for request_id in [o.request_id for o in self._outstanding.values() if o.type in LINK_TYPES]:
-                self._pop(request_id)
-            self._memory.ask()
-        for request in self._outstanding.values():
-            request.due_at = now
+                for request in self._outstanding.values():
+                    request.due_at = now
 
     def _send_due(self, now: float) -> None:
         self._send_unsent(now)
@@ -233,14 +202,12 @@ class Connection:
 
     def _frames(self, request: Outstanding) -> Sequence[Bytes]:
         frame = encode(request.type, request.fields, request.arrays, num_parts=len(request.parts))
-        return [frame, *(map(plain, request.parts) if self._memory is None else self._memory.outgoing(request.parts))]
+        return [frame, *request.parts]
 
     def _pop(self, request_id: str) -> Outstanding | None:
         request = self._outstanding.pop(request_id, None)
         if request is not None:
             self._num_outstanding[request.type] -= 1
-            for body in request.parts:
-                let_go(body)
         return request
 
     def _receive(self, now: float) -> list[tuple[Outstanding | None, Message]]:
@@ -249,37 +216,24 @@ class Connection:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             message = decode(frame.buffer, _LIMITS)
             # All frames of one multipart message are there once its first is.
-            frames = [self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)]
-            parts = frames if self._memory is None else self._memory.incoming(frames)
-            if parts is None:
-                continue
-            message = message.with_parts(parts)
+            message = message.with_parts(
+                self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)
+            )
             request_id = message.fields.get("request_id")
             request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
-            if self._memory is not None and request is not None and request.type in LINK_TYPES:
-                self._memory.note(message)
             # An answer to a repeat of something answered already says nothing new.
-            elif request is not None or request_id is None:
+            if request is not None or request_id is None:
                 received.append((request, message))
         return received
 
     def _answered(self, request_id: str, message: Message, now: float) -> Outstanding | None:
         """The request that this answers, for good unless there is more to come."""
-        if message.type == "unshared":
-            return self._send_whole(request_id, now)
         if message.fields.get("more") is not True:
             return self._pop(request_id)
         request = self._outstanding.get(request_id)
         if request is not None:
             request.due_at = now + RESEND_S
         return request
-
-    def _send_whole(self, request_id: str, now: float) -> None:
-        """The server does not know this client's memory, or no more: until it does, it gets the bodies themselves."""
-        if self._memory is not None and self._memory.is_shared:
-            self._memory.ask()
-        if request_id in self._outstanding:
-            self._outstanding[request_id].due_at = now
 
     def _update_silence(self, now: float, *, heard: bool) -> None:
         """An answer that may be held back by the server counts as missing only after that time."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 from async_rl.errors import AddressError, QueueError, WireError
-from async_rl.net.codec import field, group_pieces, read_as
+from async_rl.net.codec import encode_group, field, read_as
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Message
 from async_rl.queue.client.connection import Connection, Outstanding, raise_error
@@ -29,15 +29,12 @@ from async_rl.queue.messages import (
     Welcome,
 )
 from async_rl.queue.parity import Answer, encode_answer
-from async_rl.queue.storage.payloads import Body
 from async_rl.records import Group
 
 _HELLO_WAIT_S = 5.0
 _HELLO_MARGIN_S = 0.5
 """The last answer is asked for so long before the wait is over, so that its reason is heard."""
 _RETURN_BYTES = 1 << 20
-_SHARED_BYTES = 64 << 20
-"""Memory for groups on their way to a queue on this machine; what has no room in it takes the socket."""
 _RETURN_GROUPS = 16
 """Groups that finish between two polls share a message, up to so many bytes and groups: most of what a small group
 costs everyone is its message."""
@@ -57,7 +54,7 @@ class GeneratorQueue:
         self._finished = False
         self._is_known = False
         self._early: list[GeneratorEvent] = []
-        self._returning: dict[str, Body] = {}
+        self._returning: dict[str, bytes] = {}
         self._num_unanswered = 0
 
     def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
@@ -80,7 +77,6 @@ class GeneratorQueue:
             message = self._answer_to(request_id, min(deadline, time.monotonic() + 2 * _HELLO_WAIT_S))
             if message is not None and message.type == "welcome":
                 self._is_known = True
-                self._connection.share_memory(_SHARED_BYTES)
                 return _welcome(message)
             if message is not None:
                 reason = field(message.fields, "reason", str)
@@ -135,7 +131,7 @@ class GeneratorQueue:
 
     def return_group(self, group: Group) -> None:
         """Hand a finished group over: sent with the next ``poll``. A ``Returned`` event says what became of it."""
-        self._returning[group.lease_id] = self._connection.body_of(group_pieces(group))
+        self._returning[group.lease_id] = encode_group(group)
         self._num_unanswered += 1
         num_bytes = sum(map(len, self._returning.values()))
         if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:

@@ -16,7 +16,7 @@ import numpy as np
 from async_rl.errors import QueueError, WireError
 from async_rl.net.codec import decode_group, field, read_as
 from async_rl.net.keys import ClientKeys
-from async_rl.net.wire import Message
+from async_rl.net.wire import Frame, Message
 from async_rl.queue.client.connection import Connection, raise_error
 from async_rl.queue.client.generator_client import GeneratorQueue
 from async_rl.queue.messages import (
@@ -116,7 +116,6 @@ class LearnerQueue:
             "has_snapshot": snapshot is not None,
         }
         self._call("attach", fields, arrays)
-        self._connection.share_memory()
         self._lineage = lineage
         if self._keep_alive is not None:
             self._keep_alive.close()
@@ -308,7 +307,7 @@ def _acked(reply: Message) -> Acked:
     return Acked(stats, reply.arrays[0].tobytes() if reply.arrays else None)
 
 
-def _eval_result(entry: Any, bodies: Iterator[memoryview], lineage: str) -> EvalResult:
+def _eval_result(entry: Any, bodies: Iterator[Frame], lineage: str) -> EvalResult:
     groups: list[tuple[Prompt, Group]] = []
     for item in read_as(entry.get("prompts"), list[dict[str, Any]]):
         prompt = read_as(item.get("prompt"), Prompt)

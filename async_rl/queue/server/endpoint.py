@@ -19,9 +19,7 @@ from async_rl.config.config import QueueConfig
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.keys import DEFAULT_CLIENT, AllowList, Guard, ServerKeys
-from async_rl.queue.arena import make_arena
 from async_rl.queue.frames import is_readable, send_frames
-from async_rl.queue.neighbours import Neighbours
 from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
 from async_rl.queue.server.rate_limiter import BLOCKED_S, Gate, Sizes
 from async_rl.queue.storage.payloads import Bytes
@@ -29,8 +27,6 @@ from async_rl.queue.storage.payloads import Bytes
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
-_SHARED_BYTES = 256 << 20
-"""Of groups in memory that clients on this machine can read."""
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -65,8 +61,6 @@ class Endpoint:
             max_messages_per_s=config.max_messages_per_s, max_malformed_per_minute=config.max_malformed_per_minute
         )
         self.sizes = Sizes(config.max_bytes)
-        arena = make_arena(min(config.max_bytes, _SHARED_BYTES)) if config.shared_memory else None
-        self.neighbours = Neighbours(arena, config.shared_memory_from)
         self._current: zmq.Frame | None = None
         self._refused, self._untaken = _Tally(), _Tally()
         self._guard: Guard | None = None
@@ -160,7 +154,6 @@ class Endpoint:
         if self._guard is not None:
             self._guard.stop()
         self._context.term()
-        self.neighbours.close()
 
     def _sender(self) -> str:
         """The key, or without keys the address, behind the message that is being handled."""

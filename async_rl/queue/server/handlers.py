@@ -35,7 +35,7 @@ from async_rl.queue.protocol import as_array, name
 from async_rl.queue.server.parity_answers import ParityAnswers
 from async_rl.queue.server.registry import Roster
 from async_rl.queue.server.replies import Reply, Waiting, batch_reply
-from async_rl.queue.storage.payloads import Body, plain
+from async_rl.queue.storage.payloads import Body
 
 MAX_WAIT_S = 60.0
 """A request is parked no longer; its client asks again."""
@@ -297,7 +297,7 @@ class Handlers:
 
     def _receive_group(self, generator_id: str, lease_id: str, body: Body, now: float) -> tuple[Verdict, str]:
         try:
-            group = read_facts(plain(body))
+            group = read_facts(body)
             if group.lease_id != lease_id:
                 raise WireError(f"expected the group of lease {lease_id}, got {group.lease_id}")
         except WireError as error:

@@ -33,7 +33,6 @@ from async_rl.queue.core.changes import Changes
 from async_rl.queue.core.evals import Row
 from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import Announcement
-from async_rl.queue.neighbours import NotSharedError, OutdatedError, free_unkept
 from async_rl.queue.protocol import name
 from async_rl.queue.server.endpoint import Endpoint
 from async_rl.queue.server.files import LEDGER_EVERY_S, RunFiles, last_port
@@ -42,7 +41,7 @@ from async_rl.queue.server.outbox import Outbox
 from async_rl.queue.server.pending import Parking, Request
 from async_rl.queue.server.replies import Reply, Waiting
 from async_rl.queue.storage.journal import Journal, pack, unpack
-from async_rl.queue.storage.payloads import Body, RecentBodies
+from async_rl.queue.storage.payloads import RecentBodies
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +181,6 @@ class QueueServer:
             if self._has_batch or time.monotonic() - now >= _DRAIN_S:
                 break
         self._endpoint.note_refused(now)
-        self._endpoint.neighbours.look(now)
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
         """What a client sent together: one message, or some behind one another, each with its parts."""
@@ -193,7 +191,6 @@ class QueueServer:
     def _receive_first(self, identity: bytes, frames: list[memoryview]) -> list[memoryview]:
         """Handle the first message; the frames behind it, none if it did not tell where it ends."""
         request_id: str | None = None
-        bodies: list[Body] = []
         left: list[memoryview] = []
         try:
             if not frames:
@@ -202,19 +199,12 @@ class QueueServer:
             message = decode(frames[0], sizes.limits)
             request_id = _request_id(message)
             end = 1 + message.num_parts
-            bodies = self._endpoint.neighbours.fetch(identity, frames[1:end], sizes.limits.max_bytes)
-            message = message.with_parts(bodies)
+            message = message.with_parts(frames[1:end])
             left = frames[end:]
-            sizes.check(message, len(frames[0]) + sum(map(len, bodies)))
+            sizes.check(message, sum(map(len, frames[:end])))
             self._handle(identity, request_id, message)
-        except NotSharedError:
-            self._send(Request(identity, request_id, None, "unshared"), Reply("unshared", {}))
-        except OutdatedError:
-            logger.debug("a late repeat of %s, whose groups were received before, is left out", request_id)
         except Exception as error:
             self._send(Request(identity, request_id, None, "malformed"), self._failed(identity, error))
-        finally:
-            free_unkept(bodies)
         return left
 
     def _failed(self, identity: bytes, error: Exception) -> Reply:
@@ -231,7 +221,7 @@ class QueueServer:
             self._endpoint.refuse_strangers(message.type)
         generator_id = self._handlers.generator_of(message, identity, now)
         self._note_learner(message, now)
-        answer = self._endpoint.neighbours.answer(identity, message) or self._handlers.handle(message, now)
+        answer = self._handlers.handle(message, now)
         request = Request(identity, request_id, generator_id, message.type)
         if isinstance(answer, Reply):
             self._send(request, answer)
@@ -252,16 +242,12 @@ class QueueServer:
         for message in (reply, *reply.further):
             fields = {**message.fields, "request_id": request.request_id, **notice}
             frame = encode(message.type, fields, message.arrays, num_parts=len(message.parts))
-            parts = self._endpoint.neighbours.outgoing(request.identity, message.parts)
-            self._outbox.add(request.identity, [frame, *parts])
+            self._outbox.add(request.identity, [frame, *message.parts])
 
     def _whole_status(self, reply: Reply) -> Reply:
         """With what the server knows beside the buffer."""
         waits = self._parking.waits(time.monotonic())
-        extra = {
-            "address": self.address, "pid": os.getpid(), "waits": waits,
-            "shared_memory": self._endpoint.neighbours.status(), **self._endpoint.counters(),
-        }  # fmt: skip
+        extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
         return replace(reply, fields={**reply.fields, "status": {**reply.fields["status"], **extra}})
 
     def _notice(self, generator_id: str, reply: Reply) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import msgspec
 from async_rl.errors import ConfigError, QueueError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core.changes import Change, Kind
-from async_rl.queue.storage.payloads import Body, Place, plain
+from async_rl.queue.storage.payloads import Body, Place
 from async_rl.queue.storage.segments import Move, Segments, Spot, disk_error
 
 _NETWORK_FILE_SYSTEMS = frozenset({
@@ -118,7 +118,7 @@ class Journal:
         Raises:
             QueueError: the disk refuses it (full, say).
         """
-        return self._segments.keep(plain(body))
+        return self._segments.keep(body)
 
     def read(self, place: Place) -> bytes:
         """The body at ``place``. Raises QueueError: it was released, or is damaged."""

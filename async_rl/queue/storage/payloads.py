@@ -7,16 +7,13 @@ bodies in segment files, so that they outlive it, and ``RecentBodies`` saves rea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 import xxhash
 
-from async_rl.queue.arena import Block
-
 Bytes = bytes | bytearray | memoryview
-Body = Bytes | Block
+Body = Bytes
 _COPY_BELOW_BYTES = 32 << 10
 
 
@@ -49,33 +46,14 @@ class BodyStore(Protocol):
         ...
 
 
-def plain(body: Body) -> Bytes:
-    """The bytes themselves; of a block, a view that is good until the block is freed."""
-    return body.view if isinstance(body, Block) else body
-
-
 def owned(body: Body) -> Body:
-    """``body`` in memory that may be kept: its own where it fills all of it, else a copy. A block is kept as it is.
+    """``body`` in memory that may be kept: its own where it fills all of it, else a copy.
 
     A part would keep its whole message. So may a small message: libzmq lets several share a buffer.
     """
-    if isinstance(body, Block):
-        body.is_kept = True
-        return body
     whole = body.obj if isinstance(body, memoryview) else body
     is_whole = len(body) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(body)
     return body if is_whole else bytes(body)
-
-
-def as_sent(bodies: Iterable[Body], *, by_reference: bool) -> list[Bytes]:
-    """What goes into a message for these bodies, to who can read the blocks' arena or to who can't."""
-    return [body if not isinstance(body, Block) else body.reference if by_reference else bytes(body) for body in bodies]
-
-
-def let_go(body: Body) -> None:
-    """What ``owned`` gave is not needed any more."""
-    if isinstance(body, Block):
-        body.free()
 
 
 def digest_of(body: Bytes) -> int:
@@ -102,7 +80,7 @@ class MemoryBodies:
         return self._bodies[place.offset]
 
     def release(self, place: Place) -> None:
-        let_go(self._bodies.pop(place.offset))
+        del self._bodies[place.offset]
 
 
 class RecentBodies:
@@ -126,6 +104,5 @@ class RecentBodies:
 
     def release(self, place: Place) -> None:
         self._store.release(place)
-        if (body := self._recent.pop(place, None)) is not None:
-            let_go(body)
+        if self._recent.pop(place, None) is not None:
             self.num_bytes -= place.length
