@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from async_rl.config.config import OnStale
+from async_rl.config.queue import OnStale
 from benchmarks.simulated import Outcome, Scenario, simulate
 
 BOUNDS = (1, 4, 16)

@@ -25,7 +25,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.config.task import CodeRewardConfig
+from async_rl.config.reward import CodeRewardConfig
 from async_rl.data.dataset import RowRules, load_rows
 from async_rl.rewards.code import local_judge
 from async_rl.rewards.code_tests import CodeTests, parse_tests

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.config import OnStale
+from async_rl.config.queue import OnStale
 from async_rl.learner.metrics.bias import drop_bias
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.batches import TakenBody

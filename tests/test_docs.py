@@ -10,10 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from async_rl.config.config import Config
+from async_rl.config.data import ColumnsConfig, DataConfig
 from async_rl.config.environment import EnvironmentConfig
-from async_rl.config.evaluation import EvalConfig
+from async_rl.config.eval import EvalConfig
 from async_rl.config.loss import CONTRADICTIONS, PRESETS, LossConfig
-from async_rl.config.task import ColumnsConfig, DataConfig, RewardConfig
+from async_rl.config.reward import RewardConfig
 from async_rl.process.user_code import load_code
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput

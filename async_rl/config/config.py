@@ -1,4 +1,4 @@
-"""The config: one frozen pydantic model per TOML section. Every knob has one owner, a default and a unit.
+"""The whole config, one frozen pydantic model per TOML section, and the checks of keys against keys of other sections.
 
 ``async_rl.config.loading`` reads it from TOML and ``--set``; nothing else builds one from user input. Unknown keys are
 refused. Keys without a value are left out of the TOML (TOML has no null).
@@ -6,146 +6,25 @@ refused. Keys without a value are left out of the TOML (TOML has no null).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import model_validator
 
-from async_rl.config.engine import VLLM_MIN_TEMPERATURE, GeneratorConfig, SamplingConfig, WeightsConfig
+from async_rl.config.data import DataConfig
 from async_rl.config.environment import EnvironmentConfig
-from async_rl.config.evaluation import EvalConfig
-from async_rl.config.lora import LoraConfig
+from async_rl.config.eval import EvalConfig
+from async_rl.config.generator import VLLM_MIN_TEMPERATURE, GeneratorConfig
+from async_rl.config.learner import LearnerConfig, OptimizerConfig
 from async_rl.config.loss import LossConfig
+from async_rl.config.model import LoraConfig, ModelConfig
+from async_rl.config.queue import QueueConfig
+from async_rl.config.reward import REWARD_NEEDS, SYSTEM_PROMPTS, VOTED_REWARDS, RewardConfig
+from async_rl.config.run import CheckpointConfig, LogConfig, RunConfig
+from async_rl.config.sampling import SamplingConfig
 from async_rl.config.section import Section
-from async_rl.config.task import REWARD_NEEDS, SYSTEM_PROMPTS, VOTED_REWARDS, DataConfig, RewardConfig
-from async_rl.errors import AddressError
-from async_rl.net.address import check_address
+from async_rl.config.sft import SftConfig
+from async_rl.config.weights import WeightsConfig
 from async_rl.process.user_code import is_code_name
-
-OnStale = Literal["drop", "wait", "mask"]
-
-
-class RunConfig(Section):
-    dir: str = Field(min_length=1, description="run directory")
-    name: str = Field(default="", description="shown in logs; empty: the directory's name")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-
-
-class ModelConfig(Section):
-    path: str = Field(min_length=1, description="local directory or hub id of a Hugging Face causal LM")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="compute dtype; auto: bfloat16 on CUDA, float32 on CPU"
-    )
-    trust_remote_code: bool = False
-    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
-
-
-class QueueConfig(Section):
-    address: str | None = Field(default=None, description="to bind; none: loopback, any free port")
-    advertise: str | None = Field(default=None, description="what others connect to; none: the bound address")
-    max_staleness: int = Field(default=4, ge=0, le=1024, description="versions")
-    on_stale: OnStale = Field(
-        default="mask",
-        description="tokens above the bound leave the loss; or drop their whole group; or wait, before a step, for "
-        "groups that it would make too old, then drop",
-    )
-    wait_s: float = Field(default=60.0, gt=0, description='longest wait of a step under on_stale = "wait"')
-    adaptive: bool = Field(
-        default=False, description="lower the bound for new leases, up to max_staleness, while steps look too stale"
-    )
-    adaptive_min_ess: float = Field(default=0.95, gt=0, lt=1, description="a step of a lower ESS looks too stale")
-    adaptive_max_kl: float = Field(default=0.02, gt=0, description="and one of a higher KL(mu || pi), nats")
-    filter_range: tuple[float, float] | None = Field(
-        default=(0.01, 0.99),
-        strict=False,
-        description="groups whose mean accuracy lies outside are filtered; [] is off",
-    )
-    refill: bool = Field(default=True, description="replace filtered groups; false: keep and mask them")
-    max_filtered: int | None = Field(
-        default=None, ge=1, description="filtered groups without a step; none: 100 steps' worth"
-    )
-    max_bytes: int = Field(default=2 << 30, ge=1 << 20)
-    lease_timeout_s: float = Field(default=120.0, gt=0, description="without progress")
-    max_attempts: int = Field(default=3, ge=1, description="per prompt, then it is set aside as poison")
-    journal: bool = Field(default=True, description="keep groups and leases on disk, through the server's death")
-    journal_dir: str | None = Field(default=None, description="on a local disk; none: run.dir/queue")
-    keys: str | None = Field(
-        default=None, description="directory of `async-rl keys new`; none: nothing is encrypted, loopback only"
-    )
-    max_messages_per_s: float = Field(default=5000.0, gt=0, description="of one client; more are dropped unanswered")
-    max_malformed_per_minute: int = Field(default=64, ge=1, description="of one client; more: unheard for a minute")
-    linger_s: float = Field(default=60.0, ge=0, description="the server ends so long after its learner went away")
-
-    @field_validator("filter_range", mode="before")
-    @classmethod
-    def _empty_is_off(cls, value: object) -> object:
-        return None if value in ([], ()) else value
-
-    @field_validator("address", "advertise")
-    @classmethod
-    def _is_address(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                check_address(value)
-            except AddressError as error:
-                raise ValueError(str(error)) from None
-        return value
-
-
-class OptimizerConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="floor of cosine and linear, times lr")
-    warmup_steps: int = Field(default=0, ge=0)
-
-
-class LearnerConfig(Section):
-    steps: int = Field(default=1000, ge=1)
-    groups_per_step: int = Field(default=32, ge=1)
-    updates_per_batch: int = Field(
-        default=1, ge=1, description="optimizer steps on each batch, on disjoint parts of it"
-    )
-    n_behind: int | None = Field(
-        default=None, ge=0, le=1024, description="for studies: train on samples exactly so many versions old"
-    )
-    max_tokens: int = Field(default=16384, ge=1, description="tokens in one packed micro-batch of one rank")
-    nproc: int = Field(default=1, ge=1, description="ranks that launch starts")
-    devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, one a rank")
-    reshard: Literal["full", "none"] = Field(default="full", description="full: ZeRO-3; none: keep parameters gathered")
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads a rank; none: cores over processes")
-    distributed_timeout_s: float = Field(default=600.0, gt=0)
-
-
-class CheckpointConfig(Section):
-    every: int = Field(default=50, ge=0, description="steps; 0: only at the end")
-    keep_last: int = Field(default=2, ge=1)
-
-
-class LogConfig(Section):
-    wandb: Literal["off", "online", "offline"] = "off"
-    project: str = "async-rl"
-    rollouts_every: int = Field(default=10, ge=0, description="steps; 0: never")
-    rollouts_groups: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
-        default=2, description="groups of the step's that are written, chosen at random"
-    )
-
-
-class SftConfig(Section):
-    """Supervised warm start: ``async-rl sft``."""
-
-    data: str = Field(default="", description="JSONL rows: prompt and response, or messages")
-    out: str = Field(default="", description="Hugging Face directory to write")
-    steps: int = Field(default=1000, ge=1)
-    batch_size: int = Field(default=64, ge=1, description="rows an optimizer step")
-    max_length: int = Field(default=2048, ge=2, description="tokens; longer rows are cut on the right")
-    lr: float = Field(default=1e-5, gt=0)
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
-    aggregation: Literal["token", "sequence"] = "token"
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: only at the end")
 
 
 class Config(Section):

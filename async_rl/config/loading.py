@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from async_rl.config.config import Config
-from async_rl.config.engine import GeneratorConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import OFF_VALUES
 from async_rl.errors import ConfigError
 

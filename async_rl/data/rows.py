@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from async_rl.config.task import ColumnsConfig, PromptFormat
+from async_rl.config.data import ColumnsConfig, PromptFormat
 from async_rl.data.files import kind, parse_json
 from async_rl.errors import DataError
 from async_rl.records import TEXT_ROLE

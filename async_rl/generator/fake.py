@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.engine import FakeConfig, GeneratorConfig
+from async_rl.config.generator import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
 from async_rl.sampling_mask import KeptTokens, join, pack_ids

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_rl.config.config import Config, ModelConfig
+from async_rl.config.config import Config
+from async_rl.config.model import ModelConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.attention import PackedLayout, packed_layout, use_packed_attention

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from async_rl.config.config import Config, LossConfig
+from async_rl.config.config import Config
+from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.logprobs import TokenLogprobs
 from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise

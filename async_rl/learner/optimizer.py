@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from async_rl.config.config import OptimizerConfig
+from async_rl.config.learner import OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from async_rl.config.config import LossConfig
+from async_rl.config.loss import LossConfig
 from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from async_rl.config.config import LossConfig
+from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.engine import UpdateStats
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from async_rl.config.config import Config
-from async_rl.config.task import CodeRewardConfig
+from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import RewardError
 from async_rl.rewards.code_judge import Judge, LocalJudge
 from async_rl.rewards.code_remote import RemoteJudge

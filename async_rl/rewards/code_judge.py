@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from async_rl.config.task import CodeRewardConfig
+from async_rl.config.reward import CodeRewardConfig
 from async_rl.rewards.code_compare import outputs_agree, values_agree
 from async_rl.rewards.code_tests import CodeTest, CodeTests
 from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program, Ran

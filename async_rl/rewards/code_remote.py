@@ -14,7 +14,7 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
-from async_rl.config.task import CodeRewardConfig
+from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.rewards.code_judge import VERDICTS, Judgement, Verdict, judgement_of
 from async_rl.rewards.code_tests import CodeTest, CodeTests

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from async_rl.config.loading import apply_override, parse_config
-from async_rl.config.task import CodeRewardConfig
+from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, RewardError
 from async_rl.net.address import check_address, is_loopback
 from async_rl.rewards.code import local_judge

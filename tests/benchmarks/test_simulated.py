@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.config.config import OnStale
+from async_rl.config.queue import OnStale
 from benchmarks.simulated import Scenario, simulate
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.task import ColumnsConfig
+from async_rl.config.data import ColumnsConfig
 from async_rl.data.rows import Row, RowRules, parse_row
 from async_rl.errors import DataError
 

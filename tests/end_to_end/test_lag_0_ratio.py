@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config.engine import GeneratorConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.grading import whole_sequence
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.learner.batch import prepare_batch

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config.engine import FakeConfig, GeneratorConfig
 from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.generator import FakeConfig, GeneratorConfig
 from async_rl.data.chat import load_tokenizer
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.fake import FakeBackend, FakeText

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config.engine import FakeConfig, GeneratorConfig
+from async_rl.config.generator import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.generator.fake import FakeBackend
 from async_rl.sampling_mask import contains

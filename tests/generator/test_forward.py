@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from async_rl.config.engine import GeneratorConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.causal_model import WeightTable
 from async_rl.generator.hf.decode_attention import register

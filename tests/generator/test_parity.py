@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.config.engine import GeneratorConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.parity import answer_probe

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from async_rl.config.engine import GeneratorConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend

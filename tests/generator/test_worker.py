@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
-from async_rl.config.engine import GeneratorConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config.config import LossConfig
+from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.fsdp_engine import FsdpEngine

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.config.lora import LoraConfig
+from async_rl.config.model import LoraConfig
 from async_rl.errors import ConfigError, ModelError, RunError
 from async_rl.learner.export import export_adapter, export_checkpoint
 from async_rl.learner.fsdp_engine import FsdpEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from async_rl.config.config import OptimizerConfig
+from async_rl.config.learner import OptimizerConfig
 from async_rl.learner.optimizer import Schedule, build_optimizer
 
 

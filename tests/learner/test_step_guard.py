@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.config.config import LossConfig
+from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.step_guard import check_skipped, count_skipped

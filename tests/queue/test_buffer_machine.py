@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from async_rl.config.config import OnStale
+from async_rl.config.queue import OnStale
 from tests.queue.events import EVENTS, Event
 from tests.queue.witness import Knobs
 from tests.queue.world import World

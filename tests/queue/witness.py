@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from async_rl.config.config import OnStale
+from async_rl.config.queue import OnStale
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.changes import Changes, Kind
 from async_rl.queue.core.group_summary import GroupFacts

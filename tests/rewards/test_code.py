@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from async_rl.config.loading import parse_config
-from async_rl.config.task import CodeRewardConfig
+from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.code import CodeReward, extract_program
 from async_rl.rewards.code_judge import LocalJudge

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.task import CodeRewardConfig
+from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, SandboxError, SandboxFailedError
 from async_rl.rewards.code_remote import PATH, RemoteJudge
 from async_rl.rewards.code_server import VerifierServer, serve

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.engine import VLLM_MIN_TEMPERATURE
+from async_rl.config.generator import VLLM_MIN_TEMPERATURE
 from async_rl.errors import EngineError, ModelError
 from async_rl.generator.counter_random import rollout_keys
 from async_rl.records import NO_VERSION, Lease, Sampling

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import xxhash
 from msgspec.structs import replace
 
-from async_rl.config.config import Config, OnStale
+from async_rl.config.config import Config
+from async_rl.config.queue import OnStale
 from async_rl.errors import ConfigError
 from async_rl.records import LeaseKind, Sampling
 from async_rl.sampling_mask import words_at_most

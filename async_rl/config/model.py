@@ -1,10 +1,21 @@
-"""LoRA: the section ``lora``. Off unless ``lora.rank`` is set."""
+"""The sections ``model`` and ``lora``: what is trained, and which of its weights."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from async_rl.config.section import Section
+
+
+class ModelConfig(Section):
+    path: str = Field(min_length=1, description="local directory or hub id of a Hugging Face causal LM")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="compute dtype; auto: bfloat16 on CUDA, float32 on CPU"
+    )
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
 
 
 class LoraConfig(Section):

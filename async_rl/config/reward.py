@@ -1,18 +1,15 @@
-"""What is learnt: the sections ``data`` and ``reward``. ``config.py`` checks them against the others."""
+"""The section ``reward``: how answers are scored, and how programs are judged (``reward.code``)."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from async_rl.config.section import Section
 from async_rl.process.user_code import is_code_name
-
-PromptFormat = Literal["chat", "text"]
 
 REWARD_NEEDS: dict[str, tuple[str, ...]] = {
     "boxed": ("gt_answer",),
@@ -21,10 +18,11 @@ REWARD_NEEDS: dict[str, tuple[str, ...]] = {
     "xml_format": (),
     "code": ("test_cases",),
 }
-"""The rewards that come with async-rl, by name, and what each needs of a row. ``rewards.registry`` builds them."""
+"""The rewards that come with async-rl, by name, and the fields that each needs in a row. ``rewards.registry`` builds
+them."""
 
 VOTED_REWARDS = ("boxed", "think_answer_tags", "exact")
-"""Those that extract an answer which others may be compared with, so that a majority means something."""
+"""Those that extract an answer which can be compared with others, so that a majority vote means something."""
 
 SYSTEM_PROMPTS: dict[str, str] = {
     "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
@@ -40,49 +38,6 @@ SYSTEM_PROMPTS: dict[str, str] = {
     "code": "You are a helpful assistant.",
 }
 """What a row without a system message of its own is told, by reward type; nothing for types that are not here."""
-
-
-class ColumnsConfig(Section):
-    """What the keys of a row are called in the data."""
-
-    messages: str = Field(default="messages", min_length=1, description="the chat so far, or one message of it")
-    prompt: str = Field(default="prompt", min_length=1, description="instead: text, or messages")
-    gt_answer: str = Field(default="gt_answer", min_length=1, description="right answer of a math row")
-    test_cases: str = Field(default="test_cases", min_length=1, description="inputs and outputs of a code row")
-    fn_name: str = Field(default="fn_name", min_length=1, description="function that the tests call; none: stdin")
-    extra_info: str = Field(default="extra_info", min_length=1, description="for environments and rewards of yours")
-
-
-class DataConfig(Section):
-    train: str = Field(
-        default="",
-        description="training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
-        "[split@]owner/name[:config] of the hub; needed by every role but sft",
-    )
-    eval: dict[str, str] = Field(default={}, description="dataset name -> rows, as for train")
-    columns: ColumnsConfig = Field(default=ColumnsConfig(), description="what the data calls them")
-    prompt_format: PromptFormat = Field(
-        default="chat", description="a prompt column is a user's message, or text to be continued without a template"
-    )
-    on_long_prompt: Literal["drop", "truncate"] = Field(
-        default="drop",
-        description="beyond sampling.max_prompt_tokens: set aside and counted, or the end of the last user message cut",
-    )
-    epochs: int | None = Field(default=None, ge=1, description="end the run after so many passes; none: learner.steps")
-    system_prompt: str | None = Field(default=None, description="none: by reward type; empty: no system message")
-    on_bad_row: Literal["refuse", "skip"] = "refuse"
-    on_change: Literal["refuse", "accept"] = Field(
-        default="refuse", description="when the training file is another one than at the checkpoint"
-    )
-    shuffle: bool = Field(default=True, description="a new seeded order every epoch")
-
-    @field_validator("eval")
-    @classmethod
-    def _are_names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:  # of files and metrics
-            if re.fullmatch(r"\w[\w.+-]*", name) is None:
-                raise ValueError(f"expected names of letters, digits and _ . + -, got {name!r}")
-        return value
 
 
 class CodeRewardConfig(Section):
