@@ -83,7 +83,7 @@ def _server(directory: Path, load: Load, options: ProductOptions) -> Iterator[tu
     """A queue server's process id and address."""
     if options.has_keys:
         make_keys(directory / "keys")
-    config = _write_config(directory, load, options)
+    config = write_config(directory, load, options)
     profile = [] if options.profile is None else ["-m", "cProfile", "-o", str(options.profile)]
     log = directory / "server.log"
     with log.open("wb") as output:
@@ -103,7 +103,8 @@ def _server(directory: Path, load: Load, options: ProductOptions) -> Iterator[tu
         process.wait(_START_S)
 
 
-def _write_config(directory: Path, load: Load, options: ProductOptions) -> Path:
+def write_config(directory: Path, load: Load, options: ProductOptions) -> Path:
+    """The config file of a run whose queue takes this load; ``run.dir`` is ``directory / "run"``."""
     data = directory / "train.jsonl"
     rows = (
         {"messages": [{"role": "user", "content": f"{i} + {i}"}], "gt_answer": str(2 * i)} for i in range(_NUM_ROWS)
