@@ -1,6 +1,6 @@
 """The ``async-rl`` command: parsing and messages only. Heavy imports happen inside the commands.
 
-Exit codes: 0 done; 1 it failed (with a traceback, or the first cause of a stopped run); 2 bad input, one message;
+Exit codes: 0 done; 1 failed (with a traceback, or the first cause of a stopped run); 2 bad input, with one message;
 130 interrupted; 143 terminated.
 """
 
@@ -55,10 +55,9 @@ def launch(
     fresh: Fresh = False,
     insecure: Insecure = False,
 ) -> None:
-    """Run everything of CONFIG on this machine: queue server, learner, generators, with a live view.
+    """Run everything that CONFIG describes on this machine: queue server, learner, generators. Show a live view.
 
-    The same command resumes a run that was stopped, from its latest checkpoint. Everything that it starts ends when
-    it ends.
+    The same command resumes a stopped run from its latest checkpoint. Every process that it starts ends when it ends.
 
     \b
     Example:
@@ -73,12 +72,12 @@ def launch(
     raise typer.Exit(code)
 
 
-@app.command(short_help="Train, on the rollouts that generators send.")
+@app.command(short_help="Train on the rollouts that generators send.")
 def learner(config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, insecure: Insecure = False) -> None:
     """Train the model of CONFIG on the rollouts that generators send (one process, or every rank of torchrun).
 
-    It attaches to the queue server recorded in the run directory, or starts one. Generators join and leave by
-    themselves, see `async-rl generator --help`.
+    It connects to the queue server recorded in the run directory, or starts one. Generators join and leave at any
+    time: see `async-rl generator --help`.
 
     \b
     Examples:
@@ -97,7 +96,7 @@ def learner(config: ConfigPath, overrides: Overrides = None, fresh: Fresh = Fals
         quiet_progress_bars()
         from async_rl.learner.start import run_learner
 
-        # A queue server that a learner of launch started would outlive launch.
+        # A queue server started by a learner of launch would outlive launch.
         run_learner(resolved, fresh=fresh, insecure=insecure, may_start_queue=not is_launched)
 
 
@@ -113,22 +112,27 @@ def generator(
         ),
     ] = None,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a queue that is not there.")
+        float,
+        typer.Option(
+            "--wait", metavar="SECONDS", min=0, help="How long to wait for a queue server that does not answer yet."
+        ),
     ] = 300.0,
     insecure: Insecure = False,
     keys: Keys = None,
     generator_id: Annotated[
-        str | None, typer.Option("--id", metavar="NAME", help="Its name in logs and metrics; default: made up.")
+        str | None, typer.Option("--id", metavar="NAME", help="Its name in logs and metrics. If unset, a random one.")
     ] = None,
     replaces: Annotated[
         str | None,
-        typer.Option("--replaces", metavar="NAME", help="A dead generator: what it held is given out again at once."),
+        typer.Option(
+            "--replaces", metavar="NAME", help="Name of a dead generator whose leases are given to others at once."
+        ),
     ] = None,
 ) -> None:
     """Sample rollouts for the run whose queue server is at ADDRESS, until that run is finished.
 
-    It needs no file of the run: model, sampling and rewards come from the queue, weights from the learner. Any number
-    may join or leave at any time. --set takes generator.* keys only: what is this machine's own.
+    It needs no file of the run: the queue server sends model, sampling and rewards, the learner sends weights. Any
+    number of generators may join or leave at any time. --set takes generator.* keys only: they describe this machine.
 
     \b
     Example:
@@ -159,7 +163,8 @@ def queue(
     config: ConfigPath,
     overrides: Overrides = None,
     run_id: Annotated[
-        str | None, typer.Option("--run-id", metavar="ID", help="Name this run in the handshake; default: made up.")
+        str | None,
+        typer.Option("--run-id", metavar="ID", help="The run's id in the handshake. If unset, a random one."),
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start with an empty queue; the old journal is moved aside.")
@@ -168,8 +173,8 @@ def queue(
 ) -> None:
     """Serve prompts to generators and groups to the learner of CONFIG.
 
-    `launch` and a single learner start one by themselves. Start it by hand to train across machines: set
-    queue.address to what it binds, and queue.advertise to what others connect to.
+    `launch` and `learner` start one themselves. Start one by hand to train across machines: set queue.address to the
+    address that it binds, and queue.advertise to the address that others connect to.
 
     \b
     Example:
@@ -196,7 +201,7 @@ def status(
     ] = 5.0,
     keys: Keys = None,
 ) -> None:
-    """Ask a running queue server how the run is doing: members, depth, versions, the ledger.
+    """Ask a running queue server how the run is doing: generators, versions, ready groups, the ledger, who waits.
 
     \b
     Example:
@@ -230,18 +235,18 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
         run_sft(resolved)
 
 
-@app.command(short_help="Judge programs for generators that can't isolate them.")
+@app.command(short_help="Run and judge programs for generators that can't isolate them.")
 def verifier(
     bind: Annotated[
-        str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen; port 0 takes any that is free.")
+        str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen; port 0 takes any free port.")
     ] = "127.0.0.1:8000",
     overrides: Overrides = None,
     insecure: Insecure = False,
 ) -> None:
     """Judge programs over HTTP for generators whose machines can't isolate them (reward.code.endpoint).
 
-    It runs programs in this machine's sandbox, under this machine's --set reward.code.* limits. Nothing authenticates
-    who asks, so beyond loopback it needs --insecure and a trusted network.
+    It runs programs in this machine's sandbox, under the reward.code.* limits that --set gives here. It does not
+    authenticate clients, so an address beyond loopback needs --insecure and a trusted network.
 
     \b
     Example:
@@ -257,25 +262,25 @@ app.add_typer(tools)
 
 
 def _is_first_rank() -> bool:
-    """What all ranks share is checked by one."""
+    """Whether this rank checks what all ranks share."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def _role() -> Iterator[bool]:
-    """What every long-running command needs: an end when its parent ends, SIGTERM that unwinds, log lines.
+    """Prepare a long-running command: it ends with its parent, unwinds on SIGTERM, and logs.
 
-    Gives whether the process is one of ``launch``'s.
+    Yields whether ``launch`` started the process.
     """
     exit_on_sigterm()
     is_launched = watch_lifeline()
-    # Torch's rendezvous warns of every address without a reverse name; its errors are shown, and so is what we log.
+    # Torch's rendezvous warns about every address without a reverse name. Its errors still show.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         yield is_launched
     except BrokenPipeError:
-        # Typer takes this for `| head` and exits in silence; in a role it is a failure like any other.
+        # Typer takes this for `| head` and exits silently; in a role it is a failure.
         traceback.print_exc()
         raise SystemExit(1) from None
 

@@ -13,20 +13,23 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override one config key, as in learner.steps=20 (VALUE is TOML, or a bare string); may be repeated.",
+        help="Set one config key, as in learner.steps=20. VALUE is TOML or a bare string. May be repeated.",
     ),
 ]
 Insecure = Annotated[
     bool,
-    typer.Option("--insecure", help="Allow addresses beyond loopback without authentication (trusted networks only)."),
+    typer.Option(
+        "--insecure",
+        help="Allow addresses beyond loopback without keys. On trusted networks only: nothing is authenticated.",
+    ),
 ]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Start over: an existing run directory is moved aside, never deleted.")
+    bool, typer.Option("--fresh", help="Start over. An existing run directory is moved aside, never deleted.")
 ]
 Keys = Annotated[
     Path | None,
     typer.Option("--keys", metavar="FILE", help="This client's key file, made by `async-rl keys new`."),
 ]
 Connect = Annotated[
-    str, typer.Option("--connect", metavar="ADDRESS", help="The queue server, as in tcp://127.0.0.1:5555.")
+    str, typer.Option("--connect", metavar="ADDRESS", help="The queue server's address, as in tcp://127.0.0.1:5555.")
 ]

@@ -1,4 +1,4 @@
-"""Commands that start no role: ``config``, ``eval``, ``export``, ``doctor``, ``keys``. Heavy imports are in them."""
+"""Commands that start no role: ``config``, ``eval``, ``export``, ``doctor``, ``keys``. Each imports what it needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from async_rl.cli.options import ConfigPath, Insecure, Keys, Overrides
 tools = typer.Typer(rich_markup_mode=None)
 
 
-@tools.command("config", short_help="Check a config and print it resolved.")
+@tools.command("config", short_help="Check a config and print every key.")
 def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check CONFIG and print it resolved: every key, defaults written out, as TOML.
+    """Check CONFIG and print it as TOML with every key, defaults included.
 
     \b
     Example:
@@ -26,63 +26,75 @@ def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
     typer.echo(config_to_toml(load_config(config, overrides or [])), nl=False)
 
 
-@tools.command("eval", short_help="Answer data sets with models; compare evaluations.")
+@tools.command("eval", short_help="Evaluate models on data sets; compare evaluations.")
 def evaluate(
     models: Annotated[
         list[str],
         typer.Argument(
             metavar="MODEL",
-            help="Model directories, hub ids, checkpoints, or run directories (their latest). With --compare: run "
-            "directories, or what --out named.",
+            help="Model directories, hub ids, checkpoints, or run directories (their latest checkpoint). With "
+            "--compare: run directories, or directories that --out wrote.",
         ),
     ],
     datasets: Annotated[
         list[str] | None,
-        typer.Option("--dataset", metavar="[NAME=]FILE", help="Rows to answer, as data.eval; may be repeated."),
+        typer.Option("--dataset", metavar="[NAME=]FILE", help="Rows to answer, as for data.eval. May be repeated."),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="CONFIG", help="Settings, and data sets; default: those of the first MODEL's run."
+            "--config",
+            metavar="CONFIG",
+            help="Config with settings and data sets. If unset, that of the first MODEL's run.",
         ),
     ] = None,
     overrides: Overrides = None,
-    samples: Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers a row.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers per row.")] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy decoding.")
+        float | None,
+        typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 is greedy decoding."),
     ] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", metavar="P", help="As eval.top_p; 1: off.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", min=0, help="As eval.top_k; 0: off.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", metavar="P", help="As eval.top_p; 1 switches it off.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="K", min=0, help="As eval.top_k; 0 switches it off.")
+    ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, tokens.")
+        int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Limit of an answer, in tokens.")
     ] = None,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts get no answer.")
+        int | None,
+        typer.Option(
+            "--max-prompt-tokens", metavar="N", min=1, help="Limit of a prompt, in tokens; longer ones get no answer."
+        ),
     ] = None,
     reward: Annotated[str | None, typer.Option("--reward", metavar="TYPE", help="As reward.type.")] = None,
     system_prompt: Annotated[
-        str | None, typer.Option("--system-prompt", metavar="TEXT", help="As data.system_prompt; empty: none.")
+        str | None, typer.Option("--system-prompt", metavar="TEXT", help="As data.system_prompt; empty for none.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at a time.")
+        int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at the same time.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="For sampling above temperature 0.")
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for temperatures above 0.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write answers (DATASET.jsonl) and figures.json there.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write answers (DATASET.jsonl) and figures.json to this directory."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer nothing: tables of what runs and --out directories hold.")
+        bool, typer.Option("--compare", help="Answer nothing; print tables of what runs and --out directories hold.")
     ] = False,
 ) -> None:
-    """Answer data sets with models and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
+    """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
 
-    Settings (system prompt, reward, limits, environment, data.eval) are those of --config, else those of the run that
-    the first MODEL comes from, else the defaults of a new config; options here win. Several models are asked the same.
+    Settings (system prompt, reward, limits, environment, data.eval) come from --config; if unset, from the run that
+    the first MODEL belongs to; else they are a new config's defaults. The options below win over all of them. All
+    models get the same settings.
 
     \b
     Examples:
@@ -132,16 +144,16 @@ def _answer(models: list[str], chosen: dict[str, Any], out: Path | None) -> None
 @tools.command(short_help="Write a checkpoint as a Hugging Face model directory.")
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory (its latest).")
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run directory (its latest checkpoint).")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; new, or empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write: new or empty.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a run with lora.rank: the adapter alone, in peft's format.")
+        bool, typer.Option("--adapter", help="Write only the adapter of a run with lora.rank, in peft's format.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory (config, tokenizer, safetensors).
 
-    A LoRA adapter is merged into the model that the run began with, which must still be there.
+    A LoRA adapter is merged into the model that the run began with. That model must still be at model.path.
 
     \b
     Example:
@@ -154,29 +166,31 @@ def export(
     typer.echo(f"wrote {out}")
 
 
-@tools.command(short_help="Look for what would go wrong, with a fix for each.")
+@tools.command(short_help="Check a config on this machine and say how to fix what is wrong.")
 def doctor(
     config: ConfigPath,
     overrides: Overrides = None,
     connect: Annotated[
         str | None,
-        typer.Option("--connect", metavar="ADDRESS", help="Ask this queue server, as a generator here would."),
+        typer.Option(
+            "--connect", metavar="ADDRESS", help="Check this queue server too, as a generator on this machine would."
+        ),
     ] = None,
     keys: Keys = None,
     insecure: Insecure = False,
     parity: Annotated[
-        bool, typer.Option(help="Load the model twice, as engine and learner, and compare their log-probabilities.")
+        bool, typer.Option(help="Load the model as engine and as learner, and compare their log-probabilities.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For each check that loads a model.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Limit for each check that loads a model.")
     ] = 300.0,
 ) -> None:
-    """Look for what would go wrong with CONFIG on this machine, and say how to mend it. Nothing is written.
+    """Check what would go wrong with CONFIG on this machine, and say how to fix it. Nothing is written.
 
-    Versions, devices, disk, ports, a real collective of two, data, tokenizer, the first prompt as it is rendered, the
-    reward on sample rows, and whether engine and learner give the same tokens the same log-probabilities. The exit
-    code is 1 if a row is red.
+    It checks versions, devices, disk, ports, a real collective of two ranks, data, tokenizer, the rendered first
+    prompt, the reward on sample rows, and whether engine and learner give the same tokens the same log-probabilities.
+    The exit code is 1 if a check failed.
 
     \b
     Examples:
@@ -206,24 +220,26 @@ def doctor(
 
 
 keys_app = typer.Typer(
-    help="Keys that encrypt the run's sockets and say who may join.", no_args_is_help=True, rich_markup_mode=None
+    help="Keys that encrypt the run's sockets and decide who may join.", no_args_is_help=True, rich_markup_mode=None
 )
 tools.add_typer(keys_app, name="keys")
 
 
-@keys_app.command("new", short_help="Make keys, or add clients to them.")
+@keys_app.command("new", short_help="Make keys, or add clients.")
 def keys_new(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys are, or are to be.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the keys.")],
     clients: Annotated[
         list[str] | None,
-        typer.Option("--client", metavar="NAME", help="A further client, for a machine of generators; repeatable."),
+        typer.Option(
+            "--client", metavar="NAME", help="A further client, one for each machine of generators. May be repeated."
+        ),
     ] = None,
 ) -> None:
-    """Make DIR with the queue server's key, a key for every client and allowed.txt, the list of who is let in.
+    """Make DIR with the queue server's key, a key for each client, and allowed.txt, the list of allowed clients.
 
-    Set queue.keys to DIR for the queue server and the learner, who alone is to use DIR/client.key, and copy a client's
-    file to each machine of generators by a safe way. Repeated, it adds clients, to a running run as well, and replaces
-    nothing. To shut a client out, delete its line of allowed.txt and restart the queue server.
+    Set queue.keys to DIR for the queue server and the learner. Only the learner uses DIR/client.key. Copy one client
+    file to each machine of generators, over a channel that you trust. Run it again to add clients, also while a run
+    goes on: it replaces nothing. To shut a client out, delete its line in allowed.txt and restart the queue server.
 
     \b
     Example:
@@ -241,7 +257,9 @@ def _compare(paths: list[Path], *, has_options: bool) -> None:
     from async_rl.evaluation.table import compare
 
     if has_options:
-        raise ConfigError("--compare answers nothing: expected directories and no other option")
+        raise ConfigError(
+            "--compare answers nothing: expected directories and no other option, got other options; leave them out"
+        )
     for line in compare(paths):
         typer.echo(line)
 

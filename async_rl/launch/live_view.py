@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.errors import AsyncRLError
+from async_rl.launch.status import ask_status, awaited_by
 from async_rl.launch.supervisor import Member
 from async_rl.net.keys import ClientKeys
 from async_rl.run.metrics import Row
@@ -30,7 +31,6 @@ REFRESH_S = 0.5
 ETA_STEPS = 20
 SHOWN_WAIT_S = 2.0
 MAX_NAMED_MEMBERS = 8
-_WAITED_FOR = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
@@ -92,17 +92,6 @@ class StatusPoller:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(STATUS_TIMEOUT_S + POLL_S)
-
-
-def ask_queue(address: str, keys: ClientKeys | None = None) -> Mapping[str, Any]:
-    """One status request on a connection of its own."""
-    from async_rl.queue.client.learner_client import LearnerQueue
-
-    queue = LearnerQueue(address, STATUS_TIMEOUT_S, keys)
-    try:
-        return queue.status()
-    finally:
-        queue.close()
 
 
 class Progress:
@@ -232,7 +221,7 @@ class LiveView:
 
     def watch_queue(self, address: str) -> None:
         self.note(f"queue server at {address}")
-        self._poller = StatusPoller(lambda: ask_queue(address, self._keys))
+        self._poller = StatusPoller(lambda: ask_status(address, STATUS_TIMEOUT_S, self._keys))
 
     def close(self) -> None:
         """Leave the last table on the screen."""
@@ -315,7 +304,7 @@ def _style(state: str) -> str:
 def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
     """Who waits for what since when, of waits that can be noticed; the queue server names them."""
     shown = [
-        f"{wait['who']} for {_WAITED_FOR.get(wait['for'], wait['for'])} ({duration(wait['since_s'])})"
+        f"{wait['who']} for {awaited_by(wait)} ({duration(wait['since_s'])})"
         for wait in waits
         if wait["since_s"] >= SHOWN_WAIT_S
     ]

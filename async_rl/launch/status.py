@@ -1,4 +1,7 @@
-"""``async-rl status``: what a running queue server says of its run, as JSON or as tables."""
+"""``async-rl status``: asks a running queue server how its run is doing, and shows the answer as tables or as JSON.
+
+``live_view`` asks with the same function.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,59 @@ from rich.table import Table
 
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.keys import ClientKeys
-from async_rl.queue.client.learner_client import LearnerQueue
+
+_LABELS = {
+    "lineage": "lineage",
+    "version": "version of the learner",
+    "lease_bound": "staleness bound of new leases",
+    "depth": "groups ready",
+    "evaluations": "evaluations",
+    "prompts_too_long": "prompts too long",
+    "filtered_since_step": "filtered since the last step",
+    "stop": "why the run stops",
+    "finished": "finished",
+    "address": "queue server",
+    "pid": "its process id",
+    "run_id": "run id",
+    "malformed": "malformed messages",
+    "limited": "messages above the rate limit",
+    "refused_handshakes": "refused handshakes",
+}
+"""Key of the answer -> what the table calls it, in this order. ``--json`` shows the keys."""
+_ONLY_IF_ANY = frozenset({"prompts_too_long", "filtered_since_step", "malformed", "limited", "refused_handshakes"})
+_AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
+"""Type of a pending request -> what its sender waits for."""
+
+
+def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -> dict[str, Any]:
+    """Ask once, on a connection of its own.
+
+    Raises:
+        QueueError: no answer came within ``timeout_s``.
+    """
+    from async_rl.queue.client.learner_client import LearnerQueue
+
+    queue = LearnerQueue(address, timeout_s, keys)
+    try:
+        return queue.status()
+    finally:
+        queue.close()
 
 
 def print_status(address: str, *, as_json: bool, timeout_s: float, keys: ClientKeys | None = None) -> None:
     """Ask once and print.
 
     Raises:
-        AddressError: nobody answers there within ``timeout_s``.
+        AddressError: no queue server answers at ``address`` within ``timeout_s``.
     """
-    queue = LearnerQueue(address, timeout_s, keys)
     try:
-        status = queue.status()
+        status = ask_status(address, timeout_s, keys)
     except QueueError as error:
-        wanted = "is this key in its allowed.txt?" if keys else "if it has keys, pass --keys FILE"
+        remedy = "check that this key is in its allowed.txt" if keys else "if it has keys, pass --keys FILE"
         raise AddressError(
-            f"no queue server answers at {address} within {timeout_s:g} s; is the run over? queue.json in its run "
-            f"directory has its address; {wanted}"
+            f"expected a queue server at {address}, got no answer within {timeout_s:g} s. Its address is in queue.json "
+            f"of its run directory; a run that has ended has no queue server; {remedy}"
         ) from error
-    finally:
-        queue.close()
     if as_json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")
         return
@@ -41,48 +77,55 @@ def print_status(address: str, *, as_json: bool, timeout_s: float, keys: ClientK
 
 
 def status_tables(status: Mapping[str, Any]) -> list[Table]:
-    """A table of plain values, one of the generators, one of the ledger's accounts. Leases are only counted.
+    """Tables of the run, its generators, its ledgers and what waits. Leases are only counted.
 
-    Keys that this version knows nothing of are shown as they are; ``--json`` has all of them.
+    Keys that this version does not know are shown under their own names.
     """
+    rest = dict(status)
     run = _plain_table("run")
     tables = [run]
-    rest = dict(status)
-    for name, text in _run_rows(rest):
-        run.add_row(name, text)
+    for label, text in _run_rows(rest):
+        run.add_row(label, text)
+    if generators := rest.pop("generators", None):
+        tables.append(_generators_table(generators))
+    tables += _ledger_tables(rest.pop("ledger", {}))
+    if waits := rest.pop("waits", None):
+        tables.append(_waits_table(waits))
     for key, value in rest.items():
-        if key == "generators" and isinstance(value, list):
-            tables.append(_generators_table(value))
-        elif isinstance(value, Mapping) and any(isinstance(item, Mapping) for item in value.values()):
-            table = _plain_table(str(key))
-            for name, account in value.items():
-                table.add_row(str(name), _text(account))
-            tables.append(table)
-        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            tables.append(_rows_table(str(key), value))
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            tables.append(_rows_table(_words(key), value))
         elif value not in ("", None, []):
-            run.add_row(str(key), _text(value))
+            run.add_row(_words(key), _text(value))
     return tables
 
 
+def awaited_by(wait: Mapping[str, Any]) -> str:
+    """What the sender of a pending request waits for, in words."""
+    return _AWAITED.get(wait["for"], str(wait["for"]))
+
+
 def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Rows that say in one what several keys say; those keys are taken out of ``rest``."""
+    """Label and text of each row of the run's table; takes the keys that it shows out of ``rest``."""
     if "step" in rest:
         step, num_steps = rest.pop("step"), rest.pop("num_steps", None)
         yield "step", "no learner yet" if step is None else f"{step} of {num_steps}" if num_steps else str(step)
     if announced := rest.pop("announced", None):
         yield "weights", f"version {announced.get('version')} from {announced.get('channel')}"
+    for key, label in _LABELS.items():
+        value = rest.pop(key, None)
+        if value not in ("", None, []) and (value or key not in _ONLY_IF_ANY):
+            yield label, _text(value)
     if "max_bytes" in rest:
-        held, reserved, most = (size_text(rest.pop(key, 0)) for key in ("bytes", "bytes_reserved", "max_bytes"))
-        yield "memory", f"{held} held, {reserved} reserved, of {most}"
+        stored, reserved, most = (size_text(rest.pop(key, 0)) for key in ("bytes", "bytes_reserved", "max_bytes"))
+        yield "memory", f"{stored} of groups, {reserved} reserved by leases, limit {most}"
     if "leases" in rest:
         yield "leases", str(len(rest.pop("leases")))
 
 
 def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=f"generators: {len(generators)}", title_justify="left")
-    for column in ("id", "host", "version", "busy", "tokens", "tokens/s", "heard of"):
-        table.add_column(column, no_wrap=column in ("id", "tokens/s", "heard of"))
+    for column in ("id", "host", "version", "busy", "tokens", "tokens/s", "last seen"):
+        table.add_column(column, no_wrap=column in ("id", "tokens/s", "last seen"))
     for generator in generators:
         stats = generator.get("stats") or {}
         wall_s, seats = stats.get("wall_s", 0.0), stats.get("seats", 0)
@@ -97,6 +140,52 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
             f"{stats['num_tokens'] / wall_s:,.0f}" if wall_s else "-",
             "-" if seen_s is None else f"{gone}{seen_s:.1f} s ago",
         )
+    return table
+
+
+def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
+    """Where training's groups are, where the evaluations' are, and what became of the received ones."""
+    accounts = {name: ledger[name] for name in ("groups", "rollouts", "tokens") if name in ledger}
+    tables = [_accounts_table("ledger", accounts), _accounts_table("ledger of evaluations", ledger.get("eval", {}))]
+    outcomes = Table(title="what became of received groups", title_justify="left")
+    for column in ("", "groups", "rollouts", "tokens", "mean reward", "mean accuracy"):
+        outcomes.add_column(column, justify="right" if column else "left")
+    for name, sums in ledger.get("outcomes", {}).items():
+        if number := sums["rollouts"]:
+            means = (f"{sums[key] / number:.3f}" for key in ("reward", "accuracy"))
+            outcomes.add_row(_words(name), *(f"{sums[key]:,}" for key in ("groups", "rollouts", "tokens")), *means)
+    return [table for table in (*tables, outcomes) if table.row_count]
+
+
+def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A column for each account, a row for each term that is not zero in all of them."""
+    table = Table(title=title, title_justify="left")
+    for column in ("", *accounts):
+        table.add_column(column, justify="right" if column else "left")
+    flat = [_flat(account) for account in accounts.values()]
+    for term in dict.fromkeys(term for account in flat for term in account):
+        if any(account.get(term) for account in flat):
+            table.add_row(_words(term), *(f"{account[term]:,}" if term in account else "" for account in flat))
+    return table
+
+
+def _flat(account: Mapping[str, Any]) -> dict[str, int]:
+    """Counts by term; those of a cause as ``dropped: stale``. Tokens are received where groups are issued."""
+    counts: dict[str, int] = {}
+    for term, count in account.items():
+        if isinstance(count, Mapping):
+            counts |= {f"{term}: {cause}": number for cause, number in count.items()}
+        else:
+            counts["issued" if term == "received" else term] = count
+    return counts
+
+
+def _waits_table(waits: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="who waits", title_justify="left")
+    for column in ("who", "for", "seconds"):
+        table.add_column(column)
+    for wait in waits:
+        table.add_row(str(wait["who"]), awaited_by(wait), f"{wait['since_s']:.1f}")
     return table
 
 
@@ -117,27 +206,22 @@ def _rows_table(title: str, rows: list[Mapping[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
-        table.add_column(str(column))
+        table.add_column(_words(column))
     for row in rows:
-        table.add_row(*(_cell(column, row.get(column, "")) for column in columns))
+        table.add_row(*(_text(row.get(column, "")) for column in columns))
     return table
 
 
-def _cell(column: str, value: Any) -> str:
-    return f"{value:.1f}" if column.endswith("_s") and isinstance(value, float) else _text(value)
+def _words(key: str) -> str:
+    return str(key).replace("_", " ")
 
 
 def _text(value: Any) -> str:
     """A value in short; of a mapping the entries that are not zero."""
     if isinstance(value, Mapping):
-        parts = [f"{key} ({_text(v)})" if isinstance(v, Mapping) else f"{key} {_text(v)}" for key, v in _filled(value)]
-        return ", ".join(parts) or "-"
+        return ", ".join(f"{_words(key)} {_text(v)}" for key, v in value.items() if v) or "-"
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value)) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _filled(mapping: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(key, v) for key, v in mapping.items() if v and not (isinstance(v, Mapping) and not any(v.values()))]

@@ -311,7 +311,7 @@ def test_a_generator_gives_up_on_a_queue_that_is_not_there(capsys: pytest.Captur
 
 def test_status_of_nobody_says_where_the_address_is_to_be_found(capsys: pytest.CaptureFixture[str]):
     said = refusal(capsys, "status", "--connect", "tcp://127.0.0.1:9", "--timeout", "0.2")
-    assert "no queue server answers at tcp://127.0.0.1:9 within 0.2 s" in said
+    assert "expected a queue server at tcp://127.0.0.1:9, got no answer within 0.2 s" in said
     assert "queue.json" in said
 
 
@@ -439,6 +439,8 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     from async_rl.launch.status import status_tables
 
     groups = {"issued": 7, "queued": 0, "dropped": {"stale": 2, "expired": 0}}
+    tokens = {"received": 4000, "queued": 0, "dropped": {"stale": 900}}
+    outcomes = {"received": {"groups": 7, "rollouts": 8, "tokens": 4000, "reward": 2.0, "accuracy": 6.0}}
     # 6 of 10 s times 2 seats busy; 50 tokens in 10 s.
     stats = {"seats": 2, "wall_s": 10.0, "busy_seat_s": 12.0, "num_tokens": 50}
     status = {
@@ -452,32 +454,37 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "announced": {"version": 2, "channel": "tcp://127.0.0.1:7", "digest": "ab"},
         "stream": {"position": 9, "epoch": 0},
         "leases": [{}, {}],
-        "ledger": {"groups": groups, "eval": {"groups": {"issued": 0}}},
+        "malformed": 0,
+        "limited": 3,
+        "ledger": {"groups": groups, "tokens": tokens, "eval": {"groups": {"issued": 0}}, "outcomes": outcomes},
         "generators": [
             {"id": "a", "host": "h", "alive": True, "active": ["l", 2], "seen_s_ago": 0.26, "stats": stats},
             {"id": "b", "host": "h", "alive": False, "active": None, "seen_s_ago": 1.0, "stats": {}},
         ],
         "waits": [{"who": "learner", "for": "take", "since_s": 0.5}],
     }
-    console = Console(width=80, record=True, file=io.StringIO())
+    console = Console(width=100, record=True, file=io.StringIO())
     for table in status_tables(status):
         console.print(table)
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     for shown in (
         "step 3 of 8",
         "finished no",
-        "memory 0 B held, 1.5 KiB reserved, of 2 GiB",
+        "memory 0 B of groups, 1.5 KiB reserved by leases, limit 2 GiB",
         "weights version 2 from tcp://127.0.0.1:7",
         "stream position 9",
         "leases 2",
-        "groups issued 7, dropped (stale 2)",
-        "eval -",
+        "messages above the rate limit 3",
+        "issued 7 4,000",
+        "dropped: stale 2 900",
+        "received 7 8 4,000 0.250 0.750",
         "a h 2 60% of 2 50 5 0.3 s ago",
         "b h - - - - gone, 1.0 s ago",
-        "learner take 0.5",
+        "learner groups 0.5",
     ):
         assert shown in lines, (shown, lines)
-    assert not any(line.startswith("stop") for line in lines)
+    unshown = ("why the run stops", "malformed", "queued", "dropped: expired", "ledger of evaluations")
+    assert [line for line in lines if line.startswith(unshown)] == []
 
 
 def test_an_evaluation_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
