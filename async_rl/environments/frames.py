@@ -1,4 +1,4 @@
-"""Messages between a generator and its environments' processes: a uint32 length and JSON, on a stream socket.
+"""Messages between a generator and its environments' processes: JSON objects in frames of ``net.framing``.
 
 From the generator: ``start`` (prompt, extra_info, seed, max_turns), ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (no further turn), ``cancel``. To it: ``sample`` (state, max_tokens, stop), ``ended`` (turns: reward and score
@@ -8,10 +8,11 @@ of every action), ``failed`` (error), ``cancelled``. JSON, so that what an envir
 from __future__ import annotations
 
 import json
-import struct
 from typing import Any
 
-LENGTH = struct.Struct("<I")
+from async_rl.errors import WireError
+from async_rl.net.framing import pack_frame, take_frame
+
 MAX_BYTES = 64 << 20
 
 
@@ -31,7 +32,7 @@ def pack(message: dict[str, Any]) -> bytes:
         raise FrameError(f"can't be sent: {error}") from error
     if len(body) > MAX_BYTES:
         raise FrameError(f"can't be sent: expected at most {MAX_BYTES} bytes, got {len(body)}")
-    return LENGTH.pack(len(body)) + body
+    return pack_frame(body)
 
 
 def unpack(buffer: bytearray) -> dict[str, Any] | None:
@@ -40,19 +41,16 @@ def unpack(buffer: bytearray) -> dict[str, Any] | None:
     Raises:
         FrameError: it is too long, or no JSON object.
     """
-    if len(buffer) < LENGTH.size:
-        return None
-    size = LENGTH.unpack_from(buffer)[0]
-    if size > MAX_BYTES:
-        raise FrameError(f"expected at most {MAX_BYTES} bytes, got {size}")
-    end = LENGTH.size + size
-    if len(buffer) < end:
+    try:
+        body = take_frame(buffer, max_bytes=MAX_BYTES)
+    except WireError as error:
+        raise FrameError(str(error)) from error
+    if body is None:
         return None
     try:
-        message = json.loads(buffer[LENGTH.size : end])
+        message = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"expected JSON: {error}") from error
-    del buffer[:end]
     if not isinstance(message, dict):
         raise FrameError(f"expected a JSON object, got {type(message).__name__}")
     return message

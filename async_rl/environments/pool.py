@@ -21,6 +21,7 @@ from async_rl.config.environment import EnvironmentConfig
 from async_rl.environments.fork_server import READY, RECORD, digest_word
 from async_rl.environments.frames import FrameError, pack, unpack
 from async_rl.errors import ConfigError, EnvironmentProcessError
+from async_rl.net.framing import read_exactly
 from async_rl.process.child import module_command, package_environment
 
 _CHUNK = 1 << 16
@@ -264,8 +265,8 @@ class EnvironmentPool:
         with theirs:
             try:
                 socket.send_fds(self._control, [RECORD.pack(b"F", 0)], [theirs.fileno()])
-                return RECORD.unpack(_receive_exactly(self._control, RECORD.size))[1], ours
-            except (OSError, EOFError):
+                return RECORD.unpack(read_exactly(self._control.recv, RECORD.size))[1], ours
+            except OSError:
                 ours.close()
                 return None, ours
 
@@ -286,9 +287,9 @@ def _start_server(
         )  # fmt: skip
     try:
         ours.settimeout(config.start_timeout_s)
-        kind, size = RECORD.unpack(_receive_exactly(ours, RECORD.size))
+        kind, size = RECORD.unpack(read_exactly(ours.recv, RECORD.size))
         if kind != READY:
-            raise ConfigError(_receive_exactly(ours, size).decode(errors="replace"))
+            raise ConfigError(read_exactly(ours.recv, size).decode(errors="replace"))
     except BaseException as error:
         server.kill()
         server.wait()
@@ -298,21 +299,10 @@ def _start_server(
                 f"environment.name: {config.name} was not imported within environment.start_timeout_s = "
                 f"{config.start_timeout_s:g} s"
             ) from None
-        if isinstance(error, EOFError | ConnectionError):
+        if isinstance(error, ConnectionError):
             raise ConfigError(
                 f"environment.name: the process that imports {config.name} ended ({server.returncode})"
             ) from None
         raise
     ours.settimeout(_FORK_LIMIT_S)
     return server, ours
-
-
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Raises EOFError when it ends before."""
-    data = b""
-    while len(data) < size:
-        chunk = sock.recv(size - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return data

@@ -1,6 +1,6 @@
 """The process that asks math_verify, so that no answer can hang, crash or bloat a generator. Run by ``verifier``.
 
-Frames on stdin and stdout are a little-endian uint32 length and JSON. It says ``{"ready": true}`` once, then answers
+Frames of ``net.framing`` on stdin and stdout hold JSON. It says ``{"ready": true}`` once, then answers
 ``{"gold", "prediction", "time_limit_s"}`` with ``{"equal": bool}``, until stdin ends or its parent is gone.
 Run as ``python -m async_rl.rewards.equality_child PARENT_PID``.
 """
@@ -13,12 +13,14 @@ import os
 import resource
 import select
 import signal
-import struct
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
-LENGTH = struct.Struct("<I")
+from async_rl.net.framing import pack_frame, read_frame
+
+MAX_FRAME_BYTES = 1 << 20
 MEMORY_LIMIT_BYTES = 4 << 30
 _ORPHAN_CHECK_S = 5.0
 _GRACE_S = 1.0
@@ -71,30 +73,21 @@ def _load_math_verify() -> Any:
 
 
 def _read(parent_pid: int) -> dict[str, Any] | None:
-    header = _read_exactly(LENGTH.size, parent_pid)
-    if header is None:
-        return None
-    body = _read_exactly(LENGTH.unpack(header)[0], parent_pid)
+    body = read_frame(partial(_read_some, parent_pid), max_bytes=MAX_FRAME_BYTES)
     return None if body is None else json.loads(body)
 
 
-def _read_exactly(size: int, parent_pid: int) -> bytes | None:
-    data = b""
-    while len(data) < size:
-        # A process forked from the parent may hold our stdin open, so its end alone does not tell.
-        while not select.select([0], [], [], _ORPHAN_CHECK_S)[0]:
-            if os.getppid() != parent_pid:
-                return None
-        chunk = os.read(0, size - len(data))
-        if not chunk:
-            return None
-        data += chunk
-    return data
+def _read_some(parent_pid: int, size: int) -> bytes:
+    """Up to ``size`` bytes of standard input; none once the parent is gone."""
+    # A process forked from the parent may hold our stdin open, so its end alone does not tell.
+    while not select.select([0], [], [], _ORPHAN_CHECK_S)[0]:
+        if os.getppid() != parent_pid:
+            return b""
+    return os.read(0, size)
 
 
 def _write(output: int, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    os.write(output, LENGTH.pack(len(body)) + body)
+    os.write(output, pack_frame(json.dumps(message).encode()))
 
 
 if __name__ == "__main__":

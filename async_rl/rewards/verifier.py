@@ -12,20 +12,18 @@ import subprocess
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any, Literal
 
 from async_rl.errors import RewardError
+from async_rl.net.framing import pack_frame, read_frame
 from async_rl.process.child import module_command, package_environment
-from async_rl.rewards.equality_child import LENGTH
+from async_rl.rewards.equality_child import MAX_FRAME_BYTES
 
 Verdict = Literal["equal", "different", "timed_out", "crashed"]
 
 START_LIMIT_S = 120.0
 """For importing sympy on a loaded machine; not part of any answer's time limit."""
-
-
-class _ChildEndedError(Exception):
-    """Its stdout ended: it crashed or was killed."""
 
 
 class _DeadlineError(Exception):
@@ -69,7 +67,7 @@ class MathVerifier:
                     self._end_child()
                     self.counts["timed_out"] += 1
                     return "timed_out"
-                except (_ChildEndedError, BrokenPipeError):
+                except ConnectionError:  # it crashed or was killed
                     self._end_child()
                     continue
                 return "equal" if answer["equal"] else "different"
@@ -88,7 +86,7 @@ class MathVerifier:
             self.counts["started"] += 1
             try:
                 _receive(self._child, time.monotonic() + START_LIMIT_S)
-            except (_ChildEndedError, _DeadlineError) as error:
+            except (ConnectionError, _DeadlineError) as error:
                 self._end_child()
                 raise RewardError(
                     "the process that compares answers did not start; run 'python -m async_rl.rewards.equality_child "
@@ -123,27 +121,22 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 def _send(child: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
     assert child.stdin is not None
-    body = json.dumps(request).encode()
     # Never blocks: two capped answers fit a pipe's 64 KiB, and the child has read everything before.
-    child.stdin.write(LENGTH.pack(len(body)) + body)
+    child.stdin.write(pack_frame(json.dumps(request).encode()))
 
 
 def _receive(child: subprocess.Popen[bytes], deadline: float) -> dict[str, Any]:
-    header = _receive_exactly(child, LENGTH.size, deadline)
-    return json.loads(_receive_exactly(child, LENGTH.unpack(header)[0], deadline))
+    body = read_frame(partial(_read_some, child, deadline), max_bytes=MAX_FRAME_BYTES)
+    if body is None:
+        raise ConnectionError("the child ended")
+    return json.loads(body)
 
 
-def _receive_exactly(child: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+def _read_some(child: subprocess.Popen[bytes], deadline: float, size: int) -> bytes:
     assert child.stdout is not None
-    data = b""
     poller = select.poll()
     poller.register(child.stdout, select.POLLIN)
-    while len(data) < size:
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
-            raise _DeadlineError
-        chunk = os.read(child.stdout.fileno(), size - len(data))
-        if not chunk:
-            raise _ChildEndedError
-        data += chunk
-    return data
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
+        raise _DeadlineError
+    return os.read(child.stdout.fileno(), size)

@@ -1,0 +1,96 @@
+"""Read exactly n bytes, and send messages as frames, on any stream of bytes: sockets and pipes between processes.
+
+A frame is a little-endian uint32 length and that many bytes. Readers take a function ``read(size)`` that returns at
+least one byte and at most ``size``, or nothing at the end of the stream: ``socket.recv``, or a function that waits
+until a deadline first. Called by environments, rewards and the weights stream.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+
+from async_rl.errors import WireError
+
+LENGTH_BYTES = 4
+_LENGTH = struct.Struct("<I")
+
+
+def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = False) -> bytes:
+    """Read ``size`` bytes; with ``may_end``, nothing if the stream ends before the first of them.
+
+    Raises:
+        ConnectionError: the stream ended before the last byte.
+    """
+    data = bytearray()
+    while len(data) < size:
+        chunk = read(size - len(data))
+        if not chunk:
+            if may_end and not data:
+                return b""
+            raise ConnectionError(f"the stream ended after {len(data)} of {size} bytes")
+        data += chunk
+    return bytes(data)
+
+
+def receive_into(connection: socket.socket, into: memoryview) -> None:
+    """Fill ``into`` with the next bytes of ``connection``, without a copy.
+
+    Raises:
+        ConnectionError: the stream ended before the last byte.
+    """
+    filled = 0
+    while filled < len(into):
+        count = connection.recv_into(into[filled:])
+        if count == 0:
+            raise ConnectionError(f"the stream ended after {filled} of {len(into)} bytes")
+        filled += count
+
+
+def pack_frame(body: bytes) -> bytes:
+    """``body`` as a frame."""
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_frame(read: Callable[[int], bytes], *, max_bytes: int) -> bytes | None:
+    """Read the body of the next frame; None if the stream ends before it.
+
+    Raises:
+        WireError: the frame is longer than ``max_bytes``.
+        ConnectionError: the stream ended inside the frame.
+    """
+    header = read_exactly(read, LENGTH_BYTES, may_end=True)
+    return read_body(read, header, max_bytes=max_bytes) if header else None
+
+
+def read_body(read: Callable[[int], bytes], header: bytes, *, max_bytes: int) -> bytes:
+    """Read the body of the frame whose first ``LENGTH_BYTES`` are ``header``.
+
+    Raises:
+        WireError, ConnectionError: as ``read_frame``.
+    """
+    return read_exactly(read, _checked_length(header, max_bytes))
+
+
+def take_frame(buffer: bytearray, *, max_bytes: int) -> bytes | None:
+    """Take the body of the first frame out of ``buffer``; None if the frame is not complete yet.
+
+    Raises:
+        WireError: the frame is longer than ``max_bytes``.
+    """
+    if len(buffer) < LENGTH_BYTES:
+        return None
+    end = LENGTH_BYTES + _checked_length(buffer, max_bytes)
+    if len(buffer) < end:
+        return None
+    body = bytes(buffer[LENGTH_BYTES:end])
+    del buffer[:end]
+    return body
+
+
+def _checked_length(header: bytes | bytearray, max_bytes: int) -> int:
+    (length,) = _LENGTH.unpack_from(header)
+    if length > max_bytes:
+        raise WireError(f"expected a frame of at most {max_bytes} bytes, got {length}")
+    return length
