@@ -15,21 +15,26 @@ from async_rl.errors import WireError
 
 LENGTH_BYTES = 4
 _LENGTH = struct.Struct("<I")
+_CHUNK_BYTES = 1 << 20
+
+
+class StreamEndedError(ConnectionError):
+    """The stream ended before all the bytes that were expected."""
 
 
 def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = False) -> bytes:
     """Read ``size`` bytes; with ``may_end``, nothing if the stream ends before the first of them.
 
     Raises:
-        ConnectionError: the stream ended before the last byte.
+        StreamEndedError: the stream ended before the last byte.
     """
     data = bytearray()
     while len(data) < size:
-        chunk = read(size - len(data))
+        chunk = read(min(size - len(data), _CHUNK_BYTES))
         if not chunk:
             if may_end and not data:
                 return b""
-            raise ConnectionError(f"the stream ended after {len(data)} of {size} bytes")
+            raise StreamEndedError(f"the stream ended after {len(data)} of {size} bytes")
         data += chunk
     return bytes(data)
 
@@ -38,13 +43,13 @@ def receive_into(connection: socket.socket, into: memoryview) -> None:
     """Fill ``into`` with the next bytes of ``connection``, without a copy.
 
     Raises:
-        ConnectionError: the stream ended before the last byte.
+        StreamEndedError: the stream ended before the last byte.
     """
     filled = 0
     while filled < len(into):
         count = connection.recv_into(into[filled:])
         if count == 0:
-            raise ConnectionError(f"the stream ended after {filled} of {len(into)} bytes")
+            raise StreamEndedError(f"the stream ended after {filled} of {len(into)} bytes")
         filled += count
 
 
@@ -58,7 +63,7 @@ def read_frame(read: Callable[[int], bytes], *, max_bytes: int) -> bytes | None:
 
     Raises:
         WireError: the frame is longer than ``max_bytes``.
-        ConnectionError: the stream ended inside the frame.
+        StreamEndedError: the stream ended inside the frame.
     """
     header = read_exactly(read, LENGTH_BYTES, may_end=True)
     return read_body(read, header, max_bytes=max_bytes) if header else None
@@ -68,7 +73,7 @@ def read_body(read: Callable[[int], bytes], header: bytes, *, max_bytes: int) ->
     """Read the body of the frame whose first ``LENGTH_BYTES`` are ``header``.
 
     Raises:
-        WireError, ConnectionError: as ``read_frame``.
+        WireError, StreamEndedError: as ``read_frame``.
     """
     return read_exactly(read, _checked_length(header, max_bytes))
 

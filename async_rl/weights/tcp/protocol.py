@@ -24,6 +24,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from async_rl.errors import CorruptWeightsError, WireError
+from async_rl.net.framing import read_exactly
 
 TOKEN_BYTES = 16
 KEY_BYTES = 32
@@ -70,8 +71,8 @@ def read_head(connection: socket.socket) -> RequestHead | None:
         WireError: it is none.
         OSError: the connection broke or the other side is silent.
     """
-    head = receive_exactly(connection, _HEAD.size, may_end=True)
-    if head is None:
+    head = read_exactly(connection.recv, _HEAD.size, may_end=True)
+    if not head:
         return None
     magic, token, nonce, num_items = _HEAD.unpack(head)
     if magic != _MAGIC:
@@ -88,27 +89,8 @@ def read_items(connection: socket.socket, head: RequestHead, max_items: int) -> 
     """
     if head.num_items > max_items:
         raise WireError(f"expected a request for at most {max_items} items, got {head.num_items}")
-    body = receive_exactly(connection, 4 * head.num_items)
-    assert body is not None
+    body = read_exactly(connection.recv, 4 * head.num_items)
     return Request(head.token, head.nonce, struct.unpack(f"<{head.num_items}I", body))
-
-
-def receive_exactly(connection: socket.socket, size: int, *, may_end: bool = False) -> bytes | None:
-    """``size`` bytes; None where the stream ended before the first of them and ``may_end``.
-
-    Raises:
-        ConnectionError: the stream ended before the last of them.
-    """
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        count = connection.recv_into(view[filled:])
-        if count == 0:
-            if may_end and filled == 0:
-                return None
-            raise ConnectionError(f"the connection ended after {filled} of {size} bytes")
-        filled += count
-    return bytes(data)
 
 
 class Seal:

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from async_rl.errors import CorruptWeightsError, WeightsError
+from async_rl.net.framing import StreamEndedError, read_exactly, receive_into
 from async_rl.weights import control
 from async_rl.weights.buffers import Buffer, Buffers
 from async_rl.weights.manifest import Manifest, digest_bytes
@@ -29,7 +30,6 @@ from async_rl.weights.tcp.protocol import (
     Request,
     Seal,
     make_request,
-    receive_exactly,
 )
 from async_rl.weights.transport import Filled, bucket_received
 
@@ -190,8 +190,7 @@ class _Pull:
         with self._line.lend(self._host, self._fetch.port, self._deadline, request) as connection:
             source = _Source(connection, self._deadline)
             if self._fetch.key:
-                nonce = receive_exactly(connection, NONCE_BYTES)
-                assert nonce is not None
+                nonce = read_exactly(connection.recv, NONCE_BYTES)
                 source.unseal(Seal(self._fetch.key, request, nonce))
             try:
                 yield source
@@ -274,12 +273,12 @@ class _Source:
                 hasher.update(piece)
 
     def _receive(self, into: memoryview) -> None:
-        filled = 0
-        while filled < len(into):
-            count = self._connection.recv_into(into[filled:])
-            if count == 0:
-                raise ConnectionError("the server ended it (the pull was too slow, or the server was started again)")
-            filled += count
-        self.num_bytes += filled
+        try:
+            receive_into(self._connection, into)
+        except StreamEndedError as error:
+            raise ConnectionError(
+                f"the server ended it (the pull was too slow, or the server was started again): {error}"
+            ) from None
+        self.num_bytes += len(into)
         if time.monotonic() > self._deadline:
             raise WeightsError("the deadline of this version has passed (weights.deadline_s)")

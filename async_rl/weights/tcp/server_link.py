@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -15,10 +14,10 @@ import msgspec
 
 from async_rl.errors import WireError
 from async_rl.net.codec import read_as
+from async_rl.net.framing import LENGTH_BYTES, pack_frame, read_body
 from async_rl.net.wire import Limits, decode, encode
 from async_rl.weights.tcp.delta import Runs
 
-_LENGTH = struct.Struct("<Q")
 _LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, max_depth=None)
 
 
@@ -98,7 +97,7 @@ def send(link: socket.socket, message: LearnerMessage | ServerMessage, fd: int |
         OSError: the other side is gone.
     """
     frame = encode(type(message).__name__, message)
-    data = _LENGTH.pack(len(frame)) + frame
+    data = pack_frame(frame)
     sent = socket.send_fds(link, [data], [] if fd is None else [fd])
     if sent < len(data):
         link.sendall(data[sent:])
@@ -111,11 +110,14 @@ def receive(link: socket.socket, expected: Sequence[type[_T]]) -> tuple[_T, int 
         WireError: it is none of them.
     """
     try:
-        head, descriptors, _, _ = socket.recv_fds(link, _LENGTH.size, 1, socket.MSG_WAITALL)
-        frame = _exactly(link, *_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""
+        header, descriptors, _, _ = socket.recv_fds(link, LENGTH_BYTES, 1, socket.MSG_WAITALL)
     except OSError:
         return None
-    if not frame:
+    try:
+        frame = read_body(link.recv, header, max_bytes=_LIMITS.max_bytes) if len(header) == LENGTH_BYTES else None
+    except OSError:
+        frame = None
+    if frame is None:
         for descriptor in descriptors:
             os.close(descriptor)
         return None
@@ -124,13 +126,3 @@ def receive(link: socket.socket, expected: Sequence[type[_T]]) -> tuple[_T, int 
         if record.__name__ == message.type:
             return read_as(message.fields, record), descriptors[0] if descriptors else None
     raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")
-
-
-def _exactly(link: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = link.recv(min(1 << 20, size - len(data)))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
