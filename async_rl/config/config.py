@@ -15,7 +15,7 @@ from async_rl.config.environment import EnvironmentConfig
 from async_rl.config.eval import EvalConfig
 from async_rl.config.generator import VLLM_MIN_TEMPERATURE, GeneratorConfig
 from async_rl.config.learner import LearnerConfig, OptimizerConfig
-from async_rl.config.loss import LossConfig
+from async_rl.config.loss import ADVANTAGES, LossConfig
 from async_rl.config.model import LoraConfig, ModelConfig
 from async_rl.config.queue import QueueConfig
 from async_rl.config.reward import REWARD_NEEDS, SYSTEM_PROMPTS, VOTED_REWARDS, RewardConfig
@@ -121,7 +121,7 @@ class Config(Section):
                 f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
                 f"{self.reward.cache_length}"
             )
-        if self.sampling.group_size == 1 and self.loss.advantage != "global_norm":
+        if self.sampling.group_size == 1 and not ADVANTAGES[self.loss.advantage].over_step:
             raise ValueError(
                 f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; an "
                 f"answer alone has no baseline but the step's (global_norm)"

@@ -1,39 +1,96 @@
-"""The ``[loss]`` section: presets named as the papers, over one small set of settings that combine freely.
+"""The ``[loss]`` section: its keys, its presets, and the names that its keys may take.
 
-A preset only fills keys that are not set: ``preset = "grpo"`` with ``clip_high = 0.28`` is GRPO with DAPO's upper
-clip. What can't be meant together is in ``CONTRADICTIONS`` and refused. Read by ``learner/losses``, which turns the
-settings into a loss, and by the learner's advantages; nothing here computes. pi is the policy that is trained, mu the
-behavior policy that sampled, prox the proximal policy of the decoupled loss, ref the frozen reference.
+A preset fills the keys that are not set: ``preset = "grpo"`` with ``clip_high = 0.28`` is GRPO with DAPO's upper clip.
+Invalid combinations are listed in ``CONTRADICTIONS`` and refused.
+
+The tables say what validation must know of each name. Nothing here computes: the functions of the same names are in the
+learner (``losses/surrogate.py``, ``losses/corrections.py``, ``losses/aggregation.py``, ``losses/kl.py``,
+``advantages/estimators.py``), and a test compares both sides. To add a name, add a row here and a function there.
+
+pi is the policy that is trained, mu the behavior policy that sampled, prox the proximal policy of the decoupled loss,
+ref the frozen reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from async_rl.config.section import Section
 
-Preset = Literal[
-    "dapo",
-    "grpo",
-    "dr_grpo",
-    "reinforce",
-    "rloo",
-    "reinforce_pp",
-    "gspo",
-    "cispo",
-    "ppo_clip",
-    "decoupled_ppo",
-    "agpo",
-]
-AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"]
-Surrogate = Literal["clip", "cispo", "plain"]
-SkipStatistic = Literal["mean", "max", "geometric", "k3"]
-KlEstimator = Literal["k1", "k2", "k3"]
-KlPlacement = Literal["reward", "loss", "advantage"]
-Aggregation = Literal["token", "sequence", "sequence_sum"]
+
+class Surrogate(NamedTuple):
+    """A policy objective per token.
+
+    ``has_ratio``: it compares pi with the anchor, so it corrects for staleness itself and reads ``clip_low`` and
+    ``clip_high``. ``has_dual_clip``: it reads ``dual_clip``.
+    """
+
+    description: str
+    has_ratio: bool = True
+    has_dual_clip: bool = False
+
+
+class Advantage(NamedTuple):
+    """An estimator of advantages from rewards.
+
+    ``over_step``: its baseline is over all rollouts of the step, not over those of one group. ``whitens_tokens``: the
+    advantages of all trained tokens are normalised last.
+    """
+
+    description: str
+    over_step: bool = False
+    whitens_tokens: bool = False
+
+
+class SkipStatistic(NamedTuple):
+    """A statistic of a sequence's tokens. ``is_ratio``: it is 1 where pi equals mu (else 0)."""
+
+    description: str
+    is_ratio: bool = True
+
+
+class KlEstimator(NamedTuple):
+    """An estimate of a KL divergence from samples. ``is_loss``: its gradient is one that pulls to the reference."""
+
+    description: str
+    is_loss: bool = True
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    "clip": Surrogate("PPO's clipped ratio", has_dual_clip=True),
+    "cispo": Surrogate("clipped ratio as a detached weight"),
+    "plain": Surrogate("REINFORCE, without a ratio", has_ratio=False),
+}
+
+ADVANTAGES: Mapping[str, Advantage] = {
+    "group_norm": Advantage("reward less the group's mean, divided by its standard deviation"),
+    "group_mean": Advantage("reward less the group's mean"),
+    "leave_one_out": Advantage("reward less the mean of the group's other rewards"),
+    "global_norm": Advantage("as group_norm, over all rollouts of the step", over_step=True),
+    "reinforce_pp": Advantage("as group_mean, then normalised over all trained tokens", whitens_tokens=True),
+}
+
+AGGREGATIONS: Mapping[str, str] = {
+    "token": "mean over all tokens of the step",
+    "sequence": "mean over sequences of their token means",
+    "sequence_sum": "mean over sequences of their token sums, divided by sampling.max_new_tokens",
+}
+
+SKIP_STATISTICS: Mapping[str, SkipStatistic] = {
+    "mean": SkipStatistic("mean of the ratios r"),
+    "max": SkipStatistic("largest ratio"),
+    "geometric": SkipStatistic("geometric mean of the ratios"),
+    "k3": SkipStatistic("mean of r - 1 - log r, in nats", is_ratio=False),
+}
+
+KL_ESTIMATORS: Mapping[str, KlEstimator] = {
+    "k1": KlEstimator("log ratio", is_loss=False),
+    "k2": KlEstimator("half the squared log ratio"),
+    "k3": KlEstimator("never negative, unbiased"),
+}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.14476: clip-higher, token-level loss, no KL. Answers without an end leave the loss.
@@ -84,14 +141,37 @@ OFF_VALUES: Mapping[str, Any] = {
 """How TOML, which has no null, says that one of these is off."""
 
 
-class LossConfig(Section):
-    preset: Preset = Field(default="dapo", description="fills the keys below that are not set")
+if TYPE_CHECKING:
+    PresetName = SurrogateName = AdvantageName = AggregationName = SkipStatisticName = KlEstimatorName = str
+else:
+    # Type checkers know no Literal of computed names; pydantic refuses others and lists these.
+    PresetName = Literal[tuple(PRESETS)]
+    SurrogateName = Literal[tuple(SURROGATES)]
+    AdvantageName = Literal[tuple(ADVANTAGES)]
+    AggregationName = Literal[tuple(AGGREGATIONS)]
+    SkipStatisticName = Literal[tuple(SKIP_STATISTICS)]
+    KlEstimatorName = Literal[tuple(KL_ESTIMATORS)]
 
-    advantage: AdvantageKind = Field(default="group_norm", description="baseline and scale of the rewards")
+KlPlacement = Literal["reward", "loss", "advantage"]
+
+
+def _choices(table: Mapping[str, Any]) -> str:
+    described = {name: row if isinstance(row, str) else row.description for name, row in table.items()}
+    return "; ".join(f"{name}: {text}" for name, text in described.items())
+
+
+class LossConfig(Section):
+    preset: PresetName = Field(default="dapo", description="fills the keys below that are not set")
+
+    advantage: AdvantageName = Field(
+        default="group_norm", description=f"how rewards become advantages. {_choices(ADVANTAGES)}"
+    )
     best_k: int | None = Field(default=None, ge=1, description="answers of a group kept, the best after the baseline")
     length_bonus: float = Field(default=0.0, ge=0, description="for short answers among a mixed group's correct ones")
 
-    surrogate: Surrogate = Field(default="clip", description="clip: PPO; cispo: clipped weight; plain: REINFORCE")
+    surrogate: SurrogateName = Field(
+        default="clip", description=f"what a token adds to the objective. {_choices(SURROGATES)}"
+    )
     ratio_level: Literal["token", "sequence"] = Field(
         default="token", description="sequence: geometric mean of the sequence's token ratios, for all its tokens"
     )
@@ -111,7 +191,9 @@ class LossConfig(Section):
     skip_threshold: float | None = Field(
         default=20.0, gt=0, description="a sequence whose skip_statistic of pi/mu is above leaves the loss; 0 is off"
     )
-    skip_statistic: SkipStatistic = Field(default="mean", description="k3: mean of r - 1 - log r, in nats")
+    skip_statistic: SkipStatisticName = Field(
+        default="mean", description=f"of a sequence's ratios r = pi/mu. {_choices(SKIP_STATISTICS)}"
+    )
     skip_unit: Literal["sequence", "micro_batch"] = Field(
         default="sequence", description="micro_batch: the historic rule; depends on how the batch is cut"
     )
@@ -123,14 +205,15 @@ class LossConfig(Section):
     max_skipped_steps: int = Field(default=10, ge=1, description="skipped in a row; one more stops the run")
 
     kl_coef: float = Field(default=0.0, ge=0, description="0: no reference is loaded")
-    kl_estimator: KlEstimator = Field(default="k1", description="not set: k3 in the loss, else k1")
+    kl_estimator: KlEstimatorName = Field(
+        default="k1", description=f"if unset: k3 in the loss, else k1. {_choices(KL_ESTIMATORS)}"
+    )
     kl_placement: KlPlacement | None = None
     kl_reference: str | None = Field(default=None, description="model directory; none: what the run began from")
     entropy_coef: float = Field(default=0.0, ge=0, description="times the mean entropy, subtracted from the loss")
 
-    aggregation: Aggregation = Field(
-        default="token",
-        description="mean over tokens; over sequences of token means; or of token sums over sampling.max_new_tokens",
+    aggregation: AggregationName = Field(
+        default="token", description=f"how token losses become the step's loss. {_choices(AGGREGATIONS)}"
     )
     mask_truncated: bool = Field(default=False, description="answers cut at max_new_tokens leave the loss")
 
@@ -162,6 +245,16 @@ class LossConfig(Section):
         return self.kl_coef != 0
 
     @property
+    def is_kl_in_loss(self) -> bool:
+        """Whether the KL to the reference is a term of the loss."""
+        return self.kl_coef != 0 and self.kl_placement == "loss"
+
+    @property
+    def is_kl_in_advantages(self) -> bool:
+        """Whether the KL to the reference changes rewards or advantages, before the loss."""
+        return self.kl_coef != 0 and self.kl_placement in ("reward", "advantage")
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether the policy has to score the sequences before the first update on them."""
         return self.anchor == "proximal" and self.proximal == "recompute"
@@ -180,7 +273,7 @@ class Contradiction(NamedTuple):
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         keys=("importance_cap", "anchor", "surrogate"),
-        holds=lambda c: c.importance_cap is not None and c.anchor == "behavior" and c.surrogate != "plain",
+        holds=lambda c: c.importance_cap is not None and c.anchor == "behavior" and SURROGATES[c.surrogate].has_ratio,
         expected="expected no loss.importance_cap where the surrogate itself holds pi/mu",
         reason="staleness would be corrected twice: take anchor = \"proximal\" (decoupled), surrogate = \"plain\" "
         "(truncated importance weights) or importance_cap = 0",
@@ -188,14 +281,14 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         keys=("anchor", "surrogate"),
-        holds=lambda c: c.anchor == "proximal" and c.surrogate == "plain",
-        expected="expected loss.surrogate clip or cispo with a proximal anchor",
-        reason="the plain surrogate has no ratio to an anchor; importance_cap corrects it by pi/mu",
+        holds=lambda c: c.anchor == "proximal" and not SURROGATES[c.surrogate].has_ratio,
+        expected="expected a loss.surrogate with a ratio, such as clip or cispo, with a proximal anchor",
+        reason="this surrogate has no ratio to an anchor; importance_cap corrects it by pi/mu",
         example={"preset": "reinforce", "anchor": "proximal"},
     ),
     Contradiction(
         keys=("dual_clip", "surrogate"),
-        holds=lambda c: c.dual_clip is not None and c.surrogate != "clip",
+        holds=lambda c: c.dual_clip is not None and not SURROGATES[c.surrogate].has_dual_clip,
         expected="expected no loss.dual_clip but with surrogate = \"clip\"",
         reason="the weight of the other surrogates is bounded by clip_high (cispo) or importance_cap (plain); set "
         "dual_clip = 0",
@@ -205,8 +298,8 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         keys=("skip_threshold", "skip_statistic", "clip_high"),
         holds=lambda c: (
             c.skip_threshold is not None
-            and c.skip_statistic != "k3"
-            and c.surrogate != "plain"
+            and SKIP_STATISTICS[c.skip_statistic].is_ratio
+            and SURROGATES[c.surrogate].has_ratio
             and c.skip_threshold <= 1 + c.clip_high
         ),
         expected="expected loss.skip_threshold above 1 + loss.clip_high",
@@ -215,7 +308,9 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         keys=("skip_threshold", "skip_statistic"),
-        holds=lambda c: c.skip_threshold is not None and c.skip_statistic != "k3" and c.skip_threshold <= 1,
+        holds=lambda c: (
+            c.skip_threshold is not None and SKIP_STATISTICS[c.skip_statistic].is_ratio and c.skip_threshold <= 1
+        ),
         expected="expected loss.skip_threshold above 1 for a statistic of ratios",
         reason="at lag 0 every ratio is 1, and nothing may be skipped there",
         example={"preset": "reinforce", "skip_threshold": 0.5},
@@ -251,7 +346,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         keys=("kl_estimator", "kl_placement"),
-        holds=lambda c: c.kl_coef != 0 and c.kl_placement == "loss" and c.kl_estimator == "k1",
+        holds=lambda c: c.is_kl_in_loss and not KL_ESTIMATORS[c.kl_estimator].is_loss,
         expected="expected loss.kl_estimator k2 or k3 with kl_placement = \"loss\"",
         reason="the gradient of k1 is that of log pi, 0 on average whatever the reference; k1 belongs in the reward",
         example={"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"},

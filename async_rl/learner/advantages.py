@@ -8,35 +8,21 @@ whitens last. The formulas are in ``estimators.py``. Shape letter: R = rollouts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from async_rl.config.loss import AdvantageKind, LossConfig
+from async_rl.config.loss import ADVANTAGES, LossConfig
+from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import PreparedBatch, leave_out
-from async_rl.learner.estimators import (
-    best,
-    group_centred,
-    group_normalised,
-    kl_estimates,
-    leave_one_out,
-    length_bonuses,
-    whitened,
-)
+from async_rl.learner.estimators import FUNCTIONS, best, kl_estimates, length_bonuses, whitened
 from async_rl.learner.packing import TrainSequence
 
 _NOT_SAMPLED = ("unknown_weights", "failed")
 """Rollouts masked for these causes are no samples of the policy; their rewards enter no baseline."""
-
-_GROUP_ESTIMATORS: Mapping[AdvantageKind, Callable[[np.ndarray], np.ndarray]] = {
-    "group_norm": group_normalised,
-    "group_mean": group_centred,
-    "leave_one_out": leave_one_out,
-    "reinforce_pp": group_centred,
-}
 
 TokenKl = Mapping[int, np.ndarray]
 """Sequence id to float64 [its trained tokens], nats: estimates of KL(mu || reference)."""
@@ -63,7 +49,7 @@ def with_advantages(
         ValueError: a reward is not finite; the reference's logprobs are missing, or of another length.
         TrainingError: the reference's logprobs are not finite.
     """
-    kl = _token_kl(prepared, loss, reference_logprobs) if _uses_reference(loss) else {}
+    kl = _token_kl(prepared, loss, reference_logprobs) if loss.is_kl_in_advantages else {}
     groups = _sampled_rollouts(prepared)
     rewards = prepared.rewards.copy()
     if loss.length_bonus:
@@ -73,20 +59,14 @@ def with_advantages(
     if kl and loss.kl_placement == "reward":
         rewards -= loss.kl_coef * _rollout_kl(prepared, kl, groups)
     advantages = np.zeros_like(rewards)
-    if loss.advantage == "global_norm":
-        sampled = np.concatenate([np.zeros(0, np.int64), *groups])
-        advantages[sampled] = group_normalised(rewards[sampled])
-    else:
-        for members in groups:
-            advantages[members] = _GROUP_ESTIMATORS[loss.advantage](rewards[members])
+    estimate = look_up(FUNCTIONS, loss.advantage, "loss.advantage")
+    is_over_step = ADVANTAGES[loss.advantage].over_step
+    for members in [np.concatenate([np.zeros(0, np.int64), *groups])] if is_over_step else groups:
+        advantages[members] = estimate(rewards[members])
     if loss.best_k is not None:
         prepared = leave_out(prepared, _all_but_best(prepared, advantages, groups, loss.best_k), "best_k")
     prepared = _with_token_advantages(prepared, advantages, loss, kl if loss.kl_placement == "advantage" else {})
     return replace(prepared, reference_kl=_mean(kl)) if kl else prepared
-
-
-def _uses_reference(loss: LossConfig) -> bool:
-    return loss.kl_coef != 0 and loss.kl_placement in ("reward", "advantage")
 
 
 def _sampled_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
@@ -111,7 +91,7 @@ def _with_token_advantages(
         # A sequence without one leaves the loss; what it gets is only finite.
         parts = [kl.get(s.sequence_id, np.zeros(n)) for s, n in zip(sequences, lengths, strict=True)]
         tokens -= loss.kl_coef * np.concatenate(parts)
-    if loss.advantage == "reinforce_pp":
+    if ADVANTAGES[loss.advantage].whitens_tokens:
         tokens = whitened(tokens)
     ends = accumulate(lengths)
     filled = {

@@ -6,9 +6,11 @@ one, equal rewards) is exactly 0, never NaN; what is not finite is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
-from async_rl.config.loss import KlEstimator
+from async_rl.config.section import look_up
 
 STD_FLOOR = 1e-4
 """Added to a standard deviation, in its units, so that nearly equal rewards don't blow up."""
@@ -107,21 +109,41 @@ def best(values: np.ndarray, k: int) -> np.ndarray:
     return chosen
 
 
-def kl_estimates(log_ratio: np.ndarray, estimator: KlEstimator) -> np.ndarray:
+def kl_estimates(log_ratio: np.ndarray, estimator: str) -> np.ndarray:
     """Schulman's estimates (joschu.net/blog/kl-approx.html) of KL(mu || ref) from samples of mu.
 
     With ``d = log mu - log ref``: k1 is ``d``, k2 ``d^2 / 2``, k3 ``d + e^-d - 1``.
 
     Args:
         log_ratio: d, nats, float [N].
+        estimator: a name in ``KL_FUNCTIONS``.
 
     Returns:
         float64 [N], nats. A number: nothing is differentiated here.
     """
-    d = log_ratio.astype(np.float64)
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d * d / 2
+    return look_up(KL_FUNCTIONS, estimator, "loss.kl_estimator")(log_ratio.astype(np.float64))
+
+
+def _k3(d: np.ndarray) -> np.ndarray:
     # expm1: for small d, e^-d - 1 + d would be rounding noise.
     return d + np.expm1(-np.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "group_norm": group_normalised,
+    "group_mean": group_centred,
+    "leave_one_out": leave_one_out,
+    "global_norm": group_normalised,
+    "reinforce_pp": group_centred,
+}
+"""``loss.advantage`` -> rewards [n] -> advantages, float64 [n].
+
+The row of the same name in ``config.loss.ADVANTAGES`` says whether n is a group or the whole step.
+"""
+
+KL_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": _k3,
+}
+"""``loss.kl_estimator`` -> its function of d, float64 [N]."""

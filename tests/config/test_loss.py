@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, parse_config
-from async_rl.config.loss import CONTRADICTIONS, OFF_VALUES, PRESETS, Contradiction, LossConfig, Preset
+from async_rl.config.loss import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CONTRADICTIONS,
+    KL_ESTIMATORS,
+    OFF_VALUES,
+    PRESETS,
+    SKIP_STATISTICS,
+    SURROGATES,
+    Contradiction,
+    LossConfig,
+)
 from async_rl.errors import ConfigError
 
 
@@ -18,8 +30,15 @@ def a_config(**loss: Any) -> Config:
     return parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, "loss": loss}, "test")
 
 
-def test_every_preset_is_one_that_can_be_named():
-    assert set(PRESETS) == set(get_args(Preset))
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [("preset", PRESETS), ("advantage", ADVANTAGES), ("surrogate", SURROGATES), ("aggregation", AGGREGATIONS),
+     ("skip_statistic", SKIP_STATISTICS), ("kl_estimator", KL_ESTIMATORS)],
+)  # fmt: skip
+def test_a_name_that_is_in_no_table_is_refused_with_those_that_are(key: str, table: Mapping[str, Any]):
+    with pytest.raises(ConfigError, match=rf"loss\.{key}") as refused:
+        a_config(**{key: "unheard_of"})
+    assert all(f"'{name}'" in str(refused.value) for name in table)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

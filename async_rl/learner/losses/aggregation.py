@@ -6,11 +6,12 @@ depend on anything outside their own sequence. A sequence is never cut. N = trai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
-from async_rl.config.loss import Aggregation
+from async_rl.config.section import look_up
 from async_rl.learner.losses.ratio import sum_by
 
 
@@ -22,21 +23,39 @@ class Weights(NamedTuple):
 
 
 def aggregate(
-    kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, aggregation: Aggregation, *, max_length: int
+    kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, aggregation: str, *, max_length: int
 ) -> Weights:
-    """Weights of the kept tokens (bool [N]).
-
-    - ``token``: the mean over all kept tokens of the step (DAPO, arXiv:2503.14476 eq. 8).
-    - ``sequence``: the mean over sequences of the mean over their kept tokens (GRPO, arXiv:2402.03300 eq. 3).
-    - ``sequence_sum``: the mean over sequences of the sum over their kept tokens, divided by ``max_length``, the same
-      for all (Dr. GRPO, arXiv:2503.20783; RLOO's sum, arXiv:2402.14740, but for that constant).
+    """Weights of the kept tokens (bool [N]), by the function of the name ``aggregation``.
 
     Sequences without a kept token are in no denominator.
     """
-    if aggregation == "token":
-        return Weights(1.0, kept_N.sum())
+    function = look_up(FUNCTIONS, aggregation, "loss.aggregation")
+    return function(kept_N, sequence_index_N, num_sequences, max_length)
+
+
+def token_mean(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
+    """The mean over all kept tokens of the step (DAPO, arXiv:2503.14476 eq. 8)."""
+    return Weights(1.0, kept_N.sum())
+
+
+def sequence_mean(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
+    """The mean over sequences of the mean over their kept tokens (GRPO, arXiv:2402.03300 eq. 3)."""
     counts_S = sum_by(sequence_index_N, kept_N.long(), num_sequences)
-    num_kept = (counts_S > 0).sum()
-    if aggregation == "sequence_sum":
-        return Weights(1.0 / max_length, num_kept)
-    return Weights(1.0 / counts_S.clamp(min=1)[sequence_index_N].double(), num_kept)
+    return Weights(1.0 / counts_S.clamp(min=1)[sequence_index_N].double(), (counts_S > 0).sum())
+
+
+def sequence_sum(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
+    """The mean over sequences of the sum over their kept tokens, divided by ``max_length``, the same for all.
+
+    Dr. GRPO (arXiv:2503.20783); RLOO's sum (arXiv:2402.14740), but for that constant.
+    """
+    counts_S = sum_by(sequence_index_N, kept_N.long(), num_sequences)
+    return Weights(1.0 / max_length, (counts_S > 0).sum())
+
+
+FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor, int, int], Weights]] = {
+    "token": token_mean,
+    "sequence": sequence_mean,
+    "sequence_sum": sequence_sum,
+}
+"""``loss.aggregation`` -> kept [N], sequence index [N], number of sequences, ``sampling.max_new_tokens`` -> weights."""

@@ -6,10 +6,13 @@ scales. Called by ``policy.py``. Shape letters: N = trained tokens, S = sequence
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
-from async_rl.config.loss import LossConfig, SkipStatistic
+from async_rl.config.loss import LossConfig
+from async_rl.config.section import look_up
 from async_rl.learner.losses.ratio import sum_by
 
 
@@ -34,28 +37,48 @@ def skipped_sequences(
     nonfinite_S = sum_by(sequence_index_N, (~finite_N).long(), num_sequences) > 0
     if loss.skip_threshold is None:
         return nonfinite_S
+    statistic_of = look_up(SKIP_STATISTIC_FUNCTIONS, loss.skip_statistic, "loss.skip_statistic")
     if loss.skip_unit == "sequence":
-        statistic_S = _statistic(log_ratio_N, sequence_index_N, num_sequences, loss.skip_statistic)
+        statistic_S = statistic_of(log_ratio_N, sequence_index_N, num_sequences)
         return nonfinite_S | (statistic_S > loss.skip_threshold)
     # Tokens that are not finite are a unit of their own, of ratio 1, so that they don't dilute the others'.
-    statistic = _statistic(log_ratio_N, (~finite_N).long(), 2, loss.skip_statistic)[0]
+    statistic = statistic_of(log_ratio_N, (~finite_N).long(), 2)[0]
     has_tokens_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences) > 0
     return nonfinite_S | (has_tokens_S & (statistic > loss.skip_threshold))
 
 
-def _statistic(log_ratio_N: Tensor, unit_N: Tensor, num_units: int, statistic: SkipStatistic) -> Tensor:
-    """float64 [num_units]: ``statistic`` of the ratios of each unit; 0 (geometric: 1) for one without tokens."""
-    if statistic == "max":
-        ratio_N = log_ratio_N.exp()
-        return ratio_N.new_zeros(num_units).scatter_reduce_(0, unit_N, ratio_N, "amax")
-    values_N = {
-        "mean": log_ratio_N.exp,
-        "geometric": lambda: log_ratio_N,
-        "k3": lambda: log_ratio_N.expm1() - log_ratio_N,
-    }[statistic]()
+def _mean_by(unit_N: Tensor, values_N: Tensor, num_units: int) -> Tensor:
     counts = sum_by(unit_N, torch.ones_like(unit_N), num_units)
-    means = sum_by(unit_N, values_N, num_units) / counts.clamp(min=1)
-    return means.exp() if statistic == "geometric" else means
+    return sum_by(unit_N, values_N, num_units) / counts.clamp(min=1)
+
+
+def _mean_ratio(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    return _mean_by(unit_N, log_ratio_N.exp(), num_units)
+
+
+def _largest_ratio(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    ratio_N = log_ratio_N.exp()
+    return ratio_N.new_zeros(num_units).scatter_reduce_(0, unit_N, ratio_N, "amax")
+
+
+def _geometric_mean_ratio(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    return _mean_by(unit_N, log_ratio_N, num_units).exp()
+
+
+def _mean_k3(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    return _mean_by(unit_N, log_ratio_N.expm1() - log_ratio_N, num_units)
+
+
+SKIP_STATISTIC_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "mean": _mean_ratio,
+    "max": _largest_ratio,
+    "geometric": _geometric_mean_ratio,
+    "k3": _mean_k3,
+}
+"""``loss.skip_statistic`` -> log ratios [N], the unit of each [N], the number of units -> float64 [units].
+
+A unit without tokens gets 0 (geometric: 1).
+"""
 
 
 def in_range(log_ratio_N: Tensor, token_range: tuple[float, float]) -> Tensor:

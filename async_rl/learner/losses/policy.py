@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from async_rl.config.loss import LossConfig
+from async_rl.config.section import look_up
 from async_rl.learner.losses.aggregation import aggregate
 from async_rl.learner.losses.corrections import importance_weights, in_range, skipped_sequences
 from async_rl.learner.losses.kl import kl_estimate
 from async_rl.learner.losses.ratio import check_shapes, interpolated_proximal, log_ratio, sequence_log_ratio, sum_by
-from async_rl.learner.losses.surrogate import TokenObjective, clipped, clipped_weight, plain
+from async_rl.learner.losses.surrogate import FUNCTIONS as SURROGATE_FUNCTIONS
+from async_rl.learner.losses.surrogate import SurrogateInputs, TokenObjective
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +93,7 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
     tokens = _token_objective(inputs, anchor_N, kept_N, loss)
     loss_N = -tokens.objective
     kl_sum = log_ratio_N.new_zeros(())
-    if loss.kl_coef and loss.kl_placement == "loss":
+    if loss.is_kl_in_loss:
         kl_N = kl_estimate(log_ratio(inputs.logprobs, inputs.reference_logprobs, kept_N), loss.kl_estimator)
         loss_N = loss_N + loss.kl_coef * kl_N
         kl_sum = kl_N.detach().sum(dtype=torch.float64)
@@ -149,16 +151,14 @@ def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, los
             return token_N
         return sequence_log_ratio(token_N, inputs.sequence_index, inputs.num_sequences)
 
-    low, high = loss.clip_low, loss.clip_high
-    if loss.surrogate == "clip":
-        ratio_N = ratio(inputs.logprobs, anchor_N)
-        tokens = clipped(ratio_N, advantages_N, clip_low=low, clip_high=high, dual_clip=loss.dual_clip)
-    elif loss.surrogate == "cispo":
-        ratio_N = ratio(inputs.logprobs, anchor_N)
-        logprobs_N = torch.where(kept_N, inputs.logprobs, 0.0)
-        tokens = clipped_weight(ratio_N, logprobs_N, advantages_N, clip_low=low, clip_high=high)
-    else:
-        tokens = plain(torch.where(kept_N, inputs.logprobs, 0.0), advantages_N)
+    tokens = look_up(SURROGATE_FUNCTIONS, loss.surrogate, "loss.surrogate")(
+        SurrogateInputs(
+            log_ratio=ratio(inputs.logprobs, anchor_N),
+            logprobs=torch.where(kept_N, inputs.logprobs, 0.0),
+            advantages=advantages_N,
+        ),
+        loss,
+    )
     if loss.importance_cap is None:
         return tokens
     # prox/mu beside pi/prox; where nothing else holds pi, pi/mu.
@@ -176,7 +176,7 @@ def _check(inputs: PolicyInputs, loss: LossConfig) -> None:
     checked.append(inputs.entropies)
     if loss.needs_proximal:
         checked.append(inputs.proximal_logprobs)
-    if loss.kl_coef and loss.kl_placement == "loss":
+    if loss.is_kl_in_loss:
         checked.append(inputs.reference_logprobs)
     check_shapes(*checked)
     if loss.entropy_coef and inputs.logprobs.requires_grad and not inputs.entropies.requires_grad:

@@ -1,0 +1,113 @@
+"""Every name that ``[loss]`` takes has a function, and every function is named; what the config says of it is true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.config.loss import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    SKIP_STATISTICS,
+    SURROGATES,
+    LossConfig,
+)
+from async_rl.config.section import look_up
+from async_rl.errors import ConfigError
+from async_rl.learner import estimators
+from async_rl.learner.losses import aggregation, corrections, kl, surrogate
+
+
+@pytest.mark.parametrize(
+    ("names", "functions"),
+    [
+        (SURROGATES, surrogate.FUNCTIONS),
+        (AGGREGATIONS, aggregation.FUNCTIONS),
+        (SKIP_STATISTICS, corrections.SKIP_STATISTIC_FUNCTIONS),
+        (KL_ESTIMATORS, kl.FUNCTIONS),
+        (KL_ESTIMATORS, estimators.KL_FUNCTIONS),
+        (ADVANTAGES, estimators.FUNCTIONS),
+    ],
+    ids=["surrogate", "aggregation", "skip_statistic", "kl_estimator", "kl_estimator_numpy", "advantage"],
+)
+def test_config_and_learner_know_the_same_names_in_the_same_order(names: Mapping[str, Any], functions: Any):
+    assert list(names) == list(functions)
+
+
+def test_an_unknown_name_is_refused_where_it_is_looked_up_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"loss\.surrogate: expected one of clip, cispo, plain, got 'ppo'"):
+        look_up(surrogate.FUNCTIONS, "ppo", "loss.surrogate")
+
+
+def objective(name: str, log_ratio: float, advantage: float, **keys: Any) -> tuple[float, float]:
+    """The objective of one token with log pi = log ratio - 1, and its derivative by log pi."""
+    logprobs = torch.tensor([log_ratio - 1.0], dtype=torch.float64, requires_grad=True)
+    inputs = surrogate.SurrogateInputs(logprobs + 1.0, logprobs, torch.tensor([advantage], dtype=torch.float64))
+    value = surrogate.FUNCTIONS[name](inputs, LossConfig(**{"surrogate": name, **keys})).objective
+    value.sum().backward()
+    assert logprobs.grad is not None
+    return value.item(), logprobs.grad.item()
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 3.0])
+def test_every_surrogate_is_the_policy_gradient_on_policy(name: str, advantage: float):
+    # At ratio 1 nothing is cut, and d objective / d log pi = A.
+    value, gradient = objective(name, 0.0, advantage)
+    assert gradient == pytest.approx(advantage)
+    assert math.isfinite(value)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_that_says_it_has_a_ratio_depends_on_it_and_no_other_does(name: str):
+    # Far outside every clip range, with log pi held at -1: the same token but for its ratio.
+    held = torch.tensor([-1.0], dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    run = surrogate.FUNCTIONS[name]
+    values = [
+        run(surrogate.SurrogateInputs(ratio.log(), held, one), LossConfig(surrogate=name)).objective.item()
+        for ratio in (one, one * 1.1)
+    ]
+    assert (values[0] != values[1]) == SURROGATES[name].has_ratio
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_that_says_it_has_a_dual_clip_is_bounded_by_it(name: str):
+    free, _ = objective(name, math.log(50.0), -1.0)
+    if not SURROGATES[name].has_dual_clip:
+        with pytest.raises(ValueError, match="dual_clip"):
+            LossConfig(surrogate=name, dual_clip=3.0)
+        return
+    bounded, _ = objective(name, math.log(50.0), -1.0, dual_clip=3.0)
+    assert (free, bounded) == (pytest.approx(-50.0), pytest.approx(-3.0))
+
+
+@pytest.mark.parametrize("name", SKIP_STATISTICS)
+def test_a_skip_statistic_of_ratios_is_1_where_nothing_changed(name: str):
+    found = corrections.SKIP_STATISTIC_FUNCTIONS[name](torch.zeros(3), torch.zeros(3, dtype=torch.int64), 1)
+    assert found.item() == (1.0 if SKIP_STATISTICS[name].is_ratio else 0.0)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_both_sides_of_a_kl_estimator_agree_and_one_that_may_be_a_loss_pulls_to_the_reference(name: str):
+    d = np.array([-1.5, -0.2, 0.0, 0.3, 2.0])
+    log_ratio = torch.tensor(d, requires_grad=True)
+    values = kl.FUNCTIONS[name](log_ratio)
+    np.testing.assert_allclose(values.detach().numpy(), estimators.KL_FUNCTIONS[name](d), rtol=1e-12)
+    values.sum().backward()
+    assert log_ratio.grad is not None
+    assert np.array_equal(np.sign(log_ratio.grad.numpy()), np.sign(d)) == KL_ESTIMATORS[name].is_loss
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_is_0_on_average_and_without_a_contrast(name: str):
+    estimate = estimators.FUNCTIONS[name]
+    assert estimate(np.array([1.0, 0.0, 0.0, 0.5])).sum() == pytest.approx(0.0)
+    assert not estimate(np.ones(4)).any()
+    assert not estimate(np.ones(1)).any()
