@@ -8,7 +8,7 @@ which are made in a tenth of a dataclass's time, and written to and checked from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from async_rl.sampling_mask import KeptTokens
 
 FinishReason = Literal["stop", "length", "error"]
-FINISH_REASONS: frozenset[FinishReason] = frozenset(get_args(FinishReason))
 LeaseKind = Literal["train", "eval"]
 
 Int32Array = npt.NDArray[np.int32]
@@ -174,10 +173,6 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     rollouts: tuple[Rollout, ...]
     weights_digest: Mapping[int, str] = msgspec.field(default_factory=dict)
     sampling_time_s: float = 0.0
-
-    @property
-    def mean_accuracy(self) -> float:
-        return float(np.mean([r.accuracy for r in self.rollouts])) if self.rollouts else 0.0
 
     @property
     def oldest_version(self) -> int:

@@ -87,11 +87,6 @@ class EnvironmentPool:
         self._server, self._control = self._start_server()
 
     @property
-    def num_working(self) -> int:
-        """Rollouts whose environment is at work: it was asked for something and has not answered yet."""
-        return sum(process.deadline_s is not None for process in self._processes.values())
-
-    @property
     def pids(self) -> list[int]:
         """Of all processes that play a rollout."""
         return [process.pid for process in self._processes.values()]

@@ -117,12 +117,6 @@ class RunDir:
         """Write the marker, ``facts`` (plain data: steps, seconds) in it. The last thing that a run writes."""
         write_atomically(self.finished_marker, json.dumps(dict(facts), indent=2) + "\n")
 
-    def finished_facts(self) -> dict[str, Any]:
-        """What ``mark_finished`` wrote; empty when the run is not finished."""
-        if not self.is_finished:
-            return {}
-        return json.loads(self.finished_marker.read_text(encoding="utf-8"))
-
 
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path``: readers see the old file or the new one, never a part."""

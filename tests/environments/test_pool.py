@@ -196,7 +196,7 @@ def test_a_cancelled_rollout_says_nothing_more_whatever_it_does(driver):
         driver.pool.cancel(key)
     assert driver.order("stays", "stop")["type"] == "ended"
     assert driver.waiting == []
-    assert driver.pool.num_working == 0
+    assert driver.pool.pids == []
 
 
 def test_generate_plays_the_whole_rollout_itself():

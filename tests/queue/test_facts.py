@@ -135,7 +135,9 @@ def check_against_decoded(body: bytes) -> None:
     # The columns are added up in another order.
     np.testing.assert_allclose(facts.reward, float(sum(r.reward for r in group.rollouts)), rtol=1e-12, atol=1e-12)
     np.testing.assert_equal(facts.accuracy, float(sum(r.accuracy for r in group.rollouts)))
-    np.testing.assert_allclose(facts.accuracy / max(1, facts.num_rollouts), group.mean_accuracy, rtol=1e-12)
+    np.testing.assert_allclose(
+        facts.accuracy / max(1, facts.num_rollouts), np.mean([r.accuracy for r in group.rollouts] or [0.0]), rtol=1e-12
+    )
     assert [type(x) for x in (facts.num_tokens, facts.oldest_version, facts.accuracy)] == [int, int, float]
     for size in {LEASE.group_size, facts.num_rollouts}:
         lease = replace(LEASE, group_size=size)
