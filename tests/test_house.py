@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Lowest first. A name stands for a module, or for a folder with all in it. A module imports from its own layer or
 below; ``generator`` and ``learner`` never import each other."""
-STRANGERS = {("generator", "learner"), ("learner", "generator")}
+SEPARATE = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
@@ -90,7 +90,7 @@ def test_imports_run_downward_only(name: str):
     top = name.partition(".")[0]
     for target in map(is_submodule_or_name, imported(tree, name)):
         assert layer(target) <= layer(name), f"async_rl.{name} imports upward: async_rl.{target}"
-        assert (top, target.partition(".")[0]) not in STRANGERS, f"async_rl.{name} imports async_rl.{target}"
+        assert (top, target.partition(".")[0]) not in SEPARATE, f"async_rl.{name} imports async_rl.{target}"
 
 
 def test_light_modules_import_no_torch():

@@ -21,7 +21,7 @@ from async_rl.cli.options import ConfigPath, Connect, Fresh, Insecure, Keys, Ove
 from async_rl.cli.tools import tools
 from async_rl.errors import UserError
 from async_rl.net.address import check_address, refuse_open_connect
-from async_rl.process.parent_watch import exit_on_sigterm, watch_lifeline
+from async_rl.process.parent_watch import exit_on_sigterm, watch_parent
 
 app = typer.Typer(
     name="async-rl",
@@ -273,7 +273,7 @@ def _role() -> Iterator[bool]:
     Yields whether ``launch`` started the process.
     """
     exit_on_sigterm()
-    is_launched = watch_lifeline()
+    is_launched = watch_parent()
     # Torch's rendezvous warns about every address without a reverse name. Its errors still show.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from async_rl.launch.commands import Command
 from async_rl.net.address import check_address
-from async_rl.process.parent_watch import Lifeline, kill_group
+from async_rl.process.parent_watch import ParentWatch, kill_group
 from async_rl.queue.server.files import QueueRecord, read_record
 from async_rl.run.directory import RunDir
 
@@ -166,7 +166,7 @@ class Supervisor:
         """``environment`` is the inherited part of every child's."""
         self._commands, self._run_dir = commands, run_dir
         self._environment, self._view, self._timing = environment, view, timing or Timing()
-        self._lifeline = Lifeline()
+        self._parent_watch = ParentWatch()
         self._wake = threading.Event()
         self._signals: list[int] = []
         self._address = ""
@@ -197,7 +197,7 @@ class Supervisor:
                 return stop.outcome
             finally:
                 self._stop_all()
-                self._lifeline.close()
+                self._parent_watch.close()
 
     def members(self) -> list[Member]:
         """Every process with its state."""
@@ -228,7 +228,7 @@ class Supervisor:
             with log.open("ab") as out:
                 out.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {command.shell_line()}\n".encode())
             offset = log.stat().st_size
-            popen = self._lifeline.spawn(
+            popen = self._parent_watch.spawn(
                 command.argv, environment={**self._environment, **command.environment}, log=log
             )
             if command.cores:

@@ -214,7 +214,7 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
         host,
         deadline_s=weights.deadline_s,
         insecure=is_trusted,
-        keys=None if config.queue.keys is None else ServerKeys.made_up(config.queue.keys),
+        keys=None if config.queue.keys is None else ServerKeys.ephemeral(config.queue.keys),
         transport=transport,
         device=str(context.device) if transport == "nccl" else None,
         chunk_bytes=weights.bucket_bytes,

@@ -79,7 +79,7 @@ class ServerKeys:
         return cls(plain["public"], plain["secret"], _checked_list(directory))
 
     @classmethod
-    def made_up(cls, directory: str | Path) -> Self:
+    def ephemeral(cls, directory: str | Path) -> Self:
         """A new pair for a server whose clients are told its public key, with the allow-list of ``directory``.
 
         Raises:

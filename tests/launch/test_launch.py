@@ -34,7 +34,7 @@ from async_rl.launch.live_view import (
 )
 from async_rl.launch.preflight import check_bindable
 from async_rl.launch.supervisor import Member, Outcome, Supervisor, Timing
-from async_rl.process.parent_watch import Lifeline
+from async_rl.process.parent_watch import ParentWatch
 from async_rl.run.directory import RunDir, prepare_run_dir
 
 DEADLINE_S = 60.0
@@ -178,21 +178,22 @@ def test_a_second_launch_in_the_same_run_directory_is_refused(tmp_path: Path, fr
         assert run_dir.config.exists()
 
 
-# --- the lifeline
+# --- the parent watch
 
 PARENT = """
 import subprocess, sys, os, signal
 from pathlib import Path
-from async_rl.process.parent_watch import Lifeline
-lifeline = Lifeline()
-child = lifeline.spawn([sys.executable, "-c", sys.argv[1], sys.argv[2]], environment=os.environ, log=Path(sys.argv[3]))
+from async_rl.process.parent_watch import ParentWatch
+parent_watch = ParentWatch()
+log = Path(sys.argv[3])
+child = parent_watch.spawn([sys.executable, "-c", sys.argv[1], sys.argv[2]], environment=os.environ, log=log)
 signal.pause()
 """
 CHILD = """
 import os, signal, subprocess, sys
-from async_rl.process.parent_watch import exit_on_sigterm, watch_lifeline
+from async_rl.process.parent_watch import exit_on_sigterm, watch_parent
 PREPARE
-watch_lifeline()
+watch_parent()
 deaf = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
 grandchild = subprocess.Popen([sys.executable, "-c", deaf])
 with open(sys.argv[1] + ".partial", "w") as out:
@@ -223,16 +224,16 @@ def test_a_killed_parent_takes_child_and_grandchild_with_it(tmp_path: Path, prep
 
 
 def test_a_child_outlives_nothing_but_its_parent(tmp_path: Path):
-    lifeline = Lifeline()
+    parent_watch = ParentWatch()
     code = (
-        "from async_rl.process.parent_watch import watch_lifeline; watch_lifeline(); "
+        "from async_rl.process.parent_watch import watch_parent; watch_parent(); "
         "import signal; print('up'); signal.pause()"
     )
     log = tmp_path / "log"
-    child = lifeline.spawn([sys.executable, "-uc", code], environment=os.environ, log=log)
+    child = parent_watch.spawn([sys.executable, "-uc", code], environment=os.environ, log=log)
     poll(lambda: "up" in log.read_text(), "the child to start")
     assert child.poll() is None
-    lifeline.close()
+    parent_watch.close()
     assert child.wait(DEADLINE_S) != 0
 
 

@@ -1,7 +1,7 @@
 """A queue server on made-up rows, as a process: ``python -m tests.queue.serve CONFIG [--run-id ID] [--insecure]``.
 
-``--lifeline FD`` ends it with that pipe, ``--rows N`` sets the number of training rows, ``--no-journal`` keeps all in
-memory.
+``--parent-watch FD`` ends it with that pipe, ``--rows N`` sets the number of training rows, ``--no-journal`` keeps all
+in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("--run-id", default="")
     parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--lifeline", type=int)
+    parser.add_argument("--parent-watch", type=int)
     parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--orphan-s", type=float)
     parser.add_argument("--no-journal", action="store_true")
@@ -33,7 +33,7 @@ def main() -> int:
         open_journal = None if options.no_journal else partial(Journal, journal_directory(config))
         server = QueueServer(
             config, rows(options.rows), {"test": rows(2)}, open_journal=open_journal, run_id=options.run_id,
-            insecure=options.insecure, lifeline_fd=options.lifeline, orphan_s=options.orphan_s,
+            insecure=options.insecure, parent_watch_fd=options.parent_watch, orphan_s=options.orphan_s,
         )  # fmt: skip
     except UserError as error:
         print(error, file=sys.stderr)

@@ -83,28 +83,28 @@ def test_a_run_s_roles_talk_under_their_keys(servers, tmp_path, keys):
 
 def test_a_generators_key_can_not_speak_for_the_learner(servers, tmp_path, keys):
     server = servers.start(config_with(tmp_path, keys))
-    stranger = LearnerQueue(server.address, DEADLINE_S, client_file(keys, "node7"))
+    unlisted = LearnerQueue(server.address, DEADLINE_S, client_file(keys, "node7"))
     learner = LearnerQueue(server.address, DEADLINE_S, client_file(keys))
     try:
         with pytest.raises(QueueError, match=r"expected 'attach' under the learner's key, client.key, got .* 'node7'"):
-            attach(stranger)
+            attach(unlisted)
         attach(learner)
         with pytest.raises(QueueError, match="expected 'finish' under the learner's key"):
-            stranger.finish("lineage")
-        assert stranger.ping() == "run"
+            unlisted.finish("lineage")
+        assert unlisted.ping() == "run"
     finally:
-        stranger.close()
+        unlisted.close()
         learner.close()
 
 
 def test_who_is_not_on_the_list_gets_no_answer_and_is_counted(servers, tmp_path, keys):
     server = servers.start(config_with(tmp_path, keys))
     make_keys(tmp_path / "other")
-    stranger, listed = client_file(tmp_path / "other"), client_file(keys)
+    unlisted, listed = client_file(tmp_path / "other"), client_file(keys)
     assert is_answered(server.address, listed, DEADLINE_S)
-    assert not is_answered(server.address, stranger.for_server(listed.server), SILENCE_S)
+    assert not is_answered(server.address, unlisted.for_server(listed.server), SILENCE_S)
     assert not is_answered(server.address, None, SILENCE_S)
-    assert not is_answered(server.address, stranger, SILENCE_S), "it would talk to another server only"
+    assert not is_answered(server.address, unlisted, SILENCE_S), "it would talk to another server only"
     learner = LearnerQueue(server.address, DEADLINE_S, listed)
     try:
         wait_until(lambda: learner.status()["refused_handshakes"] >= 3, "refused handshakes to be counted")
@@ -208,13 +208,13 @@ def test_a_connection_speaks_for_one_generator(servers, tmp_path):
 
 
 def test_the_weights_channel_lets_in_the_listed_only(tmp_path, keys):
-    publisher = Publisher("127.0.0.1", deadline_s=20.0, insecure=False, keys=ServerKeys.made_up(keys))
+    publisher = Publisher("127.0.0.1", deadline_s=20.0, insecure=False, keys=ServerKeys.ephemeral(keys))
     receivers = {
         "listed": Receiver("listed", insecure=False, keys=client_file(keys)),
         "keyless": Receiver("keyless", insecure=False),
     }
     make_keys(tmp_path / "other")
-    receivers["stranger"] = Receiver("stranger", insecure=False, keys=client_file(tmp_path / "other"))
+    receivers["unlisted"] = Receiver("unlisted", insecure=False, keys=client_file(tmp_path / "other"))
     try:
         for receiver in receivers.values():
             receiver.follow(Announcement("line-a", 0, "digest", publisher.address))
@@ -222,7 +222,7 @@ def test_the_weights_channel_lets_in_the_listed_only(tmp_path, keys):
         wait_until(lambda: "wants keys" in (receivers["keyless"].error or ""), "the keyless one to say why")
         deadline = time.monotonic() + SILENCE_S
         while time.monotonic() < deadline:
-            receivers["stranger"].wait(0.1)
+            receivers["unlisted"].wait(0.1)
         assert publisher.stats().joined == 1
     finally:
         for receiver in receivers.values():
@@ -232,4 +232,4 @@ def test_the_weights_channel_lets_in_the_listed_only(tmp_path, keys):
 
 def test_a_made_up_pair_needs_the_list(tmp_path):
     with pytest.raises(KeyFileError, match=r"allowed\.txt"):
-        ServerKeys.made_up(tmp_path)
+        ServerKeys.ephemeral(tmp_path)

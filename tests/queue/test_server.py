@@ -412,9 +412,9 @@ def test_the_server_ends_when_its_learner_has_left(servers, tmp_path):
     assert output.startswith("ended: the learner is gone")
 
 
-def test_the_server_ends_with_its_lifeline(servers, tmp_path):
+def test_the_server_ends_with_its_parent(servers, tmp_path):
     read_end, write_end = os.pipe()
-    server = servers.start(make_config(str(tmp_path / "run")), "--lifeline", str(read_end), pass_fds=(read_end,))
+    server = servers.start(make_config(str(tmp_path / "run")), "--parent-watch", str(read_end), pass_fds=(read_end,))
     os.close(read_end)
     os.close(write_end)
     assert server.process.communicate(timeout=20)[0] == "ended: whoever started it is gone\n"

@@ -92,7 +92,7 @@ def assert_same(staged: StagedWeights, named: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_every_byte_arrives_in_the_clear_and_sealed(tmp_path, is_sealed: bool):
     make_keys(tmp_path / "keys")
-    keys = ServerKeys.made_up(tmp_path / "keys") if is_sealed else None
+    keys = ServerKeys.ephemeral(tmp_path / "keys") if is_sealed else None
     mine = ClientKeys.load(tmp_path / "keys" / "client.key") if is_sealed else None
     with (
         a_plane(keys=keys, is_sealed=is_sealed) as plane,
@@ -197,7 +197,7 @@ def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_pa
     make_keys(tmp_path / "keys")
     mine = ClientKeys.load(tmp_path / "keys" / "client.key")
     with (
-        a_plane(keys=ServerKeys.made_up(tmp_path / "keys"), is_sealed=True) as plane,
+        a_plane(keys=ServerKeys.ephemeral(tmp_path / "keys"), is_sealed=True) as plane,
         closing(Receiver("g", insecure=False, keys=mine)) as receiver,
     ):
         staged = plane.publish(0, model(0))

@@ -106,7 +106,7 @@ class Endpoint:
                 "for %.0f s", peer, self._sender(), self._config.max_malformed_per_minute, BLOCKED_S,
             )  # fmt: skip
 
-    def refuse_strangers(self, type_: str) -> None:
+    def refuse_unauthenticated(self, type_: str) -> None:
         """What only the learner may say needs the run's own key, ``client.key``; without keys anyone may.
 
         Raises:

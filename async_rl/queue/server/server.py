@@ -4,7 +4,7 @@ It waits for nobody. Requests that can't be answered yet are parked and tried ag
 are counted and answered. What a turn of the loop changed is committed to the journal before any of its replies goes
 out, so nothing that anybody was told can be forgotten. ``queue.json`` says where it is, ``ledger.json`` what became of
 everything. It ends when the run is finished and its generators were told, when its learner is gone for
-``queue.linger_s``, when the lifeline of whoever started it breaks, or on SIGTERM.
+``queue.linger_s``, when whoever started it dies (its parent watch), or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class QueueServer:
         self, config: Config, train_rows: Sequence[Row], eval_rows: Mapping[str, Sequence[Row]], *,
         data_digest: str = "", open_journal: Callable[[], Journal] | None = None, run_id: str = "",
         insecure: bool = False,
-        lifeline_fd: int | None = None, orphan_s: float | None = None,
+        parent_watch_fd: int | None = None, orphan_s: float | None = None,
         on_ready: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         if not train_rows:
@@ -97,7 +97,7 @@ class QueueServer:
         limited = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
         self._handlers = Handlers(buffer, config, limited, run_id)
         self._buffer, self._config, self._on_ready = buffer, config, on_ready
-        self._lifeline_fd, self._orphan_s = lifeline_fd, orphan_s
+        self._parent_watch_fd, self._orphan_s = parent_watch_fd, orphan_s
         self._parking = Parking(lambda: buffer.revision, self._send, self._failed)
         self._outbox = Outbox()
         self._has_batch = False
@@ -112,7 +112,7 @@ class QueueServer:
         self._files = RunFiles(run_dir, self.address)
         self._poller = zmq.Poller()
         self._endpoint.register(self._poller)
-        for fd in (self._wake_read, lifeline_fd):
+        for fd in (self._wake_read, parent_watch_fd):
             if fd is not None:
                 self._poller.register(fd, zmq.POLLIN)
         if self._journal is not None:
@@ -218,7 +218,7 @@ class QueueServer:
     def _handle(self, identity: bytes, request_id: str | None, message: Message) -> None:
         now = time.monotonic()
         if message.type in OF_LEARNERS:
-            self._endpoint.refuse_strangers(message.type)
+            self._endpoint.refuse_unauthenticated(message.type)
         generator_id = self._handlers.generator_of(message, identity, now)
         self._note_learner(message, now)
         answer = self._handlers.handle(message, now)
@@ -311,7 +311,7 @@ class QueueServer:
     def _why_end(self, now: float) -> str:
         if self._stop_reason:
             return self._stop_reason
-        if self._lifeline_fd is not None and _is_broken(self._lifeline_fd):
+        if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
             return "whoever started it is gone"
         if self._buffer.finished:
             self._finished_at = self._finished_at or now
@@ -335,7 +335,7 @@ def _request_id(message: Message) -> str | None:
 
 
 def _is_broken(fd: int) -> bool:
-    """Whether the other end of a lifeline pipe was closed; nothing is ever written to it."""
+    """Whether the parent closed its end of the parent watch, a pipe to which nothing is ever written."""
     readable, _, _ = select.select([fd], [], [], 0)
     return bool(readable) and not os.read(fd, 1)
 

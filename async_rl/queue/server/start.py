@@ -36,7 +36,7 @@ _LOOK_AGAIN_S = 0.2
 
 def run_queue(
     config: Config, *, insecure: bool, run_id: str | None = None, fresh: bool = False,
-    lifeline_fd: int | None = None, on_ready: Callable[[str], None] | None = None,
+    parent_watch_fd: int | None = None, on_ready: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
     """Load the data, bind, and serve until the end; what ``async-rl queue CONFIG`` does.
 
@@ -56,7 +56,7 @@ def run_queue(
     open_journal = partial(_open_journal, config, run_id or "", fresh=fresh) if config.queue.journal else None
     server = QueueServer(
         config, train.rows, evals, data_digest=train.digest, open_journal=open_journal, run_id=run_id or "",
-        insecure=insecure, lifeline_fd=lifeline_fd, on_ready=on_ready,
+        insecure=insecure, parent_watch_fd=parent_watch_fd, on_ready=on_ready,
         orphan_s=config.queue.linger_s + _START_S if run_id else None,
     )  # fmt: skip
     serve_until_signal(server)

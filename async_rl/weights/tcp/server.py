@@ -164,7 +164,7 @@ class StreamServer:
                         with self._lock:
                             session.connections.discard(connection)
         except (OSError, AsyncRLError) as error:
-            # Strangers, the dead and the slow: theirs alone. The generator reports what it lacks, if it lives.
+            # An unauthenticated, dead or slow peer costs itself only. A generator that lives reports what it needs.
             logger.info("a weights connection ended: %s", error)
         finally:
             with self._lock:
