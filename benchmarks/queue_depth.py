@@ -18,7 +18,7 @@ from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.changes import Changes
 from async_rl.queue.core.group_summary import read_facts
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement, NotReady, TrainedFacts
+from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedFacts
 from async_rl.queue.storage.journal import Journal, pack
 from async_rl.records import Sampling
 from benchmarks.queue_product import GROUP_SIZE, PROMPT_TOKENS, make_group, rollouts, tokens_for
@@ -66,7 +66,7 @@ class _Queue:
         self.commit()
         num_rollouts = GROUPS_PER_STEP * GROUP_SIZE
         facts = TrainedFacts(True, num_rollouts, {}, num_rollouts * tokens_for(_SIZE_BYTES), {})
-        self.buffer.ack(_LINEAGE, self.version, self.version + 1, facts, snapshot=False, now=now)
+        self.buffer.ack(StepAck(_LINEAGE, self.version, self.version + 1, facts), now)
         self.version += 1
         self.announce()
         self.commit()

@@ -27,7 +27,7 @@ from async_rl.net.keys import client_keys_of, make_keys
 from async_rl.process.memory import reuse_freed_memory
 from async_rl.queue.client.generator_client import GeneratorQueue
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.messages import Announced, Announcement, LeasesGranted, NotReady, Returned, TrainedFacts
+from async_rl.queue.messages import Announced, Announcement, LeasesGranted, NotReady, Returned, StepAck, TrainedFacts
 from async_rl.queue.server.files import read_record
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
 from benchmarks.queue_measure import Load, Measured, Meter, Pacer, processes, receive, result_of
@@ -194,7 +194,7 @@ def _learner(address: str, keys: str | None, load: Load, options: ProductOptions
             raise RuntimeError(batch.reason)
         if (measured := meter.arrive([taken.group.sampling_time_s for taken in batch.groups])) is not None:
             break
-        queue.ack(_LINEAGE, step, step + 1, facts, next_take_s=_WAIT_S)
+        queue.ack(StepAck(_LINEAGE, step, step + 1, facts), next_take_s=_WAIT_S)
         step += 1
         if step % options.sync_every == 0:
             queue.announce(Announcement(_LINEAGE, step, "digest", "tcp://127.0.0.1:1"))

@@ -25,7 +25,7 @@ from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.group_summary import GroupFacts
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement, GeneratorStats, LeasesGranted, NotReady, TrainedFacts
+from async_rl.queue.messages import Announcement, GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedFacts
 from async_rl.records import Sampling
 from benchmarks.simulated_generator import Sample, SampledGroup, SimulatedGenerator
 
@@ -304,7 +304,7 @@ class _Simulation:
 
     def _trained(self, taken: Sequence[TakenBody]) -> None:
         facts = self._facts(taken)
-        self._buffer.ack(_LINEAGE, self._version, self._version + 1, facts, snapshot=False, now=self._now)
+        self._buffer.ack(StepAck(_LINEAGE, self._version, self._version + 1, facts), self._now)
         self._version += 1
         if self._version == self._scenario.warmup_steps:
             self._begun_at, self._begun_with = self._now, self._buffer.stats().ledger

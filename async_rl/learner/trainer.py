@@ -35,7 +35,7 @@ from async_rl.learner.step_result import StepResult, step_result
 from async_rl.learner.weights_plane import WeightsPlane
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.messages import Acked, Batch
+from async_rl.queue.messages import Acked, Batch, StepAck
 from async_rl.run.eval_records import Decode
 
 logger = logging.getLogger(__name__)
@@ -199,16 +199,16 @@ class Trainer:
         done, steps = self.state.step + 1, self.config.learner.steps
         every = self.config.checkpoint.every
         bound_state = self.state.bound_state
-        acked = self.queue.ack(
+        ack = StepAck(
             lineage=self.state.lineage,
             step=self.state.step,
             version=self.state.version,
-            facts=result.facts,
+            trained=result.facts,
             snapshot=done == steps or bool(every and done % every == 0),
             lease_bound=None if bound_state is None else bound_state.bound,
-            # The queue prepares the next batch while this step is published and recorded.
-            next_take_s=TAKE_WAIT_S if done < steps else None,
         )
+        # The queue prepares the next batch while this step is published and recorded.
+        acked = self.queue.ack(ack, next_take_s=TAKE_WAIT_S if done < steps else None)
         self.state.step = done
         return acked
 

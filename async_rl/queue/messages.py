@@ -167,6 +167,21 @@ class TrainedFacts(msgspec.Struct, frozen=True):
     tokens_masked: Mapping[str, Count] = msgspec.field(default_factory=dict)
 
 
+class StepAck(msgspec.Struct, frozen=True):
+    """The step that was taken as ``step`` is done, and the learner is at ``version``.
+
+    ``lease_bound`` is the staleness bound of leases from here on; if unset, ``queue.max_staleness``. With ``snapshot``
+    the answer carries the queue's snapshot for a checkpoint.
+    """
+
+    lineage: str
+    step: int
+    version: int
+    trained: TrainedFacts
+    snapshot: bool = False
+    lease_bound: int | None = None
+
+
 class Acked(msgspec.Struct, frozen=True):
     """Answer to an ack. ``snapshot`` is opaque; the checkpoint keeps it and the next attach gives it back."""
 

@@ -17,8 +17,8 @@ from async_rl.queue.messages import (
     EvalResult,
     LeasesGranted,
     NotReady,
+    StepAck,
     TakenGroup,
-    TrainedFacts,
 )
 from async_rl.records import Group, Lease
 from tests.queue.builders import put, rows, settings
@@ -81,12 +81,9 @@ class BufferQueue:
         ]
         return Batch(tuple(groups))
 
-    def ack(
-        self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
-        lease_bound: int | None = None, next_take_s: float | None = None,
-    ) -> Acked:  # fmt: skip
+    def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
         self._told("ack")
-        acked = self.buffer.ack(lineage, step, version, facts, snapshot=snapshot, now=0.0, lease_bound=lease_bound)
+        acked = self.buffer.ack(ack, 0.0)
         self.buffer.check()
         return acked
 

@@ -16,7 +16,7 @@ from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.group_summary import read_facts
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement, NotReady, TrainedFacts, Verdict
+from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedFacts, Verdict
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenSequence
 
 LINEAGE = "line-a"
@@ -125,7 +125,7 @@ def ack(
     facts = facts or all_trained(buffer.settings.groups_per_step)
     version = learner.version + facts.stepped
     body = buffer.ack(
-        learner.lineage, learner.step, version, facts, snapshot=snapshot, now=now, lease_bound=lease_bound
+        StepAck(learner.lineage, learner.step, version, facts, snapshot=snapshot, lease_bound=lease_bound), now
     ).snapshot
     if announced:
         announce(buffer, version, learner.lineage)

@@ -68,7 +68,7 @@ def corpus(
         "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
         "await_eval": (own, ()),
         "take": (at, ()),
-        "ack": ({**at, "snapshot": False, "lease_bound": 1, "facts": facts}, ()),
+        "ack": ({**at, "snapshot": False, "lease_bound": 1, "trained": facts}, ()),
         "snapshot": (own, ()),
         "checkpoint_committed": ({**own, "step": step}, ()),
         "parity_answers": ({**own, "since": 0}, ()),

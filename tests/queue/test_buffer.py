@@ -9,7 +9,7 @@ from async_rl.net.codec import decode_group
 from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import GeneratorStats, NotReady, TrainedFacts
+from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedFacts
 from async_rl.queue.storage.payloads import MemoryBodies
 from async_rl.records import Lease
 from tests.queue.builders import (
@@ -235,9 +235,9 @@ def test_an_ack_repeated_changes_nothing():
     buffer = make_buffer()
     fill_and_take(buffer)
     facts = TrainedFacts(True, 4, {}, 12, {})
-    first = buffer.ack(LINEAGE, 0, 1, facts, snapshot=True, now=0.0)
+    first = buffer.ack(StepAck(LINEAGE, 0, 1, facts, snapshot=True), 0.0)
     before = groups_of(buffer)
-    assert buffer.ack(LINEAGE, 0, 1, facts, snapshot=True, now=5.0).snapshot is first.snapshot
+    assert buffer.ack(StepAck(LINEAGE, 0, 1, facts, snapshot=True), 5.0).snapshot is first.snapshot
     assert groups_of(buffer) == before
     assert before["trained"] == 2
 
@@ -262,7 +262,7 @@ def test_facts_that_do_not_add_up_are_refused_and_change_nothing():
     fill_and_take(buffer)
     # 2 groups of 2 rollouts of 3 tokens: 4 rollouts, 12 tokens.
     with pytest.raises(QueueError, match="12 that were taken"):
-        buffer.ack(LINEAGE, 0, 1, TrainedFacts(True, 4, {}, 11, {}), snapshot=False, now=0.0)
+        buffer.ack(StepAck(LINEAGE, 0, 1, TrainedFacts(True, 4, {}, 11, {})), 0.0)
     assert groups_of(buffer)["taken"] == 2
 
 
@@ -370,7 +370,7 @@ def test_the_last_update_of_a_batch_decides_what_is_too_old():
     take(buffer)
     late = leases(buffer, 1)
     assert late == []  # (2 + 1 - 0) // 2 = 1 batch
-    buffer.ack(LINEAGE, 0, 2, TrainedFacts(True, 4, {}, 12, {}), snapshot=False, now=0.0)
+    buffer.ack(StepAck(LINEAGE, 0, 2, TrainedFacts(True, 4, {}, 12, {})), 0.0)
     announce(buffer, 2)
     assert leases(buffer, 1, version=0) == []  # would be 3 versions old at the last update
     assert len(leases(buffer, 3, version=1)) == 2  # 2 versions old: the bound
@@ -607,7 +607,7 @@ def test_an_evaluation_that_is_not_exclusive_goes_first_but_lets_training_on():
 def test_an_evaluation_waits_for_its_version():
     buffer = make_buffer()
     fill_and_take(buffer)
-    buffer.ack(LINEAGE, 0, 1, TrainedFacts(True, 4, {}, 12, {}), snapshot=False, now=0.0)
+    buffer.ack(StepAck(LINEAGE, 0, 1, TrainedFacts(True, 4, {}, 12, {})), 0.0)
     ask_evaluation(buffer, step=1, min_version=1)
     assert buffer.lease("g0", (LINEAGE, 0), 1, 0.0).activate is None  # version 1 is not announced yet
     announce(buffer, 1)
@@ -672,7 +672,7 @@ def test_only_the_newest_lineage_is_heard():
     buffer.attach("line-b", LINEAGE, 0, 0, 100, None, 1.0)
     for call in (
         lambda: buffer.take(LINEAGE, 0, 0, 2, 1.0),
-        lambda: buffer.ack(LINEAGE, 0, 1, SKIPPED, snapshot=False, now=1.0),
+        lambda: buffer.ack(StepAck(LINEAGE, 0, 1, SKIPPED), 1.0),
         lambda: announce(buffer, 0),
         lambda: buffer.finish(LINEAGE, 1.0),
         lambda: buffer.attach(LINEAGE, "", 0, 0, 100, None, 1.0),

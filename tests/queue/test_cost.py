@@ -15,7 +15,7 @@ from async_rl.queue.core.leases import HeldLease, LeaseTable
 from async_rl.queue.core.ledger import Ledger
 from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
-from async_rl.queue.messages import NotReady, TrainedFacts
+from async_rl.queue.messages import NotReady, StepAck, TrainedFacts
 from async_rl.queue.storage.payloads import MemoryBodies
 from async_rl.records import Lease
 from tests.queue.builders import LINEAGE, announce, leases, make_buffer, rows, settings
@@ -65,7 +65,7 @@ def cycle(buffer: Buffer) -> None:
     for lease in leases(buffer, 2, version):
         put(buffer, lease, version)
     assert not isinstance(buffer.take(LINEAGE, step, version, 2, 0.0), NotReady)
-    buffer.ack(LINEAGE, step, version + 1, TrainedFacts(True, 4, {}, 12, {}), snapshot=False, now=0.0)
+    buffer.ack(StepAck(LINEAGE, step, version + 1, TrainedFacts(True, 4, {}, 12, {})), 0.0)
     announce(buffer, version + 1)
     buffer.heartbeat("g0", {}, buffer.stats().generators, 0.0)
     buffer.ledger_file()

@@ -25,7 +25,7 @@ from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
+from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned, StepAck
 from async_rl.queue.server.handlers import Handlers, Waiting
 from async_rl.queue.server.rate_limiter import Sizes
 from async_rl.queue.storage.journal import pack
@@ -151,7 +151,7 @@ class Client:
             self.generator.return_group(group(lease, self.step, generator="g0"))
         assert {event.verdict for event in self._until(Returned, len(held))} == {"queued"}
         assert isinstance(self.learner.take(LINEAGE, self.step, self.step, DEADLINE_S), Batch)
-        self.learner.ack(LINEAGE, self.step, self.step + 1, all_trained())
+        self.learner.ack(StepAck(LINEAGE, self.step, self.step + 1, all_trained()))
         self.step += 1
         self.learner.announce(Announcement(LINEAGE, self.step, "digest", "tcp://127.0.0.1:1"))
         self.num_answers += 4 + len(held)

@@ -5,7 +5,7 @@ import pytest
 from async_rl.errors import QueueError
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import NotReady
+from async_rl.queue.messages import NotReady, StepAck
 from tests.queue.builders import SAMPLING, rows, settings
 from tests.queue.witness import Knobs
 from tests.queue.world import World
@@ -42,7 +42,7 @@ def test_an_ack_repeated_to_the_next_server_gives_the_same_snapshot():
     assert world.acked is not None
     step, version, done, snapshot = world.acked
     world.restart_server()
-    assert world.buffer.ack(world.lineage, step, version, done, snapshot=True, now=0.0).snapshot == snapshot
+    assert world.buffer.ack(StepAck(world.lineage, step, version, done, snapshot=True), 0.0).snapshot == snapshot
 
 
 def test_every_lease_may_grow_anew():

@@ -25,6 +25,7 @@ from async_rl.queue.messages import (
     LeasesGranted,
     NotReady,
     Returned,
+    StepAck,
 )
 from async_rl.queue.server.handlers import Handlers, Reply, Waiting
 from async_rl.queue.server.start import answering_run, ensure_queue
@@ -75,7 +76,7 @@ def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
         assert isinstance(batch, Batch)
         assert [taken.prompt.position for taken in batch.groups] == [2 * step, 2 * step + 1]
         np.testing.assert_array_equal(batch.groups[0].group.rollouts[0].sequences[0].token_ids, np.arange(5))
-        acked = learner.ack(lineage="line-a", step=step, version=step + 1, facts=all_trained(), snapshot=step == 1)
+        acked = learner.ack(StepAck("line-a", step, step + 1, all_trained(), snapshot=step == 1))
         assert (acked.snapshot is None) == (step != 1)
         learner.announce(Announcement("line-a", step + 1, f"digest-{step + 1}", "tcp://127.0.0.1:1"))
     assert learner.snapshot("line-a")
@@ -129,7 +130,7 @@ def test_waiting_requests_are_answered_by_the_event_they_wait_for(servers, tmp_p
     events_until(generator, Returned, len(held))
     thread.join(15)
     assert isinstance(taken[0], Batch)
-    learner.ack("line-a", 0, 1, all_trained())
+    learner.ack(StepAck("line-a", 0, 1, all_trained()))
     learner.announce(Announcement("line-a", 1, "digest-1", "tcp://127.0.0.1:1"))
     heard = events_until(generator, LeasesGranted)
     answers = [event for event in heard if isinstance(event, LeasesGranted)]
@@ -147,8 +148,8 @@ def test_a_bound_for_new_leases_comes_with_the_ack_and_outlives_the_server(serve
     assert return_all(generator, get_leases(generator)) == ["queued", "queued"]
     assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
     with pytest.raises(QueueError, match=r"of 0\.\.1, got 2"):
-        learner.ack("line-a", 0, 1, all_trained(), lease_bound=2)
-    learner.ack("line-a", 0, 1, all_trained(), lease_bound=0)
+        learner.ack(StepAck("line-a", 0, 1, all_trained(), lease_bound=2))
+    learner.ack(StepAck("line-a", 0, 1, all_trained(), lease_bound=0))
     kill(first)
     second = servers.start(config, "--run-id", "run")
     assert servers.learner(second.address).status()["lease_bound"] == 0
@@ -321,7 +322,7 @@ def test_a_restarted_server_goes_on_on_its_old_port_with_every_group_and_lease(s
     again = learner.take("line-a", 0, 0, 5.0)
     assert isinstance(again, Batch)
     assert [t.group.lease_id for t in again.groups] == [t.group.lease_id for t in taken.groups]
-    assert learner.ack("line-a", 0, 1, all_trained()).stats.ledger["groups"]["trained"] == 2
+    assert learner.ack(StepAck("line-a", 0, 1, all_trained())).stats.ledger["groups"]["trained"] == 2
     returned = [e for e in events_until(generator, Returned) if isinstance(e, Returned)]
     assert [e.verdict for e in returned] == ["queued"]
     batch = learner.take("line-a", 1, 1, 5.0)
@@ -338,7 +339,7 @@ def test_a_learner_that_goes_back_to_its_checkpoint_finds_the_queue_of_that_time
     generator.hello(10.0, "fake")
     assert return_all(generator, get_leases(generator, count=4)[:3]) == ["queued"] * 3
     assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
-    snapshot = learner.ack("line-a", 0, 1, all_trained(), snapshot=True).snapshot
+    snapshot = learner.ack(StepAck("line-a", 0, 1, all_trained(), snapshot=True)).snapshot
     learner.checkpoint_committed("line-a", 1)
     attach(learner, "line-b", parent_lineage="line-a", fork_version=1, step=1, snapshot=snapshot)
     # Position 2 was queued in the snapshot; 3 was in flight and comes again.
@@ -358,7 +359,7 @@ def test_without_a_journal_a_restarted_server_has_the_checkpoint_s_prompts_sampl
     generator.hello(10.0, "fake")
     assert return_all(generator, get_leases(generator, count=4)[:3]) == ["queued"] * 3
     assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
-    snapshot = learner.ack("line-a", 0, 1, all_trained(), snapshot=True).snapshot
+    snapshot = learner.ack(StepAck("line-a", 0, 1, all_trained(), snapshot=True)).snapshot
     kill(first)
     servers.start(config, "--run-id", "run", "--no-journal")
     with pytest.raises(QueueError, match="start the learner again from its checkpoint"):

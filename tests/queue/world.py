@@ -16,7 +16,7 @@ import pytest
 from async_rl.errors import LineageError
 from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.core.group_summary import GroupFacts
-from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, TrainedFacts, Verdict
+from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedFacts, Verdict
 from async_rl.records import Lease
 from tests.queue import builders
 from tests.queue.builders import SAMPLING
@@ -242,7 +242,7 @@ class World(Witness):
         step, version = learner.step, learner.version + updates
         bound = learner.lease_bound if lease_bound is None else lease_bound
         body = self.buffer.ack(
-            self.lineage, step, version, done, snapshot=snapshot, now=self.now, lease_bound=bound
+            StepAck(self.lineage, step, version, done, snapshot=snapshot, lease_bound=bound), self.now
         ).snapshot
         assert self.learner.lease_bound == bound
         self.acked, self.taken = (step, version, done, body), None
@@ -259,7 +259,7 @@ class World(Witness):
         """The answer to the last ack was lost."""
         if self.acked is not None:
             step, version, done, body = self.acked
-            assert self.buffer.ack(self.lineage, step, version, done, snapshot=True, now=self.now).snapshot == body
+            assert self.buffer.ack(StepAck(self.lineage, step, version, done, snapshot=True), self.now).snapshot == body
             self.settle()
 
     def snapshot(self) -> None:
@@ -320,7 +320,7 @@ class World(Witness):
         for old in self.old_lineages[-2:]:
             calls: tuple[Callable[..., object], ...] = (
                 partial(self.buffer.take, old, 0, 0, 2, self.now),
-                partial(self.buffer.ack, old, 0, 1, TrainedFacts(True, 4), snapshot=True, now=self.now),
+                partial(self.buffer.ack, StepAck(old, 0, 1, TrainedFacts(True, 4), snapshot=True), self.now),
                 partial(builders.announce, self.buffer, 0, old),
                 partial(self.buffer.checkpoint_committed, old, 1),
                 partial(self.buffer.snapshot, old, self.now),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from async_rl.errors import QueueError, WireError
 from async_rl.net.codec import decode_group, field, read_as
@@ -26,9 +27,9 @@ from async_rl.queue.messages import (
     EvalResult,
     NotReady,
     QueueStats,
+    StepAck,
     TakenEntry,
     TakenGroup,
-    TrainedFacts,
 )
 from async_rl.queue.parity import Answer, decode_answer
 from async_rl.queue.protocol import as_array
@@ -176,21 +177,11 @@ class LearnerQueue:
             request_id = self._connection.post("take", fields, wait_s=wait_s)
         return read_as(reply.fields.get("answer"), NotReady)
 
-    def ack(
-        self, lineage: str, step: int, version: int, facts: TrainedFacts, snapshot: bool = False, *,
-        lease_bound: int | None = None, next_take_s: float | None = None,
-    ) -> Acked:  # fmt: skip
-        """The step that was taken as ``step`` is done, and the learner is at ``version``.
-
-        ``lease_bound``: of staleness, for leases from here on (none: ``queue.max_staleness``). ``next_take_s``: the
-        take of the next step is begun right behind (``begin_take``, with so long a wait).
-        """
-        fields = {
-            "lineage": lineage, "step": step, "version": version, "snapshot": snapshot, "lease_bound": lease_bound,
-        }  # fmt: skip
-        request_id = self._connection.post("ack", {**fields, "facts": facts}, with_next=next_take_s is not None)
+    def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
+        """Report a trained step. With ``next_take_s``, also begin the take of the next step, which waits so long."""
+        request_id = self._connection.post("ack", asdict(ack), with_next=next_take_s is not None)
         if next_take_s is not None:
-            self.begin_take(lineage, step + 1, version, next_take_s)
+            self.begin_take(ack.lineage, ack.step + 1, ack.version, next_take_s)
         return _acked(self._await(request_id, "ack", 0.0))
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:

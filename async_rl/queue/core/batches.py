@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from async_rl.errors import QueueError
 from async_rl.queue.core import report, restore
 from async_rl.queue.core.state import LearnerSide, QueueState
-from async_rl.queue.messages import NotReady, TrainedFacts
+from async_rl.queue.messages import NotReady, StepAck, TrainedFacts
 from async_rl.queue.storage.payloads import Body
 from async_rl.records import Prompt
 
@@ -67,34 +67,30 @@ def lacks_groups(state: QueueState, lineage: str, step: int, num_groups: int) ->
     return len(state.queued) < num_groups and not is_over
 
 
-def ack(
-    state: QueueState, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool,
-    lease_bound: int | None = None,
-) -> bytes | None:  # fmt: skip
+def ack(state: QueueState, ack: StepAck) -> bytes | None:
     """As ``Buffer.ack``; the snapshot that was asked for."""
-    learner = state.attached(lineage)
-    if learner.acked is not None and learner.acked[0] == step:
+    learner, settings = state.attached(ack.lineage), state.settings
+    if learner.acked is not None and learner.acked[0] == ack.step:
         return learner.acked[1]
-    if step != learner.step or not learner.taken:
-        raise QueueError(f"expected an ack of step {learner.step}, taken before, got one of step {step}")
-    newest = learner.version + (state.settings.updates_per_batch if facts.stepped else 0)
-    if not learner.version + facts.stepped <= new_version <= newest:
-        raise QueueError(
-            f"expected version {learner.version + facts.stepped}..{newest} after step {step}, got {new_version}"
-        )
-    lowest, highest = state.settings.lowest_bound, state.settings.max_staleness
-    lease_bound = highest if lease_bound is None else lease_bound
+    if ack.step != learner.step or not learner.taken:
+        raise QueueError(f"expected an ack of step {learner.step}, taken before, got one of step {ack.step}")
+    oldest = learner.version + ack.trained.stepped
+    newest = learner.version + (settings.updates_per_batch if ack.trained.stepped else 0)
+    if not oldest <= ack.version <= newest:
+        raise QueueError(f"expected version {oldest}..{newest} after step {ack.step}, got {ack.version}")
+    lowest, highest = settings.lowest_bound, settings.max_staleness
+    lease_bound = highest if ack.lease_bound is None else ack.lease_bound
     if not lowest <= lease_bound <= highest:
         raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {lease_bound}")
-    _settle(state, learner, facts)
+    _settle(state, learner, ack.trained)
     learner.lease_bound = lease_bound
-    learner.step, learner.version = step + 1, new_version
+    learner.step, learner.version = ack.step + 1, ack.version
     state.filtered_since_step = state.filtered_right_since_step = 0
     state.drop_too_old(learner)
     if not learner.steps_left:
         state.end_training()
     state.revision += 1
-    learner.acked = (step, restore.save(state, learner) if snapshot else None)
+    learner.acked = (ack.step, restore.save(state, learner) if ack.snapshot else None)
     return learner.acked[1]
 
 

@@ -30,7 +30,7 @@ from async_rl.queue.messages import (
     LeasesGranted,
     NotReady,
     QueueStats,
-    TrainedFacts,
+    StepAck,
     Verdict,
 )
 from async_rl.queue.storage.payloads import Body, BodyStore, MemoryBodies, Place
@@ -189,21 +189,16 @@ class Buffer:
         """
         return batches.lacks_groups(self._state, lineage, step, num_groups)
 
-    def ack(
-        self, lineage: str, step: int, new_version: int, facts: TrainedFacts, *, snapshot: bool, now: float,
-        lease_bound: int | None = None,
-    ) -> Acked:  # fmt: skip
-        """The taken step is trained (or its optimizer step was skipped), and the learner is at ``new_version``.
-
-        ``lease_bound`` is the bound on staleness for leases from here on (none: ``max_staleness``).
+    def ack(self, ack: StepAck, now: float) -> Acked:
+        """The taken step is trained, or its optimizer step was skipped.
 
         Raises:
             LineageError: of another learner.
             QueueError: the step is not the taken one, the version or bound can't be, or the facts don't add up.
         """
         self._state.at(now)
-        body = batches.ack(self._state, lineage, step, new_version, facts, snapshot=snapshot, lease_bound=lease_bound)
-        return Acked(self.stats(), body)
+        snapshot = batches.ack(self._state, ack)
+        return Acked(self.stats(), snapshot)
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
         """The checkpoint after ``step`` steps is whole: nobody goes back behind it, so older snapshots are unpinned.

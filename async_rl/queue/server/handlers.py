@@ -28,7 +28,7 @@ from async_rl.queue.messages import (
     GeneratorStats,
     LeasesGranted,
     NotReady,
-    TrainedFacts,
+    StepAck,
     Verdict,
 )
 from async_rl.queue.protocol import as_array, name
@@ -200,18 +200,7 @@ class Handlers:
         return Waiting(_wait_s(message), attempt)
 
     def _on_ack(self, message: Message, now: float) -> Reply:
-        fields = message.fields
-        has_bound = fields.get("lease_bound") is not None
-        acked = self.buffer.ack(
-            field(fields, "lineage", str),
-            field(fields, "step", int),
-            field(fields, "version", int),
-            read_as(fields.get("facts"), TrainedFacts),
-            snapshot=field(fields, "snapshot", bool),
-            now=now,
-            lease_bound=field(fields, "lease_bound", int) if has_bound else None,
-        )
-        return _acked(acked)
+        return _acked(self.buffer.ack(read_as(message.fields, StepAck), now))
 
     def _on_snapshot(self, message: Message, now: float) -> Reply:
         body = self.buffer.snapshot(field(message.fields, "lineage", str), now)
