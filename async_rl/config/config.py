@@ -10,10 +10,11 @@ from typing import Self
 
 from pydantic import model_validator
 
+from async_rl.config.backends import check_capabilities, has_model, known_capabilities
 from async_rl.config.data import DataConfig
 from async_rl.config.environment import EnvironmentConfig
 from async_rl.config.eval import EvalConfig
-from async_rl.config.generator import VLLM_MIN_TEMPERATURE, GeneratorConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.config.learner import LearnerConfig, OptimizerConfig
 from async_rl.config.loss import ADVANTAGES, LossConfig
 from async_rl.config.model import LoraConfig, ModelConfig
@@ -52,8 +53,7 @@ class Config(Section):
     def _keys_agree(self) -> Self:
         self._check_staleness_keys()
         self._check_sampling_keys()
-        self._check_deterministic()
-        self._check_vllm_keys()
+        self._check_backend()
         self._check_device_keys()
         self._check_code_keys()
         self._check_environment()
@@ -134,34 +134,10 @@ class Config(Section):
         if self.sampling.temperature_steps is not None and self.sampling.temperature_end is None:
             raise ValueError("sampling.temperature_steps: expected sampling.temperature_end with it, got none")
 
-    def _check_deterministic(self) -> None:
-        if not self.sampling.deterministic or self.generator.backend == "fake":
-            return
-        if self.generator.backend != "transformers":
-            raise ValueError(
-                f"sampling.deterministic: expected generator.backend transformers or fake, got "
-                f"{self.generator.backend!r}; other engines choose their batches themselves"
-            )
-        if self.generator.batch_size < self.sampling.group_size:
-            raise ValueError(
-                f"generator.batch_size: under sampling.deterministic expected room for a whole group, "
-                f"sampling.group_size = {self.sampling.group_size}, got {self.generator.batch_size}"
-            )
-
-    def _check_vllm_keys(self) -> None:
-        if self.generator.backend != "vllm":
-            return
-        for key, temperature in (
-            ("sampling.temperature", self.sampling.temperature),
-            ("sampling.temperature_end", self.sampling.temperature_end or 1.0),
-            ("eval.temperature", self.eval.temperature or 1.0),
-            *((f"eval.sets.{name}.temperature", own.temperature or 1.0) for name, own in self.eval.sets.items()),
-        ):
-            if temperature < VLLM_MIN_TEMPERATURE:
-                raise ValueError(
-                    f"{key}: with generator.backend vllm, which samples no colder, expected at least "
-                    f"{VLLM_MIN_TEMPERATURE}, got {temperature}"
-                )
+    def _check_backend(self) -> None:
+        capabilities = known_capabilities(self.generator.backend)
+        if capabilities is not None:  # those of a user's own backend are checked where it is imported
+            check_capabilities(self, capabilities)
 
     def _check_device_keys(self) -> None:
         for key, devices, needed in (
@@ -243,7 +219,13 @@ class Config(Section):
     def code_names(self) -> tuple[str, ...]:
         """The user's own code that the run asks generators to import."""
         environment = (self.environment.name,) if self.environment.is_set else ()
-        return (*environment, *dict.fromkeys(name for name in self.reward.names if is_code_name(name)))
+        others = (*self.reward.names, self.generator.backend)
+        return (*environment, *dict.fromkeys(name for name in others if is_code_name(name)))
+
+    @property
+    def own_vocab_size(self) -> int | None:
+        """Tokens that a backend without a model samples from; None: the model's vocabulary."""
+        return None if has_model(self.generator.backend) else self.generator.fake.vocab_size
 
     @property
     def makes_up_rows(self) -> bool:

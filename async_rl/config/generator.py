@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from async_rl.config.backends import AUTO, check_backend_name
 from async_rl.config.section import Section
-
-VLLM_MIN_TEMPERATURE = 0.01
-"""vLLM samples hotter than it was told below this."""
 
 
 class FakeConfig(Section):
@@ -37,8 +35,10 @@ class VllmConfig(Section):
 
 
 class GeneratorConfig(Section):
-    backend: Literal["auto", "transformers", "vllm", "fake"] = Field(
-        default="auto", description="auto: vllm with CUDA where vLLM is installed, else transformers"
+    backend: str = Field(
+        default=AUTO,
+        description="inference engine: transformers, vllm, fake, or your own as module:Class or file.py:Class; auto: "
+        "vllm with CUDA where vLLM is installed, else transformers",
     )
     count: int = Field(default=1, ge=0, description="generators that launch starts")
     devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, dealt out in order")
@@ -58,3 +58,9 @@ class GeneratorConfig(Section):
     )
     fake: FakeConfig = FakeConfig()
     vllm: VllmConfig = VllmConfig()
+
+    @field_validator("backend")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        check_backend_name(value)
+        return value

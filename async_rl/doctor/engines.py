@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.config.backends import has_model
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.data.chat import model_files, quiet_progress_bars
@@ -19,9 +20,10 @@ from async_rl.data.dataset import load_train_rows
 from async_rl.doctor.rows import Row
 from async_rl.errors import UserError
 from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.backends import build_backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.scratch import scratch_directory
-from async_rl.generator.worker import build_backend, generator_config, write_files
+from async_rl.generator.worker import generator_config, write_files
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import Lease, Prompt, Sampling
 
@@ -35,8 +37,8 @@ _FIX = "do what the cause says; a run stops for this (weights.parity, weights.pa
 def check_parity(config: Mapping[str, Any]) -> list[Row]:
     """In a process of its own: one row about sampled tokens, one about given ones."""
     resolved = parse_config(dict(config), "the doctor's config")
-    if resolved.generator.backend == "fake":
-        return [Row("parity", "skip", 'generator.backend = "fake" has no model')]
+    if not has_model(resolved.generator.backend):
+        return [Row("parity", "skip", f'generator.backend = "{resolved.generator.backend}" has no model')]
     quiet_progress_bars()
     with ExitStack() as stack:
         return _compared(resolved, stack)

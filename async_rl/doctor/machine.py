@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
+from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
 from async_rl.doctor.rows import Row
 from async_rl.errors import UserError
-from async_rl.generator.vllm.engine import INSTALL, SUPPORTED
 from async_rl.launch.preflight import check_devices, check_keys, check_writable
 from async_rl.launch.status import size_text
 from async_rl.process.package_versions import package_versions
@@ -38,20 +38,24 @@ def check_versions(config: Config) -> list[Row]:
             )
         else:
             rows.append(Row(name, "OK", version))
-    return [*rows, _vllm_row(config, found.get("vllm"))]
+    engines = (name for name, capabilities in BACKENDS.items() if capabilities.package)
+    return [*rows, *(_engine_row(config, name, found.get(BACKENDS[name].package)) for name in engines)]
 
 
-def _vllm_row(config: Config, version: str | None) -> Row:
-    backend = config.generator.backend
+def _engine_row(config: Config, name: str, version: str | None) -> Row:
+    """Whether the package of the backend ``name`` is here in the version that the backend is made for."""
+    needs, backend = BACKENDS[name], config.generator.backend
+    is_chosen = backend == name
     if version is None:
-        needed = backend == "vllm" and config.generator.count > 0
-        if backend == "vllm":
-            return Row("vllm", "FAIL" if needed else "WARN", 'not installed, generator.backend = "vllm"', fix=INSTALL)
-        return Row("vllm", "OK", f'not installed, and not needed by generator.backend = "{backend}" here')
-    if not version.startswith(f"{SUPPORTED}."):
-        state = "FAIL" if backend == "vllm" else "WARN"
-        return Row("vllm", state, f"{version}, the backend is made for {SUPPORTED}", fix=INSTALL)
-    return Row("vllm", "OK", version)
+        if is_chosen:
+            state = "FAIL" if config.generator.count else "WARN"
+            return Row(needs.package, state, f'not installed, generator.backend = "{name}"', fix=needs.install)
+        return Row(needs.package, "OK", f'not installed, and not needed by generator.backend = "{backend}" here')
+    if not version.startswith(f"{needs.package_version}."):
+        state = "FAIL" if is_chosen else "WARN"
+        text = f"{version}, the backend is made for {needs.package_version}"
+        return Row(needs.package, state, text, fix=needs.install)
+    return Row(needs.package, "OK", version)
 
 
 def num_cuda_devices() -> int:

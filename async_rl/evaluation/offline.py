@@ -23,10 +23,11 @@ from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.evaluation.settings import EvalSettings, describe_settings
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
+from async_rl.generator.backends import build_backend
 from async_rl.generator.grading import Grader, ThreadGrader
 from async_rl.generator.offline import Answered, answer_leases
 from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
-from async_rl.generator.worker import build_backend, build_environment, grading_threads
+from async_rl.generator.worker import build_environment, grading_threads
 from async_rl.launch.preflight import check_writable
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt

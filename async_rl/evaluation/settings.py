@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.config.backends import AUTO, BACKENDS, FALLBACK
 from async_rl.config.config import Config
 from async_rl.config.loading import apply_override, load_config, parse_config
 from async_rl.errors import ConfigError
@@ -65,15 +66,18 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
         ConfigError: the config, an override or an option is wrong, or nothing says what to ask.
     """
     raw, notes = _base(models, options)
-    if raw.get("generator", {}).get("backend") == "vllm":
-        raw["generator"]["backend"] = "transformers"
-        notes.append("the run samples with vllm; an offline evaluation samples with transformers")
+    if not _is_usable_offline(raw):
+        notes.append(
+            f"the run samples with {raw['generator']['backend']}; an offline evaluation samples with {FALLBACK}"
+        )
+        raw["generator"]["backend"] = FALLBACK
     for override in options.overrides:
         apply_override(raw, override)
-    if raw.get("generator", {}).get("backend") == "vllm":
+    if not _is_usable_offline(raw):
+        usable = " or ".join(name for name, one in BACKENDS.items() if one.offline)
         raise ConfigError(
-            "generator.backend: an offline evaluation samples with transformers (or fake), got 'vllm', which is there "
-            "for the evaluations of a run (data.eval, eval.every) only; leave it out"
+            f"generator.backend: expected {usable} for an offline evaluation, got {raw['generator']['backend']!r}, "
+            f"which serves only the evaluations of a run (data.eval, eval.every); leave it out"
         )
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", "unused")
@@ -84,6 +88,12 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     if not config.data.eval:
         raise ConfigError("expected --dataset FILE, or a config with data.eval that says what to answer, got neither")
     return EvalSettings(config, tuple(notes))
+
+
+def _is_usable_offline(raw: Mapping[str, Any]) -> bool:
+    """False of a known backend that needs a learner; a user's own is asked where it is imported."""
+    capabilities = BACKENDS.get(raw.get("generator", {}).get("backend", AUTO))
+    return capabilities is None or capabilities.offline
 
 
 def run_config_of(model: str) -> Path | None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from async_rl.config.backends import BackendCapabilities
 from async_rl.records import FinishReason, Lease
 from async_rl.sampling_mask import KeptTokens
 
@@ -43,8 +44,29 @@ class Sampled:
     kept: KeptTokens | None = None
 
 
+class Text(Protocol):
+    """What is needed of a tokenizer."""
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as text, with the opening of the assistant's turn."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids, int32 [N]; special tokens only where the text spells them out."""
+        ...
+
+    def ending(self, token_id: int) -> str:
+        """How a special token is written; empty for any other token."""
+        ...
+
+
 class Backend(Protocol):
-    """An inference engine. Not thread-safe: one loop owns it."""
+    """An inference engine. Not thread-safe: one loop owns it. ``conformance.check_backend`` tests an implementation."""
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What it promises; the same for all instances of a class."""
+        ...
 
     @property
     def num_seats(self) -> int:
@@ -117,3 +139,11 @@ class PreparingBackend(Protocol):
             WeightsError: a tensor is missing, unknown, or of another shape, or the engine could not take it.
         """
         ...
+
+
+@runtime_checkable
+class TextBackend(Protocol):
+    """What a backend has in addition to ``Backend`` if its tokens are not those of the model's tokenizer."""
+
+    @property
+    def text(self) -> Text: ...

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.config.backends import BACKENDS
 from async_rl.config.generator import FakeConfig, GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
@@ -59,6 +60,8 @@ class FakeText:
 class FakeBackend:
     """See ``backend.Backend``. ``answer_form`` is the form in which answers are written."""
 
+    capabilities = BACKENDS["fake"]
+
     def __init__(self, config: GeneratorConfig, *, answer_form: str = "boxed") -> None:
         self._fake = config.fake
         self._num_seats = config.batch_size
@@ -72,6 +75,10 @@ class FakeBackend:
         self._version = NO_VERSION
         # (first decode step, version), in order; entries that no running sequence needs are dropped.
         self._version_changes: list[tuple[int, int]] = []
+
+    @property
+    def text(self) -> FakeText:
+        return FakeText(self._fake.vocab_size)
 
     @property
     def num_seats(self) -> int:
@@ -91,7 +98,7 @@ class FakeBackend:
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         """One token, hashed, for every four characters; int32 [P]. Raises ValueError: one of ``fake.fails_on``."""
-        coder = FakeText(self._fake.vocab_size)
+        coder = self.text
         text = coder.render(messages)
         if self._fake.fails_on and self._fake.fails_on in text:
             raise ValueError(f"generator.fake.fails_on = {self._fake.fails_on!r} is in the prompt")

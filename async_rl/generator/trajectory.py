@@ -8,29 +8,13 @@ continues the sequence, any other begins a new one (a template that strips old t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from async_rl.generator.backend import Sampled
+from async_rl.generator.backend import Sampled, Text
 from async_rl.records import NO_VERSION, TokenSequence
 from async_rl.sampling_mask import KeptTokens, join
-
-
-class Text(Protocol):
-    """What is needed of a tokenizer."""
-
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as text, with the opening of the assistant's turn."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids, int32 [N]; special tokens only where the text spells them out."""
-        ...
-
-    def ending(self, token_id: int) -> str:
-        """How a special token is written; empty for any other token."""
-        ...
 
 
 class TokenizerText:

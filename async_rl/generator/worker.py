@@ -12,7 +12,6 @@ import socket
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.config.config import Config
@@ -20,9 +19,9 @@ from async_rl.config.loading import apply_override, check_generator_overrides, p
 from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
-from async_rl.generator.backend import Backend
+from async_rl.generator.backend import Backend, TextBackend
+from async_rl.generator.backends import build_backend, cuda_device
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.fake import FakeBackend, FakeText
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
 from async_rl.generator.scratch import scratch_directory
@@ -33,7 +32,7 @@ from async_rl.process.memory import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.combine import RewardSum
 
-__all__ = ["Worker", "build_backend", "generator_config", "run_generator"]
+__all__ = ["Worker", "generator_config", "run_generator"]
 
 
 def run_generator(
@@ -78,11 +77,14 @@ def run_generator(
         config = generator_config(welcome.config_toml, overrides)
         directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)
-        backend = stack.enter_context(closing(build_backend(config, directory)))
+        digests = read_digests(welcome.files.get(DIGESTS_FILE))
+        # A backend of this operator's own choice is not the learner's, which sent no digest of it.
+        is_own_choice = config.generator.backend == _requested_backend(overrides)
+        backend = build_backend(config, directory, code_digests=None if is_own_choice else digests)
+        stack.enter_context(closing(backend))
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
         stack.enter_context(closing(receiver))
-        digests = read_digests(welcome.files.get(DIGESTS_FILE))
         reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
         num_threads = grading_threads(config, reward)
         grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=num_threads)))
@@ -158,52 +160,6 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
         (directory / name).write_bytes(content)
 
 
-def build_backend(config: Config, directory: Path, *, load_pretrained: bool = False) -> Backend:
-    """The engine that ``config.generator`` asks for, over the model files in ``directory``.
-
-    Its weights come by ``activate``; with ``load_pretrained`` they are those in ``directory``, as version 0 (not by
-    vllm).
-
-    Raises:
-        ModelError: the model is not one that the backend can run.
-    """
-    if config.generator.backend == "fake":
-        fake = FakeBackend(config.generator, answer_form=config.reward.type)
-        if load_pretrained:
-            fake.activate(0, {})
-        return fake
-    if uses_vllm(config) and not load_pretrained:
-        from async_rl.generator.vllm.backend import VllmBackend
-
-        return VllmBackend.from_files(directory, config, device=cuda_device(config) or "cpu")
-    import torch
-
-    from async_rl.generator.hf.backend import TransformersBackend
-
-    engine, deterministic = config.generator, config.sampling.deterministic
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
-    if deterministic:
-        # One group runs at a time: more seats would fetch leases that another generator could start on.
-        engine = engine.model_copy(update={"batch_size": config.sampling.group_size})
-    return TransformersBackend.from_files(
-        directory,
-        engine,
-        device=cuda_device(config) or "cpu",
-        dtype=config.model.dtype,
-        deterministic=deterministic,
-        load_pretrained=load_pretrained,
-        needs_template=config.data.prompt_format == "chat",
-    )
-
-
-def uses_vllm(config: Config) -> bool:
-    """Whether the engine is vLLM: by name, or because ``auto`` finds both CUDA and vLLM."""
-    if config.generator.backend != "auto" or config.sampling.deterministic:
-        return config.generator.backend == "vllm"
-    return find_spec("vllm") is not None and cuda_device(config) is not None
-
-
 def build_environment(
     config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack
 ) -> EnvironmentRollouts | None:
@@ -218,8 +174,8 @@ def build_environment(
     """
     if not config.environment.is_set:
         return None
-    if config.generator.backend == "fake":
-        text = FakeText(config.generator.fake.vocab_size)
+    if isinstance(backend, TextBackend):
+        text = backend.text
     else:
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
         text = TokenizerText(tokenizer)
@@ -227,14 +183,3 @@ def build_environment(
     pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=digest)
     stack.enter_context(closing(pool))
     return EnvironmentRollouts(backend, pool, text, config.environment)
-
-
-def cuda_device(config: Config) -> str | None:
-    """The CUDA device that the engine runs on: the first of ``generator.devices``, or else of the machine."""
-    if config.generator.backend == "fake":
-        return None
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return f"cuda:{config.generator.devices[0] if config.generator.devices else 0}"

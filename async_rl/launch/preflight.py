@@ -12,11 +12,11 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from async_rl.config.backends import known_capabilities, missing_package
 from async_rl.config.config import Config
 from async_rl.data.chat import check_model, vocabulary_size
 from async_rl.data.dataset import LoadedRows, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
-from async_rl.generator.vllm.engine import missing_vllm
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.user_code import check_allowed, code_digests
@@ -231,20 +231,22 @@ def check_engine(config: Config) -> None:
     Raises:
         ModelError: it is not.
     """
-    if config.generator.backend == "vllm" and config.generator.count and find_spec("vllm") is None:
-        raise ModelError(missing_vllm("there is no such package"))
+    name = config.generator.backend
+    needs = known_capabilities(name)
+    if needs is not None and needs.package and config.generator.count and find_spec(needs.package) is None:
+        raise ModelError(missing_package(name, "there is no such package"))
 
 
 def check_fake_vocabulary(config: Config) -> None:
-    """The fake backend samples only tokens that the model knows.
+    """A backend without a model samples only tokens that the model knows.
 
     Raises:
         ConfigError: its vocabulary is larger.
     """
-    if config.generator.backend != "fake":
+    if config.own_vocab_size is None:
         return
     known = vocabulary_size(config.model.path)
-    if known is not None and config.generator.fake.vocab_size > known:
+    if known is not None and config.own_vocab_size > known:
         raise ConfigError(
             f"generator.fake.vocab_size: expected at most the model's vocab_size = {known}, got "
             f"{config.generator.fake.vocab_size}"

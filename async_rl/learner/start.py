@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from async_rl.config.backends import has_model
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files
@@ -185,8 +186,8 @@ def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
-    """None where there is nothing to compare: the fake backend's log-probabilities are made up."""
-    if config.weights.parity == "off" or config.generator.backend == "fake":
+    """None where there is nothing to compare: a backend without a model makes its log-probabilities up."""
+    if config.weights.parity == "off" or not has_model(config.generator.backend):
         return None
     dtype = str(compute_dtype(config, device)).removeprefix("torch.")
     return ParityGate(config, engine, queue, dtype=dtype)

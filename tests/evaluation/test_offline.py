@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_rl.config.backends import BackendCapabilities
 from async_rl.config.environment import EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
 from async_rl.evaluation.offline import Evaluated, describe, run_eval
@@ -34,6 +35,8 @@ GUESS = ROOT / "examples" / "environments" / "guess_number.py"
 
 class ScriptedBackend:
     """Says what ``answers`` has for a row and a sample, one sequence a step, the last submitted first."""
+
+    capabilities = BackendCapabilities()
 
     num_seats = 4
     version = 0

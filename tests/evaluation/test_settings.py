@@ -89,7 +89,7 @@ def test_what_is_of_the_runs_machines_is_left_out(run: Path):
     assert (generator.backend, generator.devices) == ("transformers", None)
     assert "the run samples with vllm; an offline evaluation samples with transformers" in settings(run).notes
     with pytest.raises(
-        ConfigError, match=r"generator\.backend: an offline evaluation samples with transformers .or fake"
+        ConfigError, match=r"generator\.backend: expected transformers or fake for an offline evaluation, got .vllm."
     ):
         settings(run, overrides=("generator.backend=vllm",))
 

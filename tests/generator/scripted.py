@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.config.backends import BackendCapabilities
 from async_rl.generator.backend import Sampled
 from async_rl.records import Lease
 
@@ -30,6 +31,8 @@ class CharacterText:
 
 class ScriptedBackend:
     """``backend.Backend``: a step finishes every request. An answer that is too long is cut; others end in END."""
+
+    capabilities = BackendCapabilities()
 
     def __init__(self, script: Callable[[int, int], str], *, num_seats: int = 16) -> None:
         self.script = script

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import EngineError, ModelError, WeightsError
-from async_rl.generator import worker
+from async_rl.generator import backends
 from async_rl.generator.vllm.engine import check_installed
 from async_rl.generator.vllm.kv_cache_capacity import SeatEstimate
 from async_rl.generator.vllm.sampling import Gathered, num_listed, sampling_parameters, seeds, token_versions
@@ -53,7 +53,7 @@ def sampling(*, top_p: float = 1.0, top_k: int = 0, temperature: float = 1.0) ->
 
 def test_without_vllm_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ModelError, match=r"needs vLLM 0\.32.*pip install \"async-rl\[vllm\]\""):
+    with pytest.raises(ModelError, match=r"needs vllm 0\.32.*pip install \"async-rl\[vllm\]\""):
         check_installed()
 
 
@@ -63,7 +63,7 @@ def config(**generator: Any) -> Config:
 
 def test_launch_refuses_generators_on_vllm_where_there_is_none_before_it_starts_anything(monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r'generator\.backend = "vllm" needs vLLM 0\.32'):
+    with pytest.raises(ModelError, match=r'generator\.backend = "vllm" needs vllm 0\.32'):
         preflight.check_engine(config(backend="vllm"))
     # Generators of other machines have engines of their own.
     preflight.check_engine(config(backend="vllm", count=0))
@@ -73,17 +73,17 @@ def test_launch_refuses_generators_on_vllm_where_there_is_none_before_it_starts_
 @pytest.mark.parametrize(
     ("backend", "is_installed", "device", "expected"),
     [
-        ("auto", True, "cuda:0", True),
-        ("auto", True, None, False),
-        ("auto", False, "cuda:0", False),
-        ("vllm", False, None, True),
-        ("transformers", True, "cuda:0", False),
+        ("auto", True, "cuda:0", "vllm"),
+        ("auto", True, None, "transformers"),
+        ("auto", False, "cuda:0", "transformers"),
+        ("vllm", False, None, "vllm"),
+        ("transformers", True, "cuda:0", "transformers"),
     ],
 )
 def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed, device, expected):
-    monkeypatch.setattr(worker, "find_spec", lambda name: object() if is_installed else None)
-    monkeypatch.setattr(worker, "cuda_device", lambda config: device)
-    assert worker.uses_vllm(config(backend=backend)) is expected
+    monkeypatch.setattr(backends, "find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr(backends, "cuda_device", lambda config: device)
+    assert backends.resolve_backend(config(backend=backend)) == expected
 
 
 def test_another_vllm_than_the_supported_one_is_refused(monkeypatch):

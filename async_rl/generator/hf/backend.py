@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_rl.config.backends import BACKENDS
 from async_rl.config.generator import GeneratorConfig
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import ModelError, WeightsError
@@ -69,6 +70,8 @@ class TransformersBackend:
     a matrix product depend on its shape, may depend on strides, and on the CPU even on where its operands lie. So
     groups run one at a time, each in a cache of its own, over weights in the model's own (aligned) memory.
     """
+
+    capabilities = BACKENDS["transformers"]
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import EngineError, ModelError, WeightsError
@@ -73,6 +74,8 @@ class _Progress:
 
 class VllmBackend:
     """See ``backend.Backend``."""
+
+    capabilities = BACKENDS["vllm"]
 
     def __init__(
         self,

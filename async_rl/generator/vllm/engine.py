@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from async_rl.config.backends import BACKENDS, missing_package
 from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.vllm.channel import PrepareChannel
 from async_rl.generator.vllm.core import SWAP
 from async_rl.generator.vllm.plugin import OWNED, TRANSFER_NAME
 
-SUPPORTED = "0.32"
-INSTALL = 'pip install "async-rl[vllm]" (with a GPU; without one see docs/vllm.md)'
-
+_NEEDS = BACKENDS["vllm"]
 _SWAP_LIMIT_S = 300.0
 _ABORT_S = 10.0
 _CLOSE_S = 3.0
@@ -55,14 +54,6 @@ class Load:
     num_preempted: int = 0
 
 
-def missing_vllm(reason: str) -> str:
-    """What to tell a user whose machine has no vLLM."""
-    return (
-        f'generator.backend = "vllm" needs vLLM {SUPPORTED}, which can\'t be imported here ({reason}): {INSTALL}, or '
-        f'set generator.backend = "transformers"'
-    )
-
-
 def check_installed() -> None:
     """Whether a vLLM that we know is here, and finds our plugin.
 
@@ -72,10 +63,10 @@ def check_installed() -> None:
     try:
         import vllm  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ModelError(missing_vllm(str(error))) from error
+        raise ModelError(missing_package("vllm", str(error))) from error
     found: str = vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
-    if not found.startswith(f"{SUPPORTED}."):
-        raise ModelError(f"expected vLLM {SUPPORTED}.*, got {found}: {INSTALL}")
+    if not found.startswith(f"{_NEEDS.package_version}."):
+        raise ModelError(f"expected vLLM {_NEEDS.package_version}.*, got {found}: {_NEEDS.install}")
     if TRANSFER_NAME not in {entry.name for entry in entry_points(group="vllm.general_plugins")}:
         raise ModelError(
             f"vLLM finds no plugin {TRANSFER_NAME!r}: it looks for it in the metadata of installed packages; install "

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.generator import VLLM_MIN_TEMPERATURE
+from async_rl.config.backends import BACKENDS
 from async_rl.errors import EngineError, ModelError
 from async_rl.generator.counter_random import rollout_keys
 from async_rl.records import NO_VERSION, Lease, Sampling
 from async_rl.sampling_mask import KeptTokens, pack_ids
 
+_MIN_TEMPERATURE = BACKENDS["vllm"].min_temperature
 PROGRESS_TOKENS = 16
 """A running sequence is heard of every so many tokens."""
 
@@ -59,10 +60,10 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
-    if 0 < sampling.temperature < VLLM_MIN_TEMPERATURE:
+    if 0 < sampling.temperature < _MIN_TEMPERATURE:
         raise ModelError(
-            f"temperature {sampling.temperature}: vLLM samples at {VLLM_MIN_TEMPERATURE} at least; set 0 for greedy "
-            f"decoding, or sampling.temperature (temperature_end, eval.temperature) to {VLLM_MIN_TEMPERATURE} or more"
+            f"temperature {sampling.temperature}: vLLM samples at {_MIN_TEMPERATURE} at least; set 0 for greedy "
+            f"decoding, or sampling.temperature (temperature_end, eval.temperature) to {_MIN_TEMPERATURE} or more"
         )
     return SamplingParams(
         temperature=sampling.temperature,

@@ -350,6 +350,4 @@ def _vocabulary_size(config: Config) -> int | None:
     """That of the tokens that are sampled, where the room to reserve depends on it: top-p without top-k."""
     if config.sampling.top_p == 1 or config.sampling.top_k:
         return None
-    if config.generator.backend == "fake":
-        return config.generator.fake.vocab_size
-    return vocabulary_size(config.model.path)
+    return config.own_vocab_size or vocabulary_size(config.model.path)
