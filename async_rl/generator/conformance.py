@@ -1,0 +1,349 @@
+"""A conformance suite for backends: run it against your own before you trust a run to it. No torch, no pytest.
+
+``check_backend`` takes a ``Subject`` (how to build the backend, weights to give it) and raises ``ConformanceError`` at
+the first broken promise of ``backend.Backend`` or of the declared capabilities. Tests run every shipped backend
+through it. One backend serves all checks, for an engine may take a minute to start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from async_rl.errors import AsyncRLError
+from async_rl.generator.backend import Backend, PreparingBackend, Sampled
+from async_rl.generator.parity import ScoringBackend
+from async_rl.queue.parity import Given
+from async_rl.records import NO_VERSION, Lease, LeaseKind, Prompt, Sampling
+from async_rl.sampling_mask import contains
+
+_SEEDS = 20
+"""Leases to try for an event that chance decides, such as an answer that is long enough."""
+
+
+class ConformanceError(AsyncRLError):
+    """A backend breaks a promise. The message names the check, what was expected and what was got."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is tested, and how.
+
+    Attributes:
+        make: build the backend, without weights.
+        weights: the weights of a version, as ``activate`` takes them; versions 1 and 2 must differ.
+        messages: a prompt that the backend can encode.
+        is_deterministic: ``make`` builds it as for ``sampling.deterministic = true``.
+        max_new_tokens: long enough that new weights can arrive in the middle of an answer.
+        tolerance: largest difference in nats between a token's logprob when sampled and when scored.
+        limit_s: how long any answer may take.
+    """
+
+    make: Callable[[], Backend]
+    weights: Callable[[int], Mapping[str, Any]] = lambda version: {}
+    messages: Sequence[Mapping[str, str]] = ({"role": "user", "content": "1+1"},)
+    is_deterministic: bool = False
+    max_new_tokens: int = 48
+    tolerance: float = 1e-3
+    limit_s: float = 120.0
+
+
+def check_backend(subject: Subject) -> list[str]:
+    """Run every check that applies to the backend; the names of those that ran.
+
+    Raises:
+        ConformanceError: a check failed. Whatever the backend itself raises.
+    """
+    ran: list[str] = []
+    with closing(_Trial(subject)) as trial:
+        for check in CHECKS:
+            trial.name = check.__name__
+            if check(trial) is not False:
+                ran.append(trial.name)
+            trial.expect(
+                trial.backend.num_running == 0, "no sequence to run after the check", trial.backend.num_running
+            )
+    return ran
+
+
+class _Trial:
+    """The backend under test, and what every check does with it."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.name = "make"
+        self.backend = subject.make()
+        self.capabilities = self.backend.capabilities
+        self._num_leases = 0
+
+    def close(self) -> None:
+        self.backend.close()
+
+    def expect(self, holds: bool, expected: str, got: object) -> None:
+        if not holds:
+            raise ConformanceError(f"{type(self.backend).__name__}, {self.name}: expected {expected}, got {got}")
+
+    def lease(self, *, group_size: int = 2, seed: int = 1, kind: LeaseKind = "train", **sampling: Any) -> Lease:
+        """A lease of its own name; sampling is hot and long unless ``sampling`` says otherwise."""
+        self._num_leases += 1
+        prompt = Prompt(0, 0, 0, tuple(self.subject.messages), {"gt_answer": "2"})
+        chosen = structs.replace(Sampling(1.0, 1.0, 0, self.subject.max_new_tokens, 512, ()), **sampling)
+        lease_id = f"lease-{self._num_leases}"
+        return Lease(lease_id, kind, prompt, group_size, chosen, "lineage", 0, 0, 1, seed)
+
+    def submit(self, lease: Lease) -> np.ndarray:
+        prompt_ids = self.backend.encode_prompt(lease.prompt.messages)
+        self.backend.submit(lease, prompt_ids)
+        return prompt_ids
+
+    def drain(self) -> list[Sampled]:
+        """Step until nothing runs."""
+        deadline, found = time.monotonic() + self.subject.limit_s, []
+        while self.backend.num_running:
+            found += self.backend.step()
+            if time.monotonic() > deadline:
+                raise ConformanceError(
+                    f"{type(self.backend).__name__}, {self.name}: {self.backend.num_running} sequences still run after "
+                    f"{self.subject.limit_s:g} s"
+                )
+        return found
+
+    def sample(self, lease: Lease) -> list[Sampled]:
+        """The lease's samples, by index, with the promises that every sample makes checked."""
+        prompt_ids = self.submit(lease)
+        found = sorted(self.drain(), key=lambda sample: sample.index)
+        indices = [(sample.lease_id, sample.index) for sample in found]
+        wanted = [(lease.lease_id, index) for index in range(lease.group_size)]
+        self.expect(indices == wanted, f"one sample for each index of the lease {wanted}", indices)
+        for sample in found:
+            self._check_sample(lease, prompt_ids, sample)
+        return found
+
+    def _check_sample(self, lease: Lease, prompt_ids: np.ndarray, sample: Sampled) -> None:
+        limit, count = lease.sampling.max_new_tokens, len(sample.token_ids)
+        self.expect(np.array_equal(sample.prompt_ids, prompt_ids), f"prompt_ids {prompt_ids}", sample.prompt_ids)
+        self.expect(0 < count <= limit, f"1 to max_new_tokens = {limit} tokens", count)
+        for name, dtype in (("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)):
+            array = getattr(sample, name)
+            self.expect(array.dtype == dtype, f"{name} as {np.dtype(dtype)}", array.dtype)
+            self.expect(array.shape == (count,), f"{count} {name}, one for each token", array.shape)
+        is_logprob = bool(np.isfinite(sample.logprobs).all() and (sample.logprobs <= 1e-4).all())
+        self.expect(is_logprob, "finite logprobs of at most 0", sample.logprobs)
+        reason = sample.finish_reason
+        self.expect(reason in ("stop", "length"), 'finish_reason "stop" or "length"', reason)
+        if sample.finish_reason == "length":
+            self.expect(count == limit, f'"length" after max_new_tokens = {limit} tokens only', count)
+        self.expect((sample.kept is not None) == lease.wants_kept, f"kept: {lease.wants_kept}", sample.kept)
+
+    def activate(self) -> int:
+        """The next version, active now."""
+        version = self.backend.version + 1 if self.backend.version != NO_VERSION else 1
+        weights = self.subject.weights(version)
+        pause_s = self.backend.activate(version, weights)
+        self.expect(pause_s >= 0, "the seconds of the pause from activate", pause_s)
+        self.expect(self.backend.version == version, f"version {version} after activate", self.backend.version)
+        return version
+
+
+def starts_without_weights(trial: _Trial) -> None:
+    backend = trial.backend
+    trial.expect(backend.version == NO_VERSION, f"version {NO_VERSION} before the first activate", backend.version)
+    trial.expect(backend.num_seats >= 1, "room for at least one sequence", backend.num_seats)
+    trial.expect(backend.step() == [], "nothing from a step without leases", "samples")
+    trial.expect(backend.progress() == {}, "no progress without leases", backend.progress())
+    try:
+        trial.submit(trial.lease())
+    except RuntimeError:
+        pass
+    else:
+        trial.expect(False, "RuntimeError from submit before the first activate", "none")
+    trial.activate()
+
+
+def implements_what_it_declares(trial: _Trial) -> None:
+    scores = isinstance(trial.backend, ScoringBackend)
+    declared = trial.capabilities.scores_tokens
+    trial.expect(scores == declared, f"name, dtype, score and digests: {declared}, as scores_tokens says", scores)
+    deterministic = trial.capabilities.deterministic or not trial.subject.is_deterministic
+    trial.expect(deterministic, "deterministic to be declared by a subject that is", "False")
+
+
+def encodes_prompts(trial: _Trial) -> None:
+    first, second = (trial.backend.encode_prompt(trial.subject.messages) for _ in range(2))
+    trial.expect(first.dtype == np.int32 and first.ndim == 1 and len(first) > 0, "token ids, int32 [P > 0]", first)
+    trial.expect(np.array_equal(first, second), "the same token ids for the same messages", second)
+
+
+def returns_a_sample_for_each_index(trial: _Trial) -> None:
+    before, lease = trial.backend.num_tokens, trial.lease(group_size=3)
+    found = trial.sample(lease)
+    versions = {int(version) for sample in found for version in sample.versions}
+    trial.expect(versions == {trial.backend.version}, f"the active version {trial.backend.version} only", versions)
+    trial.expect(trial.backend.progress() == {}, "no progress of a finished lease", trial.backend.progress())
+    trial.expect(trial.backend.num_tokens > before, f"num_tokens above {before}", trial.backend.num_tokens)
+
+
+def samples_differ_within_a_group(trial: _Trial) -> None:
+    texts = [tuple(sample.token_ids) for sample in trial.sample(trial.lease(group_size=4, top_p=1.0))]
+    trial.expect(len(set(texts)) > 1, "different answers within a group at temperature 1", texts[0])
+
+
+def stops_at_max_new_tokens(trial: _Trial) -> None:
+    counts = [len(sample.token_ids) for sample in trial.sample(trial.lease(max_new_tokens=1))]
+    trial.expect(counts == [1, 1], "1 token under max_new_tokens = 1", counts)
+
+
+def stops_at_stop_strings(trial: _Trial) -> bool | None:
+    if not trial.capabilities.has_model:
+        return False  # what its answers say is made up
+    texts = "".join(sample.text for sample in trial.sample(trial.lease(kind="eval")))
+    trial.expect(texts != "", "text in at least one of the answers", "none")
+    stops = tuple(sorted(set(texts)))
+    for sample in trial.sample(trial.lease(kind="eval", stop=stops)):
+        stopped = any(stop in sample.text for stop in stops)
+        trial.expect(sample.finish_reason == "stop" or not stopped, '"stop" after a stop string', sample)
+        trial.expect(len(sample.text) <= max(map(len, stops)), "an answer that ends at the stop string", sample.text)
+    return None
+
+
+def obeys_top_k_and_reports_what_it_left(trial: _Trial) -> bool | None:
+    if not trial.capabilities.reports_sampling_mask:
+        return False
+    for sample in trial.sample(trial.lease(top_k=3)):
+        assert sample.kept is not None  # checked for every sample
+        trial.expect(len(sample.kept) == len(sample.token_ids), "a set of kept tokens for each token", len(sample.kept))
+        trial.expect(bool(contains(sample.kept, sample.token_ids).all()), "each token in its own set", sample.token_ids)
+        sizes = sample.kept.sizes  # of ids where above 0, of words of bits where below
+        trial.expect(bool(((sizes <= 3) & (sizes != 0)).all()), "at most 3 kept tokens under top_k = 3", sizes)
+    trial.sample(trial.lease(kind="eval", top_k=3))
+    return None
+
+
+def runs_more_than_fit_at_once(trial: _Trial) -> None:
+    size = trial.backend.num_seats + 2
+    first, second = trial.lease(group_size=size), trial.lease(group_size=2)
+    for lease in (first, second):
+        trial.submit(lease)
+    total = size + 2
+    trial.expect(
+        trial.backend.num_running == total, f"num_running {total}, those in line too", trial.backend.num_running
+    )
+    open_leases = set(trial.backend.progress())
+    trial.expect(open_leases <= {first.lease_id, second.lease_id}, "progress of submitted leases only", open_leases)
+    found = {(sample.lease_id, sample.index) for sample in trial.drain()}
+    trial.expect(len(found) == total, f"{total} samples", len(found))
+
+
+def forgets_what_is_cancelled(trial: _Trial) -> None:
+    cancelled, kept = trial.lease(group_size=trial.backend.num_seats + 1, seed=2), trial.lease(seed=3)
+    for lease in (cancelled, kept):
+        trial.submit(lease)
+    done = [sample for sample in trial.backend.step() if sample.lease_id == kept.lease_id]
+    trial.backend.cancel(cancelled.lease_id)
+    trial.backend.cancel("a lease that nobody submitted")
+    trial.expect(cancelled.lease_id not in trial.backend.progress(), "no progress of a cancelled lease", "some")
+    done += trial.drain()
+    found = sorted((sample.lease_id, sample.index) for sample in done)
+    wanted = [(kept.lease_id, 0), (kept.lease_id, 1)]
+    trial.expect(found == wanted, f"samples of the other lease only, {wanted}", found)
+    trial.sample(trial.lease())
+
+
+def stamps_versions_across_a_weight_update(trial: _Trial) -> None:
+    """Running sequences go on with the new weights; every token carries the version that sampled it."""
+    backend = trial.backend
+    for seed in range(_SEEDS):
+        old, lease = backend.version, trial.lease(seed=seed)
+        trial.submit(lease)
+        done: list[Sampled] = []
+        while backend.num_running and not backend.progress().get(lease.lease_id):
+            done += backend.step()
+        if isinstance(backend, PreparingBackend):
+            weights = trial.subject.weights(old + 1)
+            while not backend.prepare(old + 1, weights):
+                done += backend.step()
+            trial.expect(backend.version == old, f"version {old} until activate", backend.version)
+            backend.activate(old + 1, weights)
+        else:
+            trial.activate()
+        done += trial.drain()
+        for sample in done:
+            rises = bool((np.diff(sample.versions) >= 0).all())
+            known = set(sample.versions.tolist()) <= {old, old + 1}
+            trial.expect(rises and known, f"versions {old}, then {old + 1}", sample.versions)
+        if any(len(set(sample.versions.tolist())) == 2 for sample in done):
+            return
+    trial.expect(
+        False, f"an answer with tokens of two versions in {_SEEDS} leases; is max_new_tokens too small", "none"
+    )
+
+
+def repeats_itself_if_deterministic(trial: _Trial) -> bool | None:
+    if not trial.subject.is_deterministic:
+        return False
+    first = trial.sample(trial.lease(seed=5))
+    other = trial.lease(seed=6)
+    lease = trial.lease(seed=5)
+    for one in (other, lease):
+        trial.submit(one)
+    again = sorted((s for s in trial.drain() if s.lease_id == lease.lease_id), key=lambda sample: sample.index)
+    for before, after in zip(first, again, strict=True):
+        same = np.array_equal(before.token_ids, after.token_ids) and np.array_equal(before.logprobs, after.logprobs)
+        trial.expect(same, f"the same bits for the same seed, {before.token_ids}", after.token_ids)
+    return None
+
+
+def scores_what_it_sampled(trial: _Trial) -> bool | None:
+    backend = trial.backend
+    if not isinstance(backend, ScoringBackend):
+        return False
+    trial.expect(bool(backend.name and backend.dtype), "a name and a dtype", (backend.name, backend.dtype))
+    for temperature in (1.0, 0.5):
+        found = trial.sample(trial.lease(temperature=temperature))
+        given = [
+            Given(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int32), len(one.token_ids)) for one in found
+        ]
+        wanted = np.concatenate([one.logprobs for one in found])
+        scores = backend.score(given, temperature)
+        assert scores is not None  # only other ways of scoring may be refused
+        trial.expect(scores.dtype == np.float32 and scores.shape == wanted.shape, f"float32 {wanted.shape}", scores)
+        off = float(np.abs(scores - wanted).max())
+        limit = trial.subject.tolerance
+        trial.expect(off <= limit, f"scores within {limit} nats of the behavior logprobs at {temperature}", off)
+    return None
+
+
+def digests_tell_weights_apart(trial: _Trial) -> bool | None:
+    backend = trial.backend
+    if not isinstance(backend, ScoringBackend):
+        return False
+    before = dict(backend.digests())
+    trial.expect(bool(before) and before == dict(backend.digests()), "digests that repeat", before)
+    trial.activate()
+    trial.expect(before != dict(backend.digests()), "other digests of other weights", "the same")
+    return None
+
+
+CHECKS: tuple[Callable[[_Trial], bool | None], ...] = (
+    starts_without_weights,
+    implements_what_it_declares,
+    encodes_prompts,
+    returns_a_sample_for_each_index,
+    samples_differ_within_a_group,
+    stops_at_max_new_tokens,
+    stops_at_stop_strings,
+    obeys_top_k_and_reports_what_it_left,
+    runs_more_than_fit_at_once,
+    forgets_what_is_cancelled,
+    stamps_versions_across_a_weight_update,
+    repeats_itself_if_deterministic,
+    scores_what_it_sampled,
+    digests_tell_weights_apart,
+)
+"""In order; the first one activates the first version. A check that does not apply returns False."""

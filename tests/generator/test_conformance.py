@@ -1,0 +1,94 @@
+"""Every shipped backend, and the example of an own one, keeps the promises of ``backend.Backend``."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.generator.backends import build_backend
+from async_rl.generator.conformance import CHECKS, ConformanceError, Subject, check_backend
+from async_rl.generator.fake import FakeBackend
+from tests.generator.tiny_model import make_model, weights_of, write_model
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "uniform_backend.py"
+NAMES = {check.__name__ for check in CHECKS}
+NEEDS_A_MODEL = {"stops_at_stop_strings", "scores_what_it_sampled", "digests_tell_weights_apart"}
+
+
+def config(backend: str, *, deterministic: bool = False, **generator: Any) -> Config:
+    generator = {"backend": backend, "batch_size": 4, "fake": {"mean_tokens": 20.0}, **generator}
+    sampling = {"deterministic": deterministic, "group_size": 4}
+    raw = {"run": {"dir": "run"}, "model": {"path": "model"}, "generator": generator, "sampling": sampling}
+    return parse_config(raw, "test")
+
+
+def tiny_weights() -> Callable[[int], Mapping[str, Any]]:
+    """Weights of random tiny models, by version; the same object for the same version."""
+    made: dict[int, Mapping[str, Any]] = {}
+    return lambda version: made.setdefault(version, weights_of(make_model(version)))
+
+
+def test_the_fake_backend_conforms(tmp_path: Path):
+    made = config("fake", deterministic=True)
+    ran = check_backend(Subject(lambda: build_backend(made, tmp_path), is_deterministic=True))
+    assert set(ran) == NAMES - NEEDS_A_MODEL
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_transformers_backend_conforms(tmp_path: Path, deterministic: bool):
+    write_model(tmp_path)
+    made = config("transformers", deterministic=deterministic, num_threads=1)
+    subject = Subject(lambda: build_backend(made, tmp_path), tiny_weights(), is_deterministic=deterministic)
+    skipped = set() if deterministic else {"repeats_itself_if_deterministic"}
+    assert set(check_backend(subject)) == NAMES - skipped
+
+
+def test_the_example_of_an_own_backend_conforms(tmp_path: Path):
+    made = config(f"{EXAMPLE}:UniformBackend", allow_code=[str(EXAMPLE)])
+    ran = check_backend(Subject(lambda: build_backend(made, tmp_path), is_deterministic=True))
+    assert set(ran) == NAMES - NEEDS_A_MODEL - {"obeys_top_k_and_reports_what_it_left"}
+
+
+class Broken(FakeBackend):
+    """The fake with one promise broken."""
+
+    def __init__(self, promise: str) -> None:
+        super().__init__(config("fake").generator)
+        self._promise = promise
+
+    def step(self):
+        found = super().step()
+        if self._promise == "versions":
+            found = [replace(one, versions=one.versions + 1) for one in found]
+        if self._promise == "logprobs":
+            found = [replace(one, logprobs=np.exp(one.logprobs)) for one in found]
+        if self._promise == "length":
+            found = [replace(one, finish_reason="length") for one in found]
+        if self._promise == "indices":
+            found = [replace(one, index=0) for one in found]
+        return found
+
+    def cancel(self, lease_id: str) -> None:
+        if self._promise != "cancel":
+            super().cancel(lease_id)
+
+
+@pytest.mark.parametrize(
+    ("promise", "message"),
+    [
+        ("versions", "expected the active version 1 only, got {2}"),
+        ("logprobs", "expected finite logprobs of at most 0"),
+        ("length", 'expected "length" after max_new_tokens'),
+        ("indices", "expected one sample for each index"),
+        ("cancel", "forgets_what_is_cancelled: expected no progress of a cancelled lease"),
+    ],
+)
+def test_a_broken_promise_is_named(promise: str, message: str):
+    with pytest.raises(ConformanceError, match=re.escape(message)):
+        check_backend(Subject(lambda: Broken(promise)))
