@@ -32,7 +32,7 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "sampling_mask", "records", "config", "net", "process", "sandbox", "run", "rewards", "environments",
     "data", "queue", "launch", "cli",
-    "doctor.rows", "doctor.running", "doctor.machine", "evaluation.table",
+    "doctor.findings", "doctor.check", "doctor.machine", "evaluation.table",
     "generator.worker", "generator.backend", "generator.backends", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts",
     "generator.trajectory", "generator.offline", "generator.environment_rollouts", "generator.vllm.kv_cache_capacity",

@@ -203,20 +203,26 @@ def doctor(
     resolved = load_config(config, overrides or [])
     if connect is not None:
         check_address(connect)
-    from async_rl.doctor.rows import exit_code, print_json, print_table
-    from async_rl.doctor.visit import visit
+    from async_rl.doctor.findings import exit_code, print_json, print_table
+    from async_rl.doctor.run_checks import run_checks
 
-    def told(name: str) -> None:
+    def show(name: str) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{name} ...")
 
-    rows = visit(
-        resolved, connect=connect, keys_file=keys, insecure=insecure, deadline_s=timeout, with_parity=parity, told=told
+    found = run_checks(
+        resolved,
+        connect=connect,
+        keys_file=keys,
+        insecure=insecure,
+        deadline_s=timeout,
+        with_parity=parity,
+        on_check=show,
     )
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
-    (print_json if as_json else print_table)(rows)
-    raise typer.Exit(exit_code(rows))
+    (print_json if as_json else print_table)(found)
+    raise typer.Exit(exit_code(found))
 
 
 keys_app = typer.Typer(

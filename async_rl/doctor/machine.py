@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
 from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
-from async_rl.doctor.rows import Row
+from async_rl.doctor.findings import Finding
 from async_rl.errors import UserError
 from async_rl.launch.preflight import check_devices, check_keys, check_writable
 from async_rl.launch.status import size_text
@@ -21,60 +20,65 @@ from async_rl.queue.storage.journal import file_system_of, is_network_file_syste
 _JOURNAL_BYTES = 1 << 30
 
 
-def check_versions(config: Config) -> list[Row]:
-    """Python and packages, against what async-rl was made for."""
+def check_versions(config: Config) -> list[Finding]:
+    """Compare Python and the packages with the versions that async-rl requires."""
     from packaging.requirements import Requirement
 
     wanted = {r.name: r for r in map(Requirement, requires("async-rl") or ()) if r.marker is None}
     found = package_versions()
-    rows = [Row("python", "OK", found["python"])]
+    rows = [Finding("python", "OK", found["python"])]
     for name in ("torch", "transformers", "pyzmq"):
         version, requirement = found.get(name), wanted.get(name)
         if version is None:
-            rows.append(Row(name, "FAIL", "not installed", fix=f'pip install "{requirement or name}"'))
+            rows.append(Finding(name, "FAIL", "not installed", fix=f'pip install "{requirement or name}"'))
         elif requirement is not None and not requirement.specifier.contains(version, prereleases=True):
             rows.append(
-                Row(name, "WARN", f"{version}, made for {requirement.specifier}", fix=f'pip install "{requirement}"')
+                Finding(
+                    name,
+                    "WARN",
+                    f"{version}, async-rl requires {requirement.specifier}",
+                    fix=f'pip install "{requirement}"',
+                )
             )
         else:
-            rows.append(Row(name, "OK", version))
+            rows.append(Finding(name, "OK", version))
     engines = (name for name, capabilities in BACKENDS.items() if capabilities.package)
     return [*rows, *(_engine_row(config, name, found.get(BACKENDS[name].package)) for name in engines)]
 
 
-def _engine_row(config: Config, name: str, version: str | None) -> Row:
-    """Whether the package of the backend ``name`` is here in the version that the backend is made for."""
+def _engine_row(config: Config, name: str, version: str | None) -> Finding:
+    """Whether the package of the backend ``name`` is here in the version that the backend requires."""
     needs, backend = BACKENDS[name], config.generator.backend
     is_chosen = backend == name
     if version is None:
         if is_chosen:
             state = "FAIL" if config.generator.count else "WARN"
-            return Row(needs.package, state, f'not installed, generator.backend = "{name}"', fix=needs.install)
-        return Row(needs.package, "OK", f'not installed, and not needed by generator.backend = "{backend}" here')
+            return Finding(needs.package, state, f'not installed, generator.backend = "{name}"', fix=needs.install)
+        return Finding(needs.package, "OK", f'not installed, and not needed by generator.backend = "{backend}" here')
     if not version.startswith(f"{needs.package_version}."):
         state = "FAIL" if is_chosen else "WARN"
-        text = f"{version}, the backend is made for {needs.package_version}"
-        return Row(needs.package, state, text, fix=needs.install)
-    return Row(needs.package, "OK", version)
+        text = f"{version}, the backend requires {needs.package_version}"
+        return Finding(needs.package, state, text, fix=needs.install)
+    return Finding(needs.package, "OK", version)
 
 
 def num_cuda_devices() -> int:
-    """What torch finds."""
+    """Number of CUDA devices that torch finds."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def check_cuda(config: Config) -> list[Row]:
-    """What torch finds, and whether the devices that the config names are among it."""
+def check_cuda(config: Config) -> list[Finding]:
+    """Whether the devices that the config names are among those that torch finds."""
     try:
         check_devices(config, "learner", "generator")
     except UserError as error:
-        fix = "leave the key out, or install a CUDA build of torch and look at nvidia-smi"
-        return [Row("devices", "FAIL", str(error), fix=fix)]
+        fix = "leave the key out, or install a CUDA build of torch and check nvidia-smi"
+        return [Finding("devices", "FAIL", str(error), fix=fix)]
     count = num_cuda_devices()
     if not count:
-        return [Row("devices", "OK", "no CUDA device: learner and generators compute on the CPU")]
+        return [Finding("devices", "OK", "no CUDA device: learner and generators compute on the CPU")]
     import torch
 
     names: list[str] = []
@@ -82,61 +86,61 @@ def check_cuda(config: Config) -> list[Row]:
         free, total = torch.cuda.mem_get_info(index)
         names.append(f"cuda:{index} {torch.cuda.get_device_name(index)}, {size_text(free)} free of {size_text(total)}")
     learner, generator = config.learner, config.generator
-    rows = [Row("devices", "OK", "; ".join(names))]
+    rows = [Finding("devices", "OK", "; ".join(names))]
     processes = learner.nproc + generator.count * generator.tensor_parallel_size
     if learner.devices is None and generator.devices is None and processes > 1:
         rows.append(
-            Row(
+            Finding(
                 "devices",
                 "WARN",
-                f"{processes} processes of launch share them as they come",
+                f"{processes} processes of launch share them without assignment",
                 fix="set learner.devices and generator.devices",
             )
         )
     return rows
 
 
-def check_disk(config: Config) -> list[Row]:
-    """Whether what the run writes can be written, where, and for how long."""
+def check_disk(config: Config) -> list[Finding]:
+    """Whether the run directory and the journal can be written, and whether there is room."""
     run_dir, journal = Path(config.run.dir).absolute(), journal_directory(config).absolute()
     check_writable(run_dir, "run.dir")
     rows = [_space_row(config, run_dir)]
     if not config.queue.journal:
         fix = "set queue.journal = true"
-        return [*rows, Row("journal", "WARN", "off: a queue server that dies loses its groups", fix=fix)]
+        return [*rows, Finding("journal", "WARN", "off: a queue server that dies loses its groups", fix=fix)]
     check_writable(journal, "queue.journal_dir")
     kind, free = _file_system(journal), _free_bytes(journal)
     found = f"{journal} on {kind}, {size_text(free)} free"
     if is_network_file_system(kind):
         fix = "set queue.journal_dir to a directory on this machine's own disk"
-        rows.append(Row("journal", "FAIL", f"{found}: locks don't hold on network file systems", fix=fix))
+        rows.append(Finding("journal", "FAIL", f"{found}: locks don't hold on network file systems", fix=fix))
     elif free < _JOURNAL_BYTES:
-        fix = "make room, or set queue.journal_dir elsewhere"
-        rows.append(Row("journal", "WARN", found, fix=fix))
+        fix = "free disk space, or set queue.journal_dir to another disk"
+        rows.append(Finding("journal", "WARN", found, fix=fix))
     else:
-        rows.append(Row("journal", "OK", found))
+        rows.append(Finding("journal", "OK", found))
     return rows
 
 
-def _space_row(config: Config, run_dir: Path) -> Row:
+def _space_row(config: Config, run_dir: Path) -> Finding:
     kind, free = _file_system(run_dir), _free_bytes(run_dir)
     checkpoint = 12 * _num_parameters(config)
     needed = (config.checkpoint.keep_last + 1) * checkpoint
     found = f"{run_dir} on {kind}, {size_text(free)} free"
     if checkpoint:
         found += f", checkpoints of {size_text(checkpoint)}"
-    fix = "make room, choose another run.dir, or lower checkpoint.keep_last"
+    fix = "free disk space, choose another run.dir, or lower checkpoint.keep_last"
     if free < checkpoint:
-        return Row("run.dir", "FAIL", f"{found}: not one fits", fix=fix)
+        return Finding("run.dir", "FAIL", f"{found}: no room for one", fix=fix)
     if free < needed:
-        return Row(
-            "run.dir", "WARN", f"{found}: checkpoint.keep_last = {config.checkpoint.keep_last} won't fit", fix=fix
+        return Finding(
+            "run.dir", "WARN", f"{found}: no room for checkpoint.keep_last = {config.checkpoint.keep_last}", fix=fix
         )
-    return Row("run.dir", "OK", found)
+    return Finding("run.dir", "OK", found)
 
 
 def _num_parameters(config: Config) -> int:
-    """From the headers of the model's safetensors; 0 if they are not here."""
+    """Count from the headers of the model's safetensors files; 0 if they are not on this machine."""
     from safetensors import safe_open
 
     directory = Path(config.model.path)
@@ -169,18 +173,23 @@ def _file_system(path: Path) -> str:
     return file_system_of(_existing(path).resolve(), text)
 
 
-def check_key_files(config: Config) -> list[Row]:
-    """The keys of ``queue.keys``."""
+def check_key_files(config: Config) -> list[Finding]:
+    """Whether the key files of ``queue.keys`` can be read, by this user alone."""
     if config.queue.keys is None:
-        return [Row("keys", "OK", "none: nothing is encrypted, so loopback or a trusted network only")]
+        return [
+            Finding(
+                "keys", "OK", "queue.keys is unset: nothing is encrypted, so use loopback or a trusted network only"
+            )
+        ]
     try:
         check_keys(config, is_server=True)
     except UserError as error:
-        return [Row("keys", "FAIL", str(error), fix=f"async-rl keys new {config.queue.keys}")]
-    return [Row("keys", "OK", f"{config.queue.keys}: the server's and the learner's can be read, by you alone")]
+        return [Finding("keys", "FAIL", str(error), fix=f"async-rl keys new {config.queue.keys}")]
+    return [Finding("keys", "OK", f"{config.queue.keys}: the server's and the learner's key can be read, by you alone")]
 
 
-def threads_row(environment: Sequence[str] = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")) -> Row:
-    """Cores, and what the environment says of them."""
-    said = ", ".join(f"{name}={os.environ[name]}" for name in environment if name in os.environ)
-    return Row("cores", "OK", f"{len(os.sched_getaffinity(0))}" + (f"; {said}" if said else ""))
+def check_cores() -> list[Finding]:
+    """Cores that this process may use, and the environment variables that limit threads and devices."""
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    limits = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    return [Finding("cores", "OK", f"{len(os.sched_getaffinity(0))}" + (f"; {limits}" if limits else ""))]

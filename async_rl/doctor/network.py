@@ -1,4 +1,4 @@
-"""Checks of the network: the queue's address, whoever answers there, interfaces, and a real collective of two."""
+"""Checks of the network: the queue's address, the server behind it, interfaces, and a real collective of two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.doctor.rows import Row
+from async_rl.doctor.findings import Finding
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
 from async_rl.launch.preflight import check_bindable
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect
@@ -26,85 +26,93 @@ _MEET_S = 10.0
 _PACKAGES_THAT_MATTER = ("async-rl", "torch", "transformers")
 
 
-def check_queue_address(config: Config, *, insecure: bool) -> list[Row]:
-    """Whether a queue server could bind its address here, or is there already."""
+def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
+    """Whether a queue server could bind ``queue.address`` here, or this run's server answers there already."""
     address = config.queue.address
     if address is None:
-        return [Row("queue.address", "OK", "none: any free port on loopback")]
+        return [Finding("queue.address", "OK", "unset: any free port on loopback")]
     record = read_record(Path(config.run.dir))
     if record is not None and answering_run(record.address, 2.0, client_keys_of(config.queue.keys)) == record.run_id:
-        return [Row("queue.address", "OK", f"this run's queue server answers at {record.address}")]
+        return [Finding("queue.address", "OK", f"this run's queue server answers at {record.address}")]
     has_keys = config.queue.keys is not None
     try:
         refuse_open_bind(address, insecure=insecure, has_keys=has_keys)
     except AddressError as error:
-        fix = "async-rl keys new keys, and queue.keys; or --insecure on a network that you trust"
-        return [Row("queue.address", "FAIL", str(error), fix=fix)]
+        fix = "make keys (async-rl keys new keys) and set queue.keys; or pass --insecure on a trusted network"
+        return [Finding("queue.address", "FAIL", str(error), fix=fix)]
     try:
         check_bindable(address, insecure=insecure, has_keys=has_keys)
     except UserError as error:
         fix = "stop what listens there (ss -ltnp), or choose another port or address of this machine"
-        return [Row("queue.address", "FAIL", str(error), fix=fix)]
-    return [Row("queue.address", "OK", f"{address} can be bound")]
+        return [Finding("queue.address", "FAIL", str(error), fix=fix)]
+    return [Finding("queue.address", "OK", f"{address} can be bound")]
 
 
-def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[Row]:
-    """Whether a queue server answers at ``address``, and runs what we run."""
+def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[Finding]:
+    """Whether a queue server answers at ``address``, with the package versions of this machine."""
     host, port = check_address(address)
     try:
         refuse_open_connect(address, insecure=insecure, has_keys=keys_file is not None)
     except AddressError as error:
-        return [Row("peer", "FAIL", str(error), fix="pass --keys FILE, or --insecure on a network that you trust")]
+        return [Finding("peer", "FAIL", str(error), fix="pass --keys FILE, or --insecure on a trusted network")]
     try:
         socket.create_connection((host, port), _CONNECT_S).close()
     except OSError as error:
         found = f"no connection to {address}: {error.strerror or error}"
-        fix = "is the queue server running, is its port open in the firewall, and does it bind this interface?"
-        return [Row("peer", "FAIL", found, fix=fix)]
+        fix = "check that the queue server runs, that the firewall opens its port, and that it binds this interface"
+        return [Finding("peer", "FAIL", found, fix=fix)]
     keys = None if keys_file is None else ClientKeys.load(keys_file)
     queue = LearnerQueue(address, _ANSWER_S, keys)
     started = time.monotonic()
     try:
         theirs = queue.versions()
     except QueueError as error:
-        fix = "the port is open: check --keys and allowed.txt there, and that it is async-rl of this version"
-        return [Row("peer", "FAIL", f"nothing that we understand answers at {address}: {error}", fix=fix)]
+        fix = "check --keys, its allowed.txt, and that async-rl has this version there"
+        return [
+            Finding(
+                "peer", "FAIL", f"a port is open, but no async-rl queue server answers at {address}: {error}", fix=fix
+            )
+        ]
     finally:
         queue.close()
-    rows = [Row("peer", "OK", f"the queue server at {address} answers in {1000 * (time.monotonic() - started):.0f} ms")]
+    rows = [
+        Finding("peer", "OK", f"the queue server at {address} answers in {1000 * (time.monotonic() - started):.0f} ms")
+    ]
     return [*rows, _versions_row(theirs, package_versions())]
 
 
-def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Row:
+def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Finding:
     names = [name for name in _PACKAGES_THAT_MATTER if theirs.get(name) != ours.get(name)]
     shown = ", ".join(f"{name} {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here" for name in names)
     if not names:
-        return Row("peer's versions", "OK", ", ".join(f"{name} {ours[name]}" for name in _PACKAGES_THAT_MATTER))
-    return Row("peer's versions", "WARN", shown, fix="install the same versions on both: kernels and templates change")
+        return Finding("peer's versions", "OK", ", ".join(f"{name} {ours[name]}" for name in _PACKAGES_THAT_MATTER))
+    return Finding(
+        "peer's versions", "WARN", shown, fix="install the same versions on both machines: kernels and templates differ"
+    )
 
 
-def check_interfaces(config: Config, connect: str | None) -> list[Row]:
-    """The interface that weights would leave and enter by."""
+def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
+    """The network interface that weights would use."""
     names = {name for _, name in socket.if_nameindex()}
-    rows: list[Row] = []
+    rows: list[Finding] = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         chosen = os.environ.get(variable, "").lstrip("=^")
         unknown = [name for name in chosen.split(",") if name and not any(n.startswith(name) for n in names)]
         if unknown:
             fix = f"unset {variable}, or set it to one of {', '.join(sorted(names))}"
-            rows.append(Row("interface", "FAIL", f"{variable}={os.environ[variable]}: there is no such one", fix=fix))
+            rows.append(Finding("interface", "FAIL", f"{variable}={os.environ[variable]}: no such interface", fix=fix))
     try:
         host = weights_host(config, connect)
     except AddressError as error:
-        return [*rows, Row("interface", "FAIL", str(error), fix="check the address, and the routes of this machine")]
+        return [*rows, Finding("interface", "FAIL", str(error), fix="check the address, and this machine's routes")]
     if is_loopback(host):
         found = f"{host}: weights stay on this machine"
-        return [*rows, Row("interface", "OK", found)]
-    return [*rows, Row("interface", "OK", f"{host}: weights pass it (of {', '.join(sorted(names))})")]
+        return [*rows, Finding("interface", "OK", found)]
+    return [*rows, Finding("interface", "OK", f"{host}: weights use it (interfaces: {', '.join(sorted(names))})")]
 
 
 def weights_host(config: Config, connect: str | None) -> str:
-    """The address of this machine that collectives use: the interface towards the queue.
+    """The address of this machine that collectives use: that of the interface towards the queue.
 
     Raises:
         AddressError: there is no route there.
@@ -119,16 +127,16 @@ def weights_host(config: Config, connect: str | None) -> str:
 
 
 def _own_address() -> str:
-    """An address that other machines may know us by; loopback if there is no other."""
+    """An address of this machine that other machines can reach; loopback if there is none."""
     try:
-        # Of the documentation's range: only the route is asked for, nothing is sent.
+        # An address reserved for documentation: the kernel looks up the route and sends nothing.
         return local_host_towards("tcp://192.0.2.1:9")
     except AddressError:
         return "127.0.0.1"
 
 
-def meet_two(host: str, backend: str) -> list[Row]:
-    """In a process of its own: a communicator of two on ``host``, as weights use it, and one broadcast."""
+def check_collective(host: str, backend: str) -> list[Finding]:
+    """Set up a communicator of two ranks on ``host``, as weights do, and broadcast once. In a process of its own."""
     import torch
 
     from async_rl.net.sockets import listening_socket
@@ -160,11 +168,11 @@ def meet_two(host: str, backend: str) -> list[Row]:
         thread.join(2 * _MEET_S)
     if failures or any(int(bucket.max()) for bucket in buckets):
         fix = (
-            "check this machine's firewall for its own addresses, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; or set "
+            "check this machine's firewall, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; or set "
             'weights.transport = "tcp"'
         )
-        reason = failures[0] if failures else "the bytes did not arrive"
-        return [Row(name, "FAIL", f"on {host}: {reason}", fix=fix)]
+        reason = failures[0] if failures else "the broadcast's bytes did not arrive"
+        return [Finding(name, "FAIL", f"on {host}: {reason}", fix=fix)]
     took_ms = 1000 * (time.monotonic() - started)
-    alone = " (of one: there is one device)" if size == 1 else ""
-    return [Row(name, "OK", f"met on {host}{alone} and passed 1 MiB in {took_ms:.0f} ms")]
+    alone = " (one rank: there is one device)" if size == 1 else ""
+    return [Finding(name, "OK", f"connected on {host}{alone} and broadcast 1 MiB in {took_ms:.0f} ms")]

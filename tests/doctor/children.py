@@ -3,24 +3,24 @@
 import os
 import threading
 
-from async_rl.doctor.rows import Row
+from async_rl.doctor.findings import Finding
 from async_rl.errors import ModelError
 
 
-def fine(number: int) -> list[Row]:
+def fine(number: int) -> list[Finding]:
     print("libraries print where they like")
-    return [Row("fine", "OK", f"{number}")]
+    return [Finding("fine", "OK", f"{number}")]
 
 
-def hangs() -> list[Row]:
+def hangs() -> list[Finding]:
     threading.Event().wait()
     return []
 
 
-def dies() -> list[Row]:
+def dies() -> list[Finding]:
     os.write(2, b"the last words\n")
     os._exit(7)
 
 
-def refuses(check: str) -> list[Row]:
+def refuses(check: str) -> list[Finding]:
     raise ModelError(f"no such model, {check}")

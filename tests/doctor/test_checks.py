@@ -14,8 +14,8 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.doctor import engines, machine, network, task
-from async_rl.doctor.rows import Row
+from async_rl.doctor import machine, network, parity, task
+from async_rl.doctor.findings import Finding
 from async_rl.generator.hf.backend import TransformersBackend
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -45,7 +45,7 @@ def plain(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
 
 
-def red(rows: Sequence[Row]) -> Row:
+def red(rows: Sequence[Finding]) -> Finding:
     """The one red row; every one that is not green has a fix."""
     assert all(row.fix for row in rows if row.state in ("FAIL", "WARN"))
     (found,) = [row for row in rows if row.state == "FAIL"]
@@ -79,7 +79,7 @@ def test_an_address_where_nobody_listens():
 def test_an_address_where_something_else_listens(taken_port: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(network, "_ANSWER_S", 0.2)
     row = red(network.check_peer(f"tcp://127.0.0.1:{taken_port}", None, insecure=False))
-    assert "nothing that we understand" in row.found
+    assert "no async-rl queue server answers" in row.found
 
 
 def test_versions_that_differ_from_the_peers():
@@ -93,10 +93,10 @@ def test_an_interface_that_does_not_exist(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_two_ranks_meet_over_loopback_and_not_on_an_address_of_another_machine():
-    (row,) = network.meet_two("127.0.0.1", "gloo")
+    (row,) = network.check_collective("127.0.0.1", "gloo")
     assert row.state == "OK"
     with pytest.raises(OSError, match="assign"):
-        network.meet_two("192.0.2.1", "gloo")
+        network.check_collective("192.0.2.1", "gloo")
 
 
 def test_a_missing_tokenizer(root: Path):
@@ -136,7 +136,7 @@ def test_a_reward_that_refuses_the_right_answer(root: Path):
     # A box that is closed too early by the answer itself.
     write_rows(root / "braces.jsonl", ["1", "}{"])
     row = red(task.check_reward(plain(make_config(root, train="braces.jsonl"))))
-    assert (row.check, "refuses the right answer" in row.found) == ("reward", True)
+    assert (row.check, "rejects the right answer" in row.found) == ("reward", True)
 
 
 def test_a_reward_that_takes_any_answer(root: Path):
@@ -144,7 +144,7 @@ def test_a_reward_that_takes_any_answer(root: Path):
     source.write_text("def reward(item):\n    return 1.0\n")
     reward = {"type": f"{source}:reward"}
     config = make_config(root, reward=reward, generator={"allow_code": [str(source)]})
-    assert "takes a wrong answer for right" in red(task.check_reward(plain(config))).found
+    assert "accepts a wrong answer" in red(task.check_reward(plain(config))).found
     assert "allow_code" in red(task.check_reward(plain(make_config(root, reward=reward)))).fix
 
 
@@ -172,7 +172,7 @@ def test_a_network_file_system_and_a_full_disk(root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(machine, "_file_system", lambda path: "ext4")
     monkeypatch.setattr(machine, "_free_bytes", lambda path: 1000)
     row = red(machine.check_disk(make_config(root)))
-    assert (row.check, "not one fits" in row.found) == ("run.dir", True)
+    assert (row.check, "no room for one" in row.found) == ("run.dir", True)
 
 
 def test_a_vllm_that_is_asked_for_and_not_there(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -190,7 +190,7 @@ def test_keys_that_are_missing(root: Path):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 def test_engine_and_learner_agree_about_a_right_model(root: Path, sampling: dict[str, Any]):
-    rows = engines.check_parity(plain(make_config(root, sampling=sampling)))
+    rows = parity.check_parity(plain(make_config(root, sampling=sampling)))
     assert [(row.check, row.state) for row in rows] == [("parity, sampled", "OK"), ("parity, given", "OK")]
 
 
@@ -204,7 +204,7 @@ def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.
 
     for module in (scoring, hf_backend):
         monkeypatch.setattr(module, "make_plan", plan_at_1)
-    sampled, given = engines.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
+    sampled, given = parity.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
     assert (sampled.state, given.state) == ("FAIL", "FAIL")
     assert "those of 1, as if none had been applied" in sampled.found
     assert "applies none" in given.found
@@ -224,7 +224,7 @@ def test_an_engine_with_a_stale_tensor(root: Path, monkeypatch: pytest.MonkeyPat
         return paused_s
 
     monkeypatch.setattr(TransformersBackend, "activate", forgetful)
-    _, given = engines.check_parity(plain(make_config(root)))
+    _, given = parity.check_parity(plain(make_config(root)))
     assert given.state == "FAIL"
     assert f"stale or corrupt tensors: the engine held other bytes than it had received of {name}" in given.found
 

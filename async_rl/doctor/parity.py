@@ -1,7 +1,7 @@
-"""The parity check without a run: the generators' engine and the learner's model, at the same weights, in one process.
+"""Compare the generators' engine with the learner's model at the same weights, in one process, without a run.
 
-The engine samples answers to the first prompts as in the run, and the learner scores them; then both score the same
-given tokens. What differs goes through the experiments that a run's parity gate makes.
+The engine samples answers to the first prompts as in the run, and the learner scores them. Then both score the same
+token sequences. If they differ, the experiments of the run's parity gate look for the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.data.chat import model_files, quiet_progress_bars
 from async_rl.data.dataset import load_train_rows
-from async_rl.doctor.rows import Row
+from async_rl.doctor.findings import Finding
 from async_rl.errors import UserError
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.backends import build_backend
@@ -31,20 +31,20 @@ _PROMPTS = 4
 _GROUP_SIZE = 2
 _NEW_TOKENS = 32
 _ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1 + 1 = ?"},)
-_FIX = "do what the cause says; a run stops for this (weights.parity, weights.parity_limit)"
+_FIX = "remove the cause; a run would stop for this (weights.parity, weights.parity_limit)"
 
 
-def check_parity(config: Mapping[str, Any]) -> list[Row]:
-    """In a process of its own: one row about sampled tokens, one about given ones."""
+def check_parity(config: Mapping[str, Any]) -> list[Finding]:
+    """One finding about sampled tokens, one about given token sequences. Runs in a process of its own."""
     resolved = parse_config(dict(config), "the doctor's config")
     if not has_model(resolved.generator.backend):
-        return [Row("parity", "skip", f'generator.backend = "{resolved.generator.backend}" has no model')]
+        return [Finding("parity", "skip", f'generator.backend = "{resolved.generator.backend}" has no model')]
     quiet_progress_bars()
     with ExitStack() as stack:
         return _compared(resolved, stack)
 
 
-def _compared(config: Config, stack: ExitStack) -> list[Row]:
+def _compared(config: Config, stack: ExitStack) -> list[Finding]:
     from async_rl.learner.fsdp_engine import FsdpEngine
     from async_rl.learner.parallel import compute_dtype, init_ranks
     from async_rl.learner.parity import cause_of_sampled, given_of, joined, to_train
@@ -66,13 +66,13 @@ def _compared(config: Config, stack: ExitStack) -> list[Row]:
     limit = parity_limit(config.weights.parity_limit, (dtype, engine_dtype))
     found = compare(behavior, scored)
     sides = f"{getattr(backend, 'name', 'engine')} ({engine_dtype}) and learner ({dtype})"
-    rows: list[Row] = []
+    rows: list[Finding] = []
     if found.mean <= limit:
-        rows.append(Row("parity, sampled", "OK", f"{sides}: {found}"))
+        rows.append(Finding("parity, sampled", "OK", f"{sides}: {found}"))
     else:
         cause = cause_of_sampled(learner, sequences, behavior, found, limit) or "not found from sampled tokens alone"
         text = f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}"
-        rows.append(Row("parity, sampled", "FAIL", text, fix=_FIX))
+        rows.append(Finding("parity, sampled", "FAIL", text, fix=_FIX))
     given = [given_of(sequence) for sequence in sequences]
     trained = [to_train(index, one, 0, config.sampling.temperature) for index, one in enumerate(given)]
     scores = learner.score(trained, of="policy")
@@ -81,22 +81,22 @@ def _compared(config: Config, stack: ExitStack) -> list[Row]:
     return [*rows, _given_row(backend, probe, weights, sides, limit)]
 
 
-def _given_row(backend: Backend, probe: Probe, weights: Mapping[str, Any], sides: str, limit: float) -> Row:
+def _given_row(backend: Backend, probe: Probe, weights: Mapping[str, Any], sides: str, limit: float) -> Finding:
     answer = answer_probe(backend, probe, weights)
     if answer.logprobs is None:
-        return Row("parity, given", "skip", f"{answer.backend} can't score given tokens")
+        return Finding("parity, given", "skip", f"{answer.backend} can't score given tokens")
     found = compare(answer.logprobs, np.concatenate(probe.logprobs))
     if found.mean <= limit:
-        return Row("parity, given", "OK", f"{sides}: {found}")
+        return Finding("parity, given", "OK", f"{sides}: {found}")
     cause = answer.cause or "not found by the engine's experiments"
     excluded = f" Excluded: {'; '.join(answer.excluded)}." if answer.excluded else ""
-    return Row(
+    return Finding(
         "parity, given", "FAIL", f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}.{excluded}", fix=_FIX
     )
 
 
 def _sample(config: Config, backend: Backend) -> list[Sampled]:
-    """Answers to the first prompts, sampled as the run samples, but short."""
+    """Sample short answers to the first prompts, with the run's sampling settings."""
     settings = config.sampling
     sampling = Sampling(
         temperature=settings.temperature,

@@ -1,7 +1,7 @@
-"""Runs checks so that none can hang the doctor: each has its own deadline, in a thread or in a process of its own.
+"""Run one check under a deadline, in a thread or in a process of its own, so that none can hang the doctor.
 
-A process is for what may never come back, takes the interpreter with it, or leaves much behind: user's code, models,
-collectives. Its function is named ``module:function``, takes plain data, and gives rows.
+A process is for checks that may never return, may crash the interpreter or leave much memory behind: the user's code,
+models, collectives. Its function is named ``module:function``, takes plain data and returns findings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from async_rl.doctor.rows import Row
+from async_rl.doctor.findings import Finding
 from async_rl.errors import AsyncRLError
 from async_rl.process.child import module_command, package_environment
 
@@ -29,24 +29,31 @@ _LAST_LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. ``run`` gives its rows; what it raises becomes a red one."""
+    """One check. ``run`` returns its findings; what it raises becomes a FAIL."""
 
     name: str
-    run: Callable[[], Sequence[Row]]
+    run: Callable[[], Sequence[Finding]]
     deadline_s: float = 15.0
 
 
-def run_check(check: Check) -> list[Row]:
-    """The check's rows, or one that says that it failed or did not end. A thread that does not end is left behind."""
-    found: list[Row] = []
+def run_check(check: Check) -> list[Finding]:
+    """Run a check in a thread; a FAIL if it raises or does not end in time. Such a thread is abandoned."""
+    found: list[Finding] = []
 
     def work() -> None:
         try:
             found.extend(check.run())
         except AsyncRLError as error:
-            found.append(Row(check.name, "FAIL", str(error), fix="as it says"))
-        except Exception as error:  # a check's own failure is a finding like any other
-            found.append(Row(check.name, "FAIL", f"{type(error).__name__}: {error}", fix="see what it says"))
+            found.append(Finding(check.name, "FAIL", str(error), fix="do what the message says"))
+        except Exception as error:  # a check that fails is a finding too
+            found.append(
+                Finding(
+                    check.name,
+                    "FAIL",
+                    f"{type(error).__name__}: {error}",
+                    fix="this is a bug of the check, or of what it calls: report it with the message",
+                )
+            )
 
     thread = threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True)
     thread.start()
@@ -54,47 +61,47 @@ def run_check(check: Check) -> list[Row]:
     return [_overdue(check.name, check.deadline_s)] if thread.is_alive() else found
 
 
-def _overdue(name: str, deadline_s: float) -> Row:
-    return Row(
+def _overdue(name: str, deadline_s: float) -> Finding:
+    return Finding(
         name, "FAIL", f"did not end within {deadline_s:g} s",
-        fix="something that it asks does not answer: a file system, a network, a process; or raise --timeout",
+        fix="look for a file system, a network or a process that does not answer; or raise --timeout",
     )  # fmt: skip
 
 
 class CheckProcess:
-    """A check in a process of its own, begun when made; ``rows`` waits for it."""
+    """A check in a process of its own. It starts when this is constructed; ``findings`` waits for it."""
 
     def __init__(self, name: str, function: str, arguments: Mapping[str, Any], deadline_s: float) -> None:
         self._name, self._deadline_s = name, deadline_s
         self._started = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
-            module_command("async_rl.doctor.running", function), env=package_environment(),
+            module_command("async_rl.doctor.check", function), env=package_environment(),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._output, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None
-        # Small enough for the pipe, so that a process that never reads can't hold us.
+        # Smaller than the pipe's buffer, so that a process that never reads can't block this one.
         self._process.stdin.write(json.dumps(arguments).encode())
         self._process.stdin.close()
         self._process.stdin = None
 
-    def rows(self) -> list[Row]:
-        """What it found; a red row if it failed, died or did not end in time (it is killed then)."""
+    def findings(self) -> list[Finding]:
+        """Wait for its findings; a FAIL if it failed, died or did not end in time, when it is killed."""
         left_s = max(0.1, self._started + self._deadline_s - time.monotonic())
         try:
-            said, _ = self._process.communicate(timeout=left_s)
+            output, _ = self._process.communicate(timeout=left_s)
         except subprocess.TimeoutExpired:
             return [_overdue(self._name, self._deadline_s)]
         finally:
             self.close()
         try:
-            return [Row.from_plain(plain) for plain in json.loads(said)]
+            return [Finding.from_plain(plain) for plain in json.loads(output)]
         except ValueError:
             found = f"its process ended with code {self._process.returncode}"
-            return [Row(self._name, "FAIL", found, fix="see its last lines below", details=self._last_lines())]
+            return [Finding(self._name, "FAIL", found, fix="see its last lines below", details=self._last_lines())]
 
     def close(self) -> None:
-        """End it and all that it started."""
+        """Kill it and every process that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -105,7 +112,7 @@ class CheckProcess:
 
 
 def _child(function: str) -> None:
-    """The process: rows to the standard output that we got, whatever libraries print elsewhere."""
+    """Body of the process: write findings to the original standard output; libraries print to standard error."""
     from async_rl.process.parent_watch import exit_on_sigterm
 
     exit_on_sigterm()
@@ -113,15 +120,15 @@ def _child(function: str) -> None:
     os.dup2(2, 1)
     module, _, name = function.partition(":")
     arguments = json.load(sys.stdin)
-    rows: list[Row] = []
-    run_check_rows = getattr(importlib.import_module(module), name)
+    found: list[Finding] = []
+    check = getattr(importlib.import_module(module), name)
     try:
-        rows.extend(run_check_rows(**arguments))
+        found.extend(check(**arguments))
     except AsyncRLError as error:
-        rows.append(Row(arguments.get("check", name), "FAIL", str(error), fix="as it says"))
-    json.dump([asdict(row) for row in rows], answer)
+        found.append(Finding(arguments.get("check", name), "FAIL", str(error), fix="do what the message says"))
+    json.dump([asdict(finding) for finding in found], answer)
     answer.flush()
-    # What the check left running, an engine that does not end say, is not waited for.
+    # Do not wait for what the check left running, such as an engine's threads.
     os._exit(0)
 
 

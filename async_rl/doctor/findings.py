@@ -1,4 +1,4 @@
-"""What a check finds: rows of a table, each with a fix where something is wrong. Plain data, printed or as JSON."""
+"""What checks found, as plain data: printed as a table or as JSON. Each has a fix if something is wrong."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 State = Literal["OK", "WARN", "FAIL", "skip"]
-"""``skip``: not looked at, and ``found`` says why."""
+"""``skip``: not checked, and ``found`` says why."""
 
 _COLOURS: Mapping[State, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red", "skip": "dim"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line. ``fix`` says what to do, beside every FAIL and WARN; ``details`` is long text for below the table."""
+class Finding:
+    """One row of the table.
+
+    Attributes:
+        check: name of what was checked.
+        fix: what to do; set for every FAIL and WARN.
+        details: long text, printed below the table.
+    """
 
     check: str
     state: State
@@ -25,24 +31,24 @@ class Row:
     details: str = ""
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Row:
-        """The inverse of ``asdict``."""
+    def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
+        """Build it from what ``asdict`` returned."""
         return cls(**plain)
 
 
-def exit_code(rows: Sequence[Row]) -> int:
-    """1 if anything is red, else 0."""
+def exit_code(rows: Sequence[Finding]) -> int:
+    """1 if a check failed, else 0."""
     return int(any(row.state == "FAIL" for row in rows))
 
 
-def print_json(rows: Sequence[Row]) -> None:
-    """One object: ``ok`` and the rows."""
+def print_json(rows: Sequence[Finding]) -> None:
+    """Print one object: ``ok``, and ``rows`` with an object for each finding."""
     plain = {"ok": not exit_code(rows), "rows": [asdict(row) for row in rows]}
     sys.stdout.write(json.dumps(plain, indent=2) + "\n")
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    """The table, then what is long, then one line that says how it stands."""
+def print_table(rows: Sequence[Finding]) -> None:
+    """Print the table, then the details, then one line with the verdict."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -60,5 +66,8 @@ def print_table(rows: Sequence[Row]) -> None:
             console.print(f"{row.check}:", style="bold")
             console.print(row.details, markup=False, highlight=False)
     red, yellow = (sum(row.state == state for row in rows) for state in ("FAIL", "WARN"))
-    verdict = "nothing stands in the way" if not red else f"{red} {'check' if red == 1 else 'checks'} failed"
-    console.print(verdict + (f", {yellow} to look at" if yellow else ""), style="bold red" if red else "bold")
+    verdict = "no check failed" if not red else f"{red} {'check' if red == 1 else 'checks'} failed"
+    console.print(
+        verdict + (f", {yellow} {'warning' if yellow == 1 else 'warnings'}" if yellow else ""),
+        style="bold red" if red else "bold",
+    )

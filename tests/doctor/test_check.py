@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from async_rl.doctor.rows import Row, exit_code, print_json, print_table
-from async_rl.doctor.running import Check, CheckProcess, run_check
+from async_rl.doctor.check import Check, CheckProcess, run_check
+from async_rl.doctor.findings import Finding, exit_code, print_json, print_table
 from async_rl.errors import ConfigError
 
 
 def test_a_check_that_does_not_end_is_a_red_row_and_the_next_goes_on():
     release = threading.Event()
-    (row,) = run_check(Check("stuck", lambda: [Row("stuck", "OK", str(release.wait()))], deadline_s=0.05))
+    (row,) = run_check(Check("stuck", lambda: [Finding("stuck", "OK", str(release.wait()))], deadline_s=0.05))
     release.set()
     assert (row.check, row.state) == ("stuck", "FAIL")
     assert "did not end within 0.05 s" in row.found
@@ -21,7 +21,7 @@ def test_a_check_that_does_not_end_is_a_red_row_and_the_next_goes_on():
 
 @pytest.mark.parametrize("error", [ConfigError("data.train: needed"), ZeroDivisionError("by zero")])
 def test_what_a_check_raises_is_a_red_row(error: Exception):
-    def raises() -> list[Row]:
+    def raises() -> list[Finding]:
         raise error
 
     (row,) = run_check(Check("odd", raises))
@@ -29,37 +29,39 @@ def test_what_a_check_raises_is_a_red_row(error: Exception):
 
 
 def test_rows_come_back_from_a_process_whatever_it_prints():
-    assert CheckProcess("fine", "tests.doctor.children:fine", {"number": 3}, 60.0).rows() == [Row("fine", "OK", "3")]
+    assert CheckProcess("fine", "tests.doctor.children:fine", {"number": 3}, 60.0).findings() == [
+        Finding("fine", "OK", "3")
+    ]
 
 
 def test_a_process_that_hangs_is_killed_at_its_deadline():
     process = CheckProcess("hangs", "tests.doctor.children:hangs", {}, 0.5)
-    (row,) = process.rows()
+    (row,) = process.findings()
     assert (row.state, "did not end" in row.found) == ("FAIL", True)
     assert process._process.returncode == -9
 
 
 def test_a_process_that_dies_is_a_red_row_with_its_last_words():
-    (row,) = CheckProcess("dies", "tests.doctor.children:dies", {}, 60.0).rows()
+    (row,) = CheckProcess("dies", "tests.doctor.children:dies", {}, 60.0).findings()
     assert (row.state, row.found, row.details) == ("FAIL", "its process ended with code 7", "the last words")
 
 
 def test_a_users_error_in_a_process_is_a_red_row():
-    (row,) = CheckProcess("model", "tests.doctor.children:refuses", {"check": "model"}, 60.0).rows()
-    assert row == Row("model", "FAIL", "no such model, model", fix="as it says")
+    (row,) = CheckProcess("model", "tests.doctor.children:refuses", {"check": "model"}, 60.0).findings()
+    assert row == Finding("model", "FAIL", "no such model, model", fix="do what the message says")
 
 
 ROWS = [
-    Row("a", "OK", "fine"),
-    Row("b", "WARN", "hm", fix="look"),
-    Row("c [x]", "FAIL", "bad [y]", fix="mend", details="d"),
+    Finding("a", "OK", "fine"),
+    Finding("b", "WARN", "hm", fix="look"),
+    Finding("c [x]", "FAIL", "bad [y]", fix="repair it", details="d"),
 ]
 
 
 def test_the_table_has_a_fix_beside_every_red_row(capsys: pytest.CaptureFixture[str]):
     print_table(ROWS)
     text = capsys.readouterr().out
-    for word in ("OK", "WARN", "FAIL", "bad [y]", "c [x]", "fix: mend", "fix: look", "1 check failed, 1 to look at"):
+    for word in ("OK", "WARN", "FAIL", "bad [y]", "c [x]", "fix: repair it", "fix: look", "1 check failed, 1 warning"):
         assert word in text
     assert (exit_code(ROWS), exit_code(ROWS[:2])) == (1, 0)
 
