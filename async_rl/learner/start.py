@@ -35,7 +35,7 @@ from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.memory import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, write_digests
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.server.start import Reviver, ensure_queue, finish_queue
+from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
 from async_rl.run.eval_records import Decode
@@ -130,7 +130,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     log_path = run_dir.logs / "queue.log"
     address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
     # Without a journal there is nothing to revive: the learner has to start again from its checkpoint, too.
-    revive = Reviver(config, run_dir.run_id, context.insecure, log_path, address)
+    revive = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
     may_revive = context.may_start_queue and config.queue.journal
     queue = LearnerQueue(
         address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),

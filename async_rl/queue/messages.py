@@ -1,8 +1,10 @@
-"""What passes between the queue server and its clients, as records: written into messages as they are, and checked
-against their types when they are read (``codec.read_as``). No torch, no sockets.
+"""Every message between the queue server and its clients, as records: sent as they are, checked by type on arrival.
 
-One ROUTER socket serves everyone. Every request carries ``request_id`` and gets one reply with the same id; a request
-is repeated under the same id until it is answered, so every handler is idempotent.
+One ROUTER socket serves everyone. Every request carries ``request_id``, and its reply carries the same id. A client
+repeats a request under the same id until it is answered, so every handler is idempotent. Any reply to a generator may
+also carry a notice (``announcement``, ``cancelled``, ``finished``); a message of type ``notice`` without
+``request_id`` carries only that. Several messages to one peer may travel as the frames of one multipart message.
+No torch, no sockets.
 """
 
 from __future__ import annotations
@@ -11,9 +13,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
-from async_rl.net.codec import Count
+from async_rl.errors import WireError
+from async_rl.net.codec import Count, field
 from async_rl.records import Group, Lease, Prompt
+
+RECEIVE_HIGH_WATER_MARK = 64
+"""Messages of one peer that may wait in memory."""
+MAX_NAME_LENGTH = 256
 
 DropCause = Literal[
     "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
@@ -195,3 +203,16 @@ class EvalResult(msgspec.Struct, frozen=True, eq=False):
     dataset: str
     step: int
     groups: tuple[tuple[Prompt, Group], ...]
+
+
+def as_array(data: bytes | bytearray | memoryview) -> np.ndarray:
+    """Bytes as uint8 [N], a view."""
+    return np.frombuffer(data, np.uint8)
+
+
+def name(fields: Mapping[str, Any], key: str) -> str:
+    """A name that the server stores, and which is therefore short."""
+    value = field(fields, key, str)
+    if len(value) > MAX_NAME_LENGTH:
+        raise WireError(f"expected {key!r} to be at most {MAX_NAME_LENGTH} characters, got {len(value)}")
+    return value

@@ -15,7 +15,7 @@ import time
 import zmq
 
 from async_rl.net.keys import ClientKeys
-from async_rl.queue.server.rate_limiter import Sizes
+from async_rl.queue.server.limits import MessageLimits
 from tests.queue.mutants import corpus, gets_past_the_frame, mutants
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     messages = corpus()
     # The first one names the generator that this connection speaks for.
     socket.send_multipart(messages["hello"])
-    source, limits = mutants(messages, int(seed)), Sizes(1 << 20).limits
+    source, limits = mutants(messages, int(seed)), MessageLimits(1 << 20).wire
     for line in sys.stdin:
         count, rate = map(int, line.split())
         batch = list(itertools.islice(source, count))

@@ -13,7 +13,7 @@ from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.messages import Batch
-from async_rl.queue.server.replies import Reply, batch_reply
+from async_rl.queue.server.handlers import Reply, batch_reply
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import LINEAGE, SAMPLING, group
 

@@ -26,8 +26,8 @@ from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned, StepAck
-from async_rl.queue.server.handlers import Handlers, Waiting
-from async_rl.queue.server.rate_limiter import Sizes
+from async_rl.queue.server.handlers import Deferred, Handlers
+from async_rl.queue.server.limits import MessageLimits
 from async_rl.queue.storage.journal import pack
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_buffer, make_config, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
@@ -60,14 +60,14 @@ def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:
     return handlers, messages
 
 
-def handle(handlers: Handlers, frames: Frames, sizes: Sizes, now: float) -> bool:
+def handle(handlers: Handlers, frames: Frames, sizes: MessageLimits, now: float) -> bool:
     """As the server does it. Whether it was answered with something else than a refusal."""
     try:
-        message = decode(frames[0], sizes.limits).with_parts(map(memoryview, frames[1:]))
+        message = decode(frames[0], sizes.wire).with_parts(map(memoryview, frames[1:]))
         sizes.check(message, sum(map(len, frames)))
         handlers.generator_of(message, b"peer", now)
         answer = handlers.handle(message, now)
-        reply = answer.attempt(now, True) if isinstance(answer, Waiting) else answer
+        reply = answer.attempt(now, True) if isinstance(answer, Deferred) else answer
     except AsyncRLError:
         return False
     if reply is not None:
@@ -76,7 +76,7 @@ def handle(handlers: Handlers, frames: Frames, sizes: Sizes, now: float) -> bool
 
 
 def test_no_mutant_breaks_the_books_even_with_every_right():
-    sizes, answered = Sizes(1 << 20), 0
+    sizes, answered = MessageLimits(1 << 20), 0
     handlers, messages = fresh_handlers()
     source = mutants(messages, SEED)
     for number, frames in enumerate(itertools.islice(source, 6000)):

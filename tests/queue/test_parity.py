@@ -18,7 +18,7 @@ from async_rl.queue.parity import (
     looks_masked,
     parity_limit,
 )
-from async_rl.queue.protocol import MAX_PROBE_BYTES
+from async_rl.queue.server.registry import MAX_ANSWER_BYTES
 
 
 def test_the_difference_of_four_tokens_by_hand():
@@ -59,7 +59,7 @@ def largest_probe() -> Probe:
 def test_a_probe_and_an_answer_come_out_as_they_went_in_and_are_small():
     probe = largest_probe()
     data = encode_probe(probe)
-    assert len(data) < MAX_PROBE_BYTES
+    assert len(data) < MAX_ANSWER_BYTES
     back = decode_probe(data)
     assert (back.lineage, back.version, back.temperature, back.dtype, back.limit) == (
         "lineage",

@@ -201,7 +201,7 @@ def test_a_connection_speaks_for_one_generator(servers, tmp_path):
         assert hello("first") == hello("first") == ("welcome", "")
         assert hello("second") == (
             "error",
-            "this connection is that of generator 'first', expected no other, got 'second'",
+            "expected messages of generator 'first' on this connection, got one of 'second'",
         )
         assert "at most 256 characters" in hello("x" * 257)[1]
     assert [known["id"] for known in learner.status()["generators"]] == ["first"]

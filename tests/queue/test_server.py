@@ -27,7 +27,7 @@ from async_rl.queue.messages import (
     Returned,
     StepAck,
 )
-from async_rl.queue.server.handlers import Handlers, Reply, Waiting
+from async_rl.queue.server.handlers import Deferred, Handlers, Reply
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.records import Sampling
 from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_buffer, make_config, put, take
@@ -516,7 +516,7 @@ def test_no_answer_of_an_earlier_learner_s_time_is_repeated_to_a_generator():
     def asked() -> Reply:
         """The answer to ``request``, which comes again and again under one id."""
         answer = handlers.handle(request, 0.0)
-        reply = answer.attempt(0.0, True) if isinstance(answer, Waiting) else answer
+        reply = answer.attempt(0.0, True) if isinstance(answer, Deferred) else answer
         assert reply is not None
         return reply
 

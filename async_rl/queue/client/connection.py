@@ -19,11 +19,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.errors import AddressError, LineageError, QueueError
 from async_rl.net.address import check_address
+from async_rl.net.frames import is_readable, send_frames
 from async_rl.net.keys import ClientKeys
-from async_rl.net.wire import Limits, Message, decode, encode
-from async_rl.queue.frames import is_readable, send_frames
-from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
-from async_rl.queue.storage.payloads import Bytes
+from async_rl.net.wire import Frame, Limits, Message, decode, encode
+from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
 
 RESEND_S = 5.0
 _RETRY_S = 0.02
@@ -39,7 +38,7 @@ class Outstanding:
     type: str
     fields: dict[str, Any]
     arrays: tuple[np.ndarray, ...]
-    parts: tuple[Bytes, ...]
+    parts: tuple[Frame, ...]
     wait_s: float
     due_at: float
     sent_at: float | None = None
@@ -105,7 +104,7 @@ class Connection:
         return sum(self._num_outstanding[type_] for type_ in types)
 
     def post(
-        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, parts: Sequence[Bytes] = (),
+        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, parts: Sequence[Frame] = (),
         wait_s: float = 0.0, with_next: bool = False,
     ) -> str:  # fmt: skip
         """Line up a request; its id. ``wait_s`` is how long the server may hold the answer back.
@@ -200,7 +199,7 @@ class Connection:
             for request in requests:
                 request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
 
-    def _frames(self, request: Outstanding) -> Sequence[Bytes]:
+    def _frames(self, request: Outstanding) -> Sequence[Frame]:
         frame = encode(request.type, request.fields, request.arrays, num_parts=len(request.parts))
         return [frame, *request.parts]
 

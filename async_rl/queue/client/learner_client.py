@@ -30,9 +30,9 @@ from async_rl.queue.messages import (
     StepAck,
     TakenEntry,
     TakenGroup,
+    as_array,
 )
 from async_rl.queue.parity import Answer, decode_answer
-from async_rl.queue.protocol import as_array
 from async_rl.records import Group, Prompt
 
 __all__ = ["GeneratorQueue", "LearnerQueue"]

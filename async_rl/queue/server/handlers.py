@@ -1,13 +1,13 @@
 """One request in, one reply out: wire messages to calls of the buffer. Called by the server; owns no socket.
 
-A handler returns its reply, or a ``Waiting`` that the server tries again after every change until the request's time
+A handler returns its reply, or a ``Deferred`` that the server tries again after every change until the request's time
 is over. Whatever is wrong with a message raises ``WireError`` or ``QueueError``, which the server answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -18,6 +18,7 @@ from async_rl.net.codec import Count, field, read_as
 from async_rl.net.wire import Message
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.core.admission import eval_sampling
+from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.evals import Row
 from async_rl.queue.core.group_summary import read_facts
@@ -29,17 +30,21 @@ from async_rl.queue.messages import (
     LeasesGranted,
     NotReady,
     StepAck,
+    TakenEntry,
     Verdict,
+    as_array,
+    name,
 )
-from async_rl.queue.protocol import as_array, name
-from async_rl.queue.server.parity_answers import ParityAnswers
-from async_rl.queue.server.registry import Roster
-from async_rl.queue.server.replies import Reply, Waiting, batch_reply
+from async_rl.queue.server.registry import MAX_ANSWER_BYTES, GeneratorRegistry, ProbeAnswer
+from async_rl.queue.server.requests import Deferred, Reply
 from async_rl.queue.storage.payloads import Body
 
 MAX_WAIT_S = 60.0
 """A request is parked no longer; its client asks again."""
 _OF_GENERATORS = frozenset({"hello", "lease", "heartbeat", "return", "fail", "parity", "bye"})
+_MESSAGE_BYTES = 1 << 20
+_MAX_MESSAGES = 64
+"""Of one batch: well below the number that a socket queues for a peer before it drops some."""
 OF_LEARNERS = frozenset({
     "attach", "alive", "bye_learner", "announce", "evaluate", "eval_results", "await_eval", "take", "ack", "snapshot",
     "checkpoint_committed", "finish", "parity_answers",
@@ -62,11 +67,10 @@ class Handlers:
         self.buffer, self.run_id = buffer, run_id
         self._config, self.eval_rows = config, eval_rows
         self.welcome: WelcomePack | None = None
-        self.roster = Roster()
+        self.registry = GeneratorRegistry()
         self.learner_gone = False
-        self._parity = ParityAnswers()
 
-    def handle(self, message: Message, now: float) -> Reply | Waiting | None:
+    def handle(self, message: Message, now: float) -> Reply | Deferred | None:
         """The reply; None when none is wanted.
 
         Raises:
@@ -86,7 +90,7 @@ class Handlers:
         if message.type not in _OF_GENERATORS:
             return None
         generator_id = name(message.fields, "generator_id")
-        self.roster.seen(generator_id, now, peer)
+        self.registry.seen(generator_id, now, peer)
         return generator_id
 
     # Anyone.
@@ -122,7 +126,7 @@ class Handlers:
         )
         if self.buffer.learner is not before:
             # Repeated now, answers of another learner's time would name versions that this one may not have.
-            self.roster.forget_answers()
+            self.registry.forget_answers()
         self.run_id, self.learner_gone = run_id, False
         self.welcome = WelcomePack(field(fields, "config_toml", str), names, files)
         return Reply("attached", {"run_id": run_id})
@@ -170,16 +174,16 @@ class Handlers:
             parts += [body for _, body in result.answers if body is not None]
         return Reply("eval_results", {"results": plain}, parts=parts)
 
-    def _on_await_eval(self, message: Message, now: float) -> Waiting:
+    def _on_await_eval(self, message: Message, now: float) -> Deferred:
         lineage = field(message.fields, "lineage", str)
 
         def attempt(now: float, last: bool) -> Reply | None:
             reason = self.buffer.eval_wait(lineage)
             return Reply("await_eval", {"reason": reason}) if last or not reason else None
 
-        return Waiting(_wait_s(message), attempt)
+        return Deferred(_wait_s(message), attempt)
 
-    def _on_take(self, message: Message, now: float) -> Waiting:
+    def _on_take(self, message: Message, now: float) -> Deferred:
         fields = message.fields
         lineage, step, version = (
             field(fields, "lineage", str),
@@ -197,7 +201,7 @@ class Handlers:
                 return Reply("not_ready", {"answer": answer}) if is_final else None
             return batch_reply(answer)
 
-        return Waiting(_wait_s(message), attempt)
+        return Deferred(_wait_s(message), attempt)
 
     def _on_ack(self, message: Message, now: float) -> Reply:
         return _acked(self.buffer.ack(read_as(message.fields, StepAck), now))
@@ -217,19 +221,19 @@ class Handlers:
     def _on_parity_answers(self, message: Message, now: float) -> Reply:
         lineage, since = field(message.fields, "lineage", str), field(message.fields, "since", int)
         self.buffer.require(lineage)
-        found = self._parity.since(lineage, since)
+        found = self.registry.answers_since(lineage, since)
         return Reply("parity_answers", {"generators": list(found)}, [as_array(data) for data in found.values()])
 
     # Generators.
 
-    def _on_hello(self, message: Message, now: float) -> Waiting:
+    def _on_hello(self, message: Message, now: float) -> Deferred:
         fields = message.fields
         generator_id = name(fields, "generator_id")
         replaces = None if fields.get("replaces") is None else name(fields, "replaces")
         self.buffer.hello(generator_id, name(fields, "host"), name(fields, "backend"), now, replaces=replaces)
         if replaces is not None:
-            self.roster.leave(replaces)
-        self.roster.seen(generator_id, now).has_left = False
+            self.registry.leave(replaces)
+        self.registry.seen(generator_id, now).has_left = False
 
         def attempt(now: float, last: bool) -> Reply | None:
             pack = self.welcome
@@ -238,15 +242,15 @@ class Handlers:
             welcome = {"run_id": self.run_id, "config_toml": pack.config_toml, "files": list(pack.names)}
             return Reply("welcome", welcome, pack.files)
 
-        return Waiting(_wait_s(message), attempt)
+        return Deferred(_wait_s(message), attempt)
 
-    def _on_lease(self, message: Message, now: float) -> Reply | Waiting:
+    def _on_lease(self, message: Message, now: float) -> Reply | Deferred:
         fields = message.fields
         generator_id, request_id = field(fields, "generator_id", str), str(fields.get("request_id"))
         active = (name(fields, "lineage"), field(fields, "version", int))
         max_leases = field(fields, "max_leases", int)
-        member = self.roster.seen(generator_id, now)
-        known = member.granted
+        generator = self.registry.seen(generator_id, now)
+        known = generator.granted
         # The reply to this very request was lost: its leases are this generator's already.
         if known is not None and known[0] == request_id:
             return Reply("leases", {"granted": known[1]})
@@ -255,14 +259,14 @@ class Handlers:
             granted = self.buffer.lease(generator_id, active, max_leases, now)
             told = (active, granted.activate)
             # A generator that was told a version and has not got there yet waits, or it would ask in circles.
-            is_news = granted.activate is not None and member.told != told
+            is_news = granted.activate is not None and generator.told != told
             if not (granted.leases or is_news or last or self.buffer.finished):
                 return None
-            member.told = told
-            self.roster.grant(member, request_id, granted)
+            generator.told = told
+            self.registry.grant(generator, request_id, granted)
             return Reply("leases", {"granted": granted})
 
-        return Waiting(_wait_s(message), attempt)
+        return Deferred(_wait_s(message), attempt)
 
     def _on_heartbeat(self, message: Message, now: float) -> Reply:
         fields = message.fields
@@ -304,26 +308,28 @@ class Handlers:
 
     def _on_parity(self, message: Message, now: float) -> Reply:
         generator_id, version = field(message.fields, "generator_id", str), field(message.fields, "version", int)
-        answer = field(message.fields, "answer", bytes)
-        self._parity.put(generator_id, name(message.fields, "lineage"), version, answer)
+        data, lineage = field(message.fields, "answer", bytes), name(message.fields, "lineage")
+        if len(data) > MAX_ANSWER_BYTES:
+            raise WireError(f"expected an answer of at most {MAX_ANSWER_BYTES} bytes, got {len(data)}")
+        self.registry.seen(generator_id, now).answer = ProbeAnswer(lineage, version, data)
         return Reply("ok", {})
 
     def _on_bye(self, message: Message, now: float) -> Reply:
         generator_id = field(message.fields, "generator_id", str)
         self.buffer.goodbye(generator_id, now)
-        self.roster.leave(generator_id)
+        self.registry.leave(generator_id)
         return Reply("ok", {})
 
     @property
     def saved_key(self) -> tuple[Any, ...]:
         """Changes when what ``save`` gives does."""
-        return self.run_id, self.learner_gone, self.roster.num_changes
+        return self.run_id, self.learner_gone, self.registry.num_changes
 
     def save(self) -> dict[str, Any]:
         """What a restarted server must know to answer repeated requests, as plain data."""
         granted = {
             generator_id: (request_id, [lease.lease_id for lease in answer.leases])
-            for generator_id, (request_id, answer) in self.roster.granted().items()
+            for generator_id, (request_id, answer) in self.registry.granted().items()
         }
         return {"run_id": self.run_id, "granted": granted, "learner_gone": self.learner_gone}
 
@@ -333,7 +339,7 @@ class Handlers:
         for generator_id, (request_id, lease_ids) in plain["granted"].items():
             leases = tuple(lease for lease_id in lease_ids if (lease := self.buffer.lease_of(lease_id)) is not None)
             if leases:
-                self.roster.grant(self.roster.seen(generator_id, now), request_id, LeasesGranted(leases))
+                self.registry.grant(self.registry.seen(generator_id, now), request_id, LeasesGranted(leases))
         if welcome is not None:
             files = tuple(as_array(data) for data in welcome["files"])
             self.welcome = WelcomePack(welcome["config_toml"], tuple(welcome["names"]), files)
@@ -371,3 +377,23 @@ def _wait_s(message: Message) -> float:
 def _acked(acked: Acked) -> Reply:
     arrays = [as_array(acked.snapshot)] if acked.snapshot is not None else []
     return Reply("acked", {"stats": acked.stats}, arrays)
+
+
+def batch_reply(groups: Sequence[TakenBody]) -> Reply:
+    """One step's groups in several messages: the learner decodes the first while the next are on their way."""
+    enough = max(_MESSAGE_BYTES, sum(len(g.body) for g in groups) // _MAX_MESSAGES)
+    messages: list[Reply] = []
+    first = num_bytes = 0
+    for end, group in enumerate(groups, start=1):
+        num_bytes += len(group.body)
+        if num_bytes >= enough or end == len(groups):
+            messages.append(_batch_part(groups[first:end], first, len(groups)))
+            first, num_bytes = end, 0
+    return replace(messages[0], further=messages[1:])
+
+
+def _batch_part(groups: Sequence[TakenBody], first: int, num_groups: int) -> Reply:
+    entries = [TakenEntry(g.prompt, g.queued_s, g.arrival_version, g.masked) for g in groups]
+    more = first + len(groups) < num_groups
+    fields = {"groups": entries, "first": first, "num_groups": num_groups, "more": more}
+    return Reply("batch", fields, parts=[g.body for g in groups])

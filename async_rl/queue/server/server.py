@@ -32,14 +32,11 @@ from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.changes import Changes
 from async_rl.queue.core.evals import Row
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement
-from async_rl.queue.protocol import name
-from async_rl.queue.server.endpoint import Endpoint
+from async_rl.queue.messages import Announcement, name
 from async_rl.queue.server.files import LEDGER_EVERY_S, RunFiles, last_port
 from async_rl.queue.server.handlers import OF_LEARNERS, Handlers, WelcomePack
-from async_rl.queue.server.outbox import Outbox
-from async_rl.queue.server.pending import Parking, Request
-from async_rl.queue.server.replies import Reply, Waiting
+from async_rl.queue.server.requests import Deferred, PendingRequests, Reply, Request
+from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Journal, pack, unpack
 from async_rl.queue.storage.payloads import RecentBodies
 
@@ -98,8 +95,7 @@ class QueueServer:
         self._handlers = Handlers(buffer, config, limited, run_id)
         self._buffer, self._config, self._on_ready = buffer, config, on_ready
         self._parent_watch_fd, self._orphan_s = parent_watch_fd, orphan_s
-        self._parking = Parking(lambda: buffer.revision, self._send, self._failed)
-        self._outbox = Outbox()
+        self._pending = PendingRequests(lambda: buffer.revision, self._send, self._failed)
         self._has_batch = False
         self._committed = -1
         self._told: tuple[Announcement | None, bool] = None, False
@@ -142,13 +138,13 @@ class QueueServer:
                 if self._has_batch:
                     # The learner does nothing until it comes, and what else is there to answer takes a while.
                     self._commit()
-                    self._send_outbox()
+                    self._flush()
                 now = time.monotonic()
                 self._buffer.expire(now)
-                self._parking.answer(now)
+                self._pending.answer(now)
                 self._push_notices()
                 self._commit()
-                self._send_outbox()
+                self._flush()
                 self._files.write(self._handlers.run_id, self._buffer, now)
             logger.info("the queue ends: %s", reason)
             self._commit()
@@ -168,65 +164,65 @@ class QueueServer:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        deadlines = [now + LEDGER_EVERY_S, *self._parking.deadlines()]
+        deadlines = [now + LEDGER_EVERY_S, *self._pending.deadlines()]
         if self._buffer.next_deadline is not None:
             deadlines.append(self._buffer.next_deadline)
         self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
 
     def _drain(self) -> None:
         now = time.monotonic()
-        for identity, frames in self._endpoint.receive(_MAX_DRAIN, now):
-            self._receive(identity, frames)
-            self._parking.answer_only("take")
+        for peer, frames in self._endpoint.receive(_MAX_DRAIN, now):
+            self._receive(peer, frames)
+            self._pending.answer_only("take")
             if self._has_batch or time.monotonic() - now >= _DRAIN_S:
                 break
         self._endpoint.note_refused(now)
 
-    def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
+    def _receive(self, peer: bytes, frames: list[memoryview]) -> None:
         """What a client sent together: one message, or some behind one another, each with its parts."""
-        left = self._receive_first(identity, frames)
-        while left and self._endpoint.lets_in_another(identity, time.monotonic()):
-            left = self._receive_first(identity, left)
+        left = self._receive_first(peer, frames)
+        while left and self._endpoint.admits_another(peer, time.monotonic()):
+            left = self._receive_first(peer, left)
 
-    def _receive_first(self, identity: bytes, frames: list[memoryview]) -> list[memoryview]:
+    def _receive_first(self, peer: bytes, frames: list[memoryview]) -> list[memoryview]:
         """Handle the first message; the frames behind it, none if it did not tell where it ends."""
         request_id: str | None = None
         left: list[memoryview] = []
         try:
             if not frames:
                 raise WireError("expected a frame, got none")
-            sizes = self._endpoint.sizes
-            message = decode(frames[0], sizes.limits)
+            limits = self._endpoint.limits
+            message = decode(frames[0], limits.wire)
             request_id = _request_id(message)
             end = 1 + message.num_parts
             message = message.with_parts(frames[1:end])
             left = frames[end:]
-            sizes.check(message, sum(map(len, frames[:end])))
-            self._handle(identity, request_id, message)
+            limits.check(message, sum(map(len, frames[:end])))
+            self._handle(peer, request_id, message)
         except Exception as error:
-            self._send(Request(identity, request_id, None, "malformed"), self._failed(identity, error))
+            self._send(Request(peer, request_id, None, "malformed"), self._failed(peer, error))
         return left
 
-    def _failed(self, identity: bytes, error: Exception) -> Reply:
+    def _failed(self, peer: bytes, error: Exception) -> Reply:
         """The server outlives bad requests, and its own bugs: the request is refused, and the log has the place."""
         if isinstance(error, WireError):
-            self._endpoint.note_malformed(identity, time.monotonic())
+            self._endpoint.note_malformed(peer, time.monotonic())
         if not isinstance(error, AsyncRLError):
             logger.error("a request failed by a bug", exc_info=error)
         return _error(error)
 
-    def _handle(self, identity: bytes, request_id: str | None, message: Message) -> None:
+    def _handle(self, peer: bytes, request_id: str | None, message: Message) -> None:
         now = time.monotonic()
         if message.type in OF_LEARNERS:
-            self._endpoint.refuse_unauthenticated(message.type)
-        generator_id = self._handlers.generator_of(message, identity, now)
+            self._endpoint.require_learner_key(message.type)
+        generator_id = self._handlers.generator_of(message, peer, now)
         self._note_learner(message, now)
         answer = self._handlers.handle(message, now)
-        request = Request(identity, request_id, generator_id, message.type)
+        request = Request(peer, request_id, generator_id, message.type)
         if isinstance(answer, Reply):
             self._send(request, answer)
-        elif isinstance(answer, Waiting):
-            self._parking.park(request, answer, now)
+        elif isinstance(answer, Deferred):
+            self._pending.add(request, answer, now)
 
     def _note_learner(self, message: Message, now: float) -> None:
         learner = self._buffer.learner
@@ -242,11 +238,11 @@ class QueueServer:
         for message in (reply, *reply.further):
             fields = {**message.fields, "request_id": request.request_id, **notice}
             frame = encode(message.type, fields, message.arrays, num_parts=len(message.parts))
-            self._outbox.add(request.identity, [frame, *message.parts])
+            self._endpoint.send(request.peer, [frame, *message.parts])
 
     def _whole_status(self, reply: Reply) -> Reply:
         """With what the server knows beside the buffer."""
-        waits = self._parking.waits(time.monotonic())
+        waits = self._pending.waits(time.monotonic())
         extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
         return replace(reply, fields={**reply.fields, "status": {**reply.fields["status"], **extra}})
 
@@ -256,10 +252,9 @@ class QueueServer:
             notice["cancelled"] = [*own, *notice.get("cancelled", [])]
         return notice
 
-    def _send_outbox(self) -> None:
+    def _flush(self) -> None:
         self._has_batch = False
-        for identity, frames in self._outbox.drain():
-            self._endpoint.send(identity, frames)
+        self._endpoint.flush()
 
     # Durability.
 
@@ -302,9 +297,9 @@ class QueueServer:
         self._told = news
         told = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_tell()
         for generator_id in told:
-            identity = self._handlers.roster.identity(generator_id)
-            if identity is not None:
-                self._outbox.add(identity, [encode("notice", self._handlers.notice(generator_id))])
+            peer = self._handlers.registry.peer_of(generator_id)
+            if peer is not None:
+                self._endpoint.send(peer, [encode("notice", self._handlers.notice(generator_id))])
 
     # Life.
 
@@ -315,7 +310,7 @@ class QueueServer:
             return "whoever started it is gone"
         if self._buffer.finished:
             self._finished_at = self._finished_at or now
-            untold = [g for g in self._buffer.alive_generators(now) if not self._handlers.roster.has_left(g)]
+            untold = [g for g in self._buffer.alive_generators(now) if not self._handlers.registry.has_left(g)]
             if not untold or now - self._finished_at >= FINISH_GRACE_S:
                 return "the run is finished"
             return ""

@@ -118,7 +118,7 @@ def ensure_queue(
     return _start(config, run_id, insecure, log_path, command or module_command("async_rl", "queue"))
 
 
-class Reviver:
+class QueueRestarter:
     """Starts this run's queue server again, at the port it had and from its journal, if its process is gone.
 
     For a learner that owns the server: called while it has no connection to ``address``. A process that lives is left

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from async_rl.queue.frames import COPY_BELOW_BYTES, send_frames
-from async_rl.queue.storage.payloads import Bytes
+from async_rl.net.frames import COPY_BELOW_BYTES, send_frames
+from async_rl.net.wire import Frame
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_frames_arrive_as_one_message(pair):
     received = zmq.Frame(b"as it came" * 10_000)
     part = received.buffer[3:7]
     large = bytes(range(256)) * (COPY_BELOW_BYTES // 256)
-    frames: list[Bytes] = [b"first", received.buffer, part, bytearray(b"array"), large, b""]
+    frames: list[Frame] = [b"first", received.buffer, part, bytearray(b"array"), large, b""]
     send_frames(left, frames)
     assert right.recv_multipart() == [bytes(frame) for frame in frames]
 

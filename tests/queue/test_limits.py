@@ -9,40 +9,40 @@ import pytest
 
 from async_rl.errors import QueueError, WireError
 from async_rl.net.wire import Message, decode, encode
-from async_rl.queue.server.rate_limiter import BLOCKED_S, MAX_PEERS, Gate, Sizes
-from async_rl.queue.server.registry import FORGET_S, Roster
+from async_rl.queue.server.limits import BLOCKED_S, MAX_PEERS, MessageLimits, RateLimiter
+from async_rl.queue.server.registry import FORGET_S, GeneratorRegistry
 
 
-def gate(messages: float = 10, malformed: float = 3) -> Gate:
-    return Gate(max_messages_per_s=messages, max_malformed_per_minute=malformed)
+def limiter(messages: float = 10, malformed: float = 3) -> RateLimiter:
+    return RateLimiter(max_messages_per_s=messages, max_malformed_per_minute=malformed)
 
 
 def test_a_peer_has_a_burst_and_then_its_rate():
     # 10 at once; then a tenth of a second buys one more, and idling saves no more than 10.
-    limited = gate()
-    assert [limited.lets_in(b"a", 0.0) for _ in range(11)] == [True] * 10 + [False]
-    assert limited.lets_in(b"a", 0.1)
-    assert not limited.lets_in(b"a", 0.1)
-    assert [limited.lets_in(b"a", 100.0) for _ in range(11)] == [True] * 10 + [False]
+    limited = limiter()
+    assert [limited.admits(b"a", 0.0) for _ in range(11)] == [True] * 10 + [False]
+    assert limited.admits(b"a", 0.1)
+    assert not limited.admits(b"a", 0.1)
+    assert [limited.admits(b"a", 100.0) for _ in range(11)] == [True] * 10 + [False]
     assert limited.num_limited == 3
-    assert limited.lets_in(b"b", 0.1), "another peer's rate is its own"
+    assert limited.admits(b"b", 0.1), "another peer's rate is its own"
 
 
 def test_time_that_runs_backwards_gives_nothing():
-    limited = gate(messages=1)
-    assert limited.lets_in(b"a", 10.0)
-    assert not limited.lets_in(b"a", 5.0)
-    assert not limited.lets_in(b"a", 10.5)
-    assert limited.lets_in(b"a", 11.5)
+    limited = limiter(messages=1)
+    assert limited.admits(b"a", 10.0)
+    assert not limited.admits(b"a", 5.0)
+    assert not limited.admits(b"a", 10.5)
+    assert limited.admits(b"a", 11.5)
 
 
 def test_a_peer_that_sends_too_many_malformed_messages_is_unheard_for_a_minute():
-    limited = gate()
+    limited = limiter()
     # Three a minute are forgiven; the fourth is one too many.
     assert [limited.note_malformed(b"a", 0.0) for _ in range(4)] == [False, False, False, True]
-    assert not limited.lets_in(b"a", BLOCKED_S - 1)
-    assert limited.lets_in(b"b", 1.0)
-    assert limited.lets_in(b"a", BLOCKED_S + 1)
+    assert not limited.admits(b"a", BLOCKED_S - 1)
+    assert limited.admits(b"b", 1.0)
+    assert limited.admits(b"a", BLOCKED_S + 1)
     # Now it has three again.
     assert [limited.note_malformed(b"a", BLOCKED_S + 1) for _ in range(4)] == [False, False, False, True]
     assert limited.num_malformed == 8
@@ -50,14 +50,14 @@ def test_a_peer_that_sends_too_many_malformed_messages_is_unheard_for_a_minute()
 
 def test_malformed_messages_are_forgiven_at_their_rate():
     # One every 20 s is three a minute, for ever.
-    limited = gate()
+    limited = limiter()
     assert not any(limited.note_malformed(b"a", 20.0 * number) for number in range(100))
 
 
 def test_only_so_many_peers_are_remembered():
-    limited = gate()
+    limited = limiter()
     for number in range(3 * MAX_PEERS):
-        limited.lets_in(b"%d" % number, 0.0)
+        limited.admits(b"%d" % number, 0.0)
     assert len(limited) == MAX_PEERS
 
 
@@ -67,19 +67,19 @@ def sized(type_: str, num_bytes: int) -> tuple[Message, int]:
 
 
 def test_only_the_messages_that_carry_data_may_be_large():
-    sizes = Sizes(max_bytes=4 << 20)
+    sizes = MessageLimits(max_bytes=4 << 20)
     for type_, most in (("heartbeat", 1 << 20), ("no_such", 1 << 20), ("return", 4 << 20)):
         sizes.check(*sized(type_, most - 4096))
         with pytest.raises(WireError, match=f"expected at most {most} bytes in a '{type_}' message"):
             sizes.check(*sized(type_, most))
     sizes.check(*sized("attach", 5 << 20))
-    assert sizes.limits.max_bytes == (4 << 20) + (256 << 20)
+    assert sizes.wire.max_bytes == (4 << 20) + (256 << 20)
 
 
 def test_a_header_may_not_be_what_would_grow_in_memory():
     frame = encode("heartbeat", {"progress": [[]] * (300 << 10)})
     with pytest.raises(WireError, match="header claims"):
-        decode(frame, Sizes(max_bytes=4 << 20).limits)
+        decode(frame, MessageLimits(max_bytes=4 << 20).wire)
 
 
 def test_arrays_that_overlap_are_refused():
@@ -88,29 +88,29 @@ def test_arrays_that_overlap_are_refused():
     message = decode(frame)
     overlapping = Message("attach", {}, (message.arrays[0], message.arrays[0], message.arrays[0]))
     with pytest.raises(WireError, match="arrays overlap"):
-        Sizes(max_bytes=4 << 20).check(overlapping, len(frame))
+        MessageLimits(max_bytes=4 << 20).check(overlapping, len(frame))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 2**53 + 1, -(2**63), 1e300])
 def test_numbers_that_no_sum_can_carry_are_refused(number: float):
-    sizes = Sizes(max_bytes=4 << 20)
+    sizes = MessageLimits(max_bytes=4 << 20)
     for fields in ({"wait_s": number}, {"stats": {"tokens": number}}, {"progress": [1, [number]]}):
         with pytest.raises(WireError, match="expected numbers within"):
             sizes.check(Message("heartbeat", fields), 100)
 
 
-def test_a_full_roster_refuses_another_generator_until_one_left_or_fell_silent():
-    roster = Roster(max_members=2)
-    roster.seen("a", 0.0, b"peer-a")
-    roster.seen("b", 0.0)
+def test_a_full_registry_refuses_another_generator_until_one_left_or_fell_silent():
+    registry = GeneratorRegistry(max_generators=2)
+    registry.seen("a", 0.0, b"peer-a")
+    registry.seen("b", 0.0)
     with pytest.raises(QueueError, match="at most 2 generators"):
-        roster.seen("c", 1.0)
-    with pytest.raises(WireError, match="that of generator 'a'"):
-        roster.seen("b", 1.0, b"peer-a")
-    assert roster.seen("a", FORGET_S).identity == b"peer-a"
-    roster.seen("c", FORGET_S + 1)
-    assert (len(roster), roster.identity("a"), roster.identity("b")) == (2, b"peer-a", None)
-    roster.leave("a")
-    assert roster.has_left("a")
-    roster.seen("d", FORGET_S + 1, b"peer-a")
-    assert (len(roster), roster.identity("d")) == (2, b"peer-a")
+        registry.seen("c", 1.0)
+    with pytest.raises(WireError, match="of generator 'a' on this connection"):
+        registry.seen("b", 1.0, b"peer-a")
+    assert registry.seen("a", FORGET_S).peer == b"peer-a"
+    registry.seen("c", FORGET_S + 1)
+    assert (len(registry), registry.peer_of("a"), registry.peer_of("b")) == (2, b"peer-a", None)
+    registry.leave("a")
+    assert registry.has_left("a")
+    registry.seen("d", FORGET_S + 1, b"peer-a")
+    assert (len(registry), registry.peer_of("d")) == (2, b"peer-a")

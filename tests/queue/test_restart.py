@@ -16,7 +16,7 @@ from async_rl.errors import QueueError
 from async_rl.queue.client import connection
 from async_rl.queue.client.connection import Connection
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.server.start import Reviver, answering_run, ensure_queue, finish_queue
+from async_rl.queue.server.start import QueueRestarter, answering_run, ensure_queue, finish_queue
 from tests.queue.builders import make_config
 from tests.queue.conftest import ROOT, attach, wait_until
 
@@ -59,7 +59,7 @@ def test_a_learner_brings_its_killed_server_back(tmp_path, monkeypatch):
     config, log = make_config(str(tmp_path / "run")), tmp_path / "queue.log"
     address = ensure_queue(config, "run", False, log, command=COMMAND)
     first = pid_of(config)
-    revive = Reviver(config, "run", False, log, address, command=COMMAND)
+    revive = QueueRestarter(config, "run", False, log, address, command=COMMAND)
     queue = LearnerQueue(address, revive=revive)
     try:
         attach(queue)
@@ -82,7 +82,7 @@ def test_a_server_that_can_t_have_its_port_back_is_an_error(tmp_path, monkeypatc
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
         try:
             with pytest.raises(QueueError, match=f"expected the queue server back at {address}.*its port was taken"):
-                Reviver(config, "run", False, log, address, command=COMMAND)()
+                QueueRestarter(config, "run", False, log, address, command=COMMAND)()
         finally:
             os.kill(pid_of(config), signal.SIGKILL)
 
@@ -144,7 +144,9 @@ def test_a_server_that_was_started_by_hand_is_brought_back_too(servers, tmp_path
     monkeypatch.chdir(ROOT)
     config, log = make_config(str(tmp_path / "run")), tmp_path / "queue.log"
     first = servers.start(config)  # nobody told it which run it serves
-    queue = LearnerQueue(first.address, revive=Reviver(config, "run", False, log, first.address, command=COMMAND))
+    queue = LearnerQueue(
+        first.address, revive=QueueRestarter(config, "run", False, log, first.address, command=COMMAND)
+    )
     try:
         attach(queue)
         first.process.kill()

@@ -1,7 +1,7 @@
-"""The queue server's socket: bound, guarded by keys, its peers held to their rates. Raw frames in, raw frames out.
+"""The server's socket: bound, guarded by keys, with a rate limit per peer. Raw frames enter and leave.
 
-Used by ``service`` alone, from its one thread. It knows nothing of what messages mean: ``service`` says which were
-malformed.
+It does not know what messages mean; the server's loop, which owns it, reports the malformed ones. Outgoing messages are
+collected until ``flush``, which the loop calls once the journal has committed what they say.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -18,11 +18,11 @@ from zmq.utils.monitor import parse_monitor_message
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address, refuse_open_bind
+from async_rl.net.frames import is_readable, send_frames
 from async_rl.net.keys import DEFAULT_CLIENT, AllowList, Guard, ServerKeys
-from async_rl.queue.frames import is_readable, send_frames
-from async_rl.queue.protocol import RECEIVE_HIGH_WATER_MARK
-from async_rl.queue.server.rate_limiter import BLOCKED_S, Gate, Sizes
-from async_rl.queue.storage.payloads import Bytes
+from async_rl.net.wire import Frame
+from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
+from async_rl.queue.server.limits import BLOCKED_S, MessageLimits, RateLimiter
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +30,33 @@ LOG_EVERY_S = 10.0
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
+_BUNDLE_BYTES = 1 << 20
+_ANY = "tcp://127.0.0.1:0"
+
+
 @dataclass(slots=True)
-class _Tally:
-    """Counts what peers can cause at will, and says when it is time to speak of it again."""
+class _LoggedCount:
+    """Counts events that peers can cause at will, so they are logged at most every ``LOG_EVERY_S``."""
 
     count: int = 0
-    _said: int = 0
-    _said_at: float = -LOG_EVERY_S
+    _logged: int = 0
+    _logged_at: float = -LOG_EVERY_S
 
-    def news(self, now: float) -> int:
-        """How many since this was last said; 0 while that is not long ago."""
-        news = self.count - self._said
-        if not news or now - self._said_at < LOG_EVERY_S:
+    def to_log(self, now: float) -> int:
+        """How many to log now; 0 if there are none, or the last log line is too recent."""
+        new = self.count - self._logged
+        if not new or now - self._logged_at < LOG_EVERY_S:
             return 0
-        self._said, self._said_at = self.count, now
-        return news
+        self._logged, self._logged_at = self.count, now
+        return new
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """Messages that leave as one multipart message."""
+
+    frames: list[Frame] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 class Endpoint:
@@ -57,12 +69,13 @@ class Endpoint:
 
     def __init__(self, config: QueueConfig, *, insecure: bool, last_port: int | None = None) -> None:
         self._config = config
-        self._gate = Gate(
+        self._limiter = RateLimiter(
             max_messages_per_s=config.max_messages_per_s, max_malformed_per_minute=config.max_malformed_per_minute
         )
-        self.sizes = Sizes(config.max_bytes)
+        self.limits = MessageLimits(config.max_bytes)
+        self._outgoing: dict[bytes, list[_Bundle]] = {}
         self._current: zmq.Frame | None = None
-        self._refused, self._untaken = _Tally(), _Tally()
+        self._refused, self._dropped = _LoggedCount(), _LoggedCount()
         self._guard: Guard | None = None
         self._allowed: AllowList | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -81,33 +94,35 @@ class Endpoint:
         poller.register(self._monitor, zmq.POLLIN)
 
     def receive(self, most: int, now: float) -> Iterator[tuple[bytes, list[memoryview]]]:
-        """Up to ``most`` messages that are there, those of peers over their rates left out: (peer, its frames)."""
+        """Up to ``most`` messages that have arrived, as (peer, frames). Those of peers above their rate are dropped."""
         for _ in range(most):
             if not is_readable(self._socket):
                 return
             frames: Sequence[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             peer = bytes(frames[0].buffer)
-            if self._gate.lets_in(peer, now):
+            if self._limiter.admits(peer, now):
                 self._current = frames[-1]
                 try:
                     yield peer, [memoryview(frame.buffer) for frame in frames[1:]]
                 finally:
                     self._current = None
 
-    def lets_in_another(self, peer: bytes, now: float) -> bool:
-        """Whether one more message that came together with the peer's last is looked at."""
-        return self._gate.lets_in(peer, now)
+    def admits_another(self, peer: bytes, now: float) -> bool:
+        """Whether to accept one more message that came in the same bundle as the peer's last."""
+        return self._limiter.admits(peer, now)
 
     def note_malformed(self, peer: bytes, now: float) -> None:
-        """A message of this peer was malformed; one that sends too many is not heard for a while."""
-        if self._gate.note_malformed(peer, now):
+        """Count a malformed message of this peer; a peer that sends too many is ignored for a while."""
+        if self._limiter.note_malformed(peer, now):
             logger.warning(
-                "peer %r (%s) sent more than queue.max_malformed_per_minute = %d malformed messages; it is not heard "
-                "for %.0f s", peer, self._sender(), self._config.max_malformed_per_minute, BLOCKED_S,
+                "peer %r (%s) sent more than queue.max_malformed_per_minute = %d malformed messages; it is "
+                "ignored for %.0f s", peer, self._sender(), self._config.max_malformed_per_minute, BLOCKED_S,
             )  # fmt: skip
 
-    def refuse_unauthenticated(self, type_: str) -> None:
-        """What only the learner may say needs the run's own key, ``client.key``; without keys anyone may.
+    def require_learner_key(self, type_: str) -> None:
+        """Check that a message which only the learner may send came under the run's own key, ``client.key``.
+
+        Without keys anyone may send it.
 
         Raises:
             QueueError: the message that is being handled came under another key.
@@ -117,35 +132,51 @@ class Endpoint:
         name = self._allowed.name_of(str(self._current.get("User-Id")).encode())
         if name != DEFAULT_CLIENT:
             raise QueueError(
-                f"expected {type_!r} under the learner's key, {DEFAULT_CLIENT}.key, got it under that of {name!r}, "
+                f"expected {type_!r} under the learner's key, {DEFAULT_CLIENT}.key, got it under the key of {name!r}, "
                 f"which is for generators"
             )
 
     def note_refused(self, now: float) -> None:
-        """Count handshakes that were refused since the last call; say so now and then."""
+        """Count and log handshakes that were refused since the last call."""
         while is_readable(self._monitor):
             parse_monitor_message(self._monitor.recv_multipart())
             self._refused.count += 1
-        if news := self._refused.news(now):
+        if new := self._refused.to_log(now):
             why = "no key, or one that is not in allowed.txt" if self._config.keys else "this server has no keys"
-            logger.warning("refused %d handshakes (%d in all): %s", news, self._refused.count, why)
+            logger.warning("refused %d handshakes (%d in all): %s", new, self._refused.count, why)
 
-    def send(self, peer: bytes, frames: Sequence[Bytes]) -> None:
-        """Hand a bundle of messages to the socket; what a peer does not read is dropped, for it asks again."""
-        try:
-            send_frames(self._socket, [peer, *frames])
-        except zmq.Again:
-            self._untaken.count += 1
-            if news := self._untaken.news(time.monotonic()):
-                num_bytes = sum(map(len, frames))
-                logger.warning("%d replies were not taken, the last, of %d bytes, by %r", news, num_bytes, peer)
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
+        """Line up one message, its frame and its parts, for the next ``flush``.
+
+        Small messages to one peer leave as one bundle, which wakes the socket's thread and the peer once; the peer
+        reads them one by one. A bundle arrives whole or not at all, so large messages leave in bundles of their own:
+        the peer can work on the first while the next is on its way.
+        """
+        bundles = self._outgoing.setdefault(peer, [])
+        if not bundles or bundles[-1].num_bytes >= _BUNDLE_BYTES:
+            bundles.append(_Bundle())
+        bundles[-1].frames.extend(frames)
+        bundles[-1].num_bytes += sum(map(len, frames))
+
+    def flush(self) -> None:
+        """Hand all messages to the socket. What a peer does not read is dropped: the peer will ask again."""
+        outgoing, self._outgoing = self._outgoing, {}
+        for peer, bundles in outgoing.items():
+            for bundle in bundles:
+                try:
+                    send_frames(self._socket, [peer, *bundle.frames])
+                except zmq.Again:
+                    self._dropped.count += 1
+                    if new := self._dropped.to_log(time.monotonic()):
+                        logger.warning(
+                            "dropped %d replies that were not read, the last of %d bytes to %r", new,
+                            bundle.num_bytes, peer,
+                        )  # fmt: skip
 
     def counters(self) -> dict[str, int]:
-        """Messages that were malformed, that came over a rate, and handshakes that were refused, so far."""
-        gate = self._gate
-        return {
-            "malformed": gate.num_malformed, "limited": gate.num_limited, "refused_handshakes": self._refused.count,
-        }  # fmt: skip
+        """Malformed messages, messages above a rate, and refused handshakes so far."""
+        limiter, refused = self._limiter, self._refused.count
+        return {"malformed": limiter.num_malformed, "limited": limiter.num_limited, "refused_handshakes": refused}
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -156,7 +187,7 @@ class Endpoint:
         self._context.term()
 
     def _sender(self) -> str:
-        """The key, or without keys the address, behind the message that is being handled."""
+        """The key, or without keys the address, that sent the message that is being handled."""
         frame, name = self._current, "User-Id" if self._config.keys else "Peer-Address"
         return f"{name} {frame.get(name)}" if frame is not None else "of an earlier message"
 
@@ -171,10 +202,10 @@ class Endpoint:
         wanted = self._config.address or _ANY
         host, port = check_address(wanted)
         socket = self._socket
-        socket.setsockopt(zmq.MAXMSGSIZE, self.sizes.limits.max_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.limits.wire.max_bytes)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
         socket.setsockopt(zmq.LINGER, 2000)
-        # A client that reconnects comes under its old identity and must not be taken for a rival.
+        # A client that reconnects uses its old routing id and takes the old connection's place.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.IPV6, int(":" in host))
         shown = _shown(host)
@@ -196,9 +227,6 @@ class Endpoint:
             return f"tcp://{'127.0.0.1' if host in ('*', '0.0.0.0') else shown}:{bound_port}"
         advertised_host, advertised_port = check_address(self._config.advertise)
         return f"tcp://{_shown(advertised_host)}:{advertised_port or bound_port}"
-
-
-_ANY = "tcp://127.0.0.1:0"
 
 
 def _shown(host: str) -> str:

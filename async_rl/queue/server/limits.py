@@ -1,7 +1,7 @@
-"""What the server takes in at all: how much of a peer, and how large a message of which type. Pure; time is ``now``.
+"""Limits on what the server accepts: the rate of messages from a peer, the size of a message by type. Pure.
 
-A peer is one connection, by its routing id. Not a key and not a host: a run's roles share both by default, and one
-that goes wrong must not silence the others. The server asks for every message, before it decodes anything.
+The server asks for every message, before it decodes it. A peer is one connection, known by its routing id, and not a
+key or a host: by default all roles of a run share those, and a faulty client must not silence the others.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from typing import Any
 
 from async_rl.errors import WireError
 from async_rl.net.wire import Limits, Message
-from async_rl.queue.protocol import EXTRA_MESSAGE_BYTES
 
 BLOCKED_S = 60.0
+"""A peer that sent too many malformed messages is ignored for so long."""
 MAX_PEERS = 8192
-"""Peers whose rates are remembered; the one that was silent longest is forgotten first."""
+"""Peers whose rates are kept. Beyond, the one that has been silent longest is forgotten."""
+_ATTACH_BYTES = 256 << 20
+"""An attach may be larger than the queue by this: it carries tokenizer files beside a snapshot."""
 _SMALL_BYTES = 1 << 20
 _LARGEST = 2**53
 _HEADER_BYTES = 256 << 10
-"""Bounds what a header can become in memory: msgpack's smallest values grow to about 64 times their size."""
+"""Limits the memory that a header can take: msgpack's smallest values grow to about 64 times their size."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """Two token buckets, as of ``at``: messages, and malformed ones."""
+    """Two token buckets as of ``at``: one for messages, one for malformed messages."""
 
     messages: float
     malformed: float
@@ -34,8 +36,8 @@ class _Peer:
     blocked_until: float = 0.0
 
 
-class Gate:
-    """Rates by peer, and counts of what was kept out."""
+class RateLimiter:
+    """Message rates by peer, and counts of what was dropped. Time comes as ``now``, in seconds."""
 
     def __init__(self, *, max_messages_per_s: float, max_malformed_per_minute: float) -> None:
         self._message_rate, self._malformed_rate = max_messages_per_s, max_malformed_per_minute / 60
@@ -46,8 +48,8 @@ class Gate:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def lets_in(self, peer: bytes, now: float) -> bool:
-        """Whether this peer's next message is looked at; else it is dropped, unanswered, and counted."""
+    def admits(self, peer: bytes, now: float) -> bool:
+        """Whether to accept this peer's next message. Others are dropped without answer, and counted."""
         known = self._peer(peer, now)
         if now < known.blocked_until or known.messages < 1:
             self.num_limited += 1
@@ -56,7 +58,7 @@ class Gate:
         return True
 
     def note_malformed(self, peer: bytes, now: float) -> bool:
-        """A message was malformed. Whether it was one too many, so that the peer is not heard for ``BLOCKED_S``."""
+        """Count a malformed message; whether it was one too many, so that the peer is ignored for ``BLOCKED_S``."""
         self.num_malformed += 1
         known = self._peer(peer, now)
         known.malformed -= 1
@@ -79,24 +81,24 @@ class Gate:
         return known
 
 
-class Sizes:
-    """How large messages to the server may be. ``max_bytes`` is ``queue.max_bytes``."""
+class MessageLimits:
+    """Size limits of messages to the server. ``max_bytes`` is ``queue.max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._by_type = {"attach": max_bytes + EXTRA_MESSAGE_BYTES, "return": max_bytes}
-        self.limits = Limits(
-            max_bytes=max_bytes + EXTRA_MESSAGE_BYTES,
+        self._by_type = {"attach": max_bytes + _ATTACH_BYTES, "return": max_bytes}
+        self.wire = Limits(
+            max_bytes=max_bytes + _ATTACH_BYTES,
             max_header_bytes=_HEADER_BYTES,
             max_arrays=1024,
             max_items=_HEADER_BYTES,
         )
 
     def check(self, message: Message, num_bytes: int) -> None:
-        """Whether a message of its type may be a frame of ``num_bytes``, and say what it says.
+        """Check the size of a message (``num_bytes``, with its parts) and the numbers in it.
 
         Raises:
-            WireError: it is too large, its arrays overlap (copies of them would be larger than the frame), or one of
-                its numbers is absurd.
+            WireError: the message is too large for its type, its arrays overlap (copies would be larger than the
+                frame), or a number in it is out of range.
         """
         most = self._by_type.get(message.type, _SMALL_BYTES)
         if num_bytes > most:
@@ -108,7 +110,7 @@ class Sizes:
 
 
 def _check_numbers(values: Iterable[Any]) -> None:
-    """What sums, clocks, JSON and the journal can't carry is kept out: NaN, infinities, integers near 64 bits."""
+    """Reject what sums, clocks, JSON or the journal can't hold: NaN, infinities, integers near 64 bits."""
     for value in values:
         kind = type(value)
         if kind is int or kind is float:
