@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from async_rl.run.metrics import read_metrics
+from async_rl.run.step_log import read_rows
 from benchmarks.timed import TimedResult, measure_timed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,7 +71,7 @@ def run_async(num_steps: int) -> dict[str, Any]:
     """The product: launch, with everything that it starts on these cores."""
     command = [sys.executable, "-m", "async_rl", "launch", CONFIG, "--fresh", *quickstart_settings(num_steps)]
     subprocess.run([*command, "--set", f"run.dir={RUN_DIR}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    rows = read_metrics(ROOT / RUN_DIR / "metrics.jsonl")
+    rows = read_rows(ROOT / RUN_DIR / "metrics.jsonl")
     steps = [row for row in rows if "version" in row]
     evals = [row["eval/held_out/accuracy"] for row in rows if "eval/held_out/accuracy" in row]
     window = steps[WARMUP_STEPS - 1 :]

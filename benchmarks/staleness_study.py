@@ -35,8 +35,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.run.directory import write_atomically
-from async_rl.run.metrics import read_metrics
-from async_rl.run.step_log import Row
+from async_rl.run.step_log import Row, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -164,7 +163,7 @@ def _result_file(setting: Setting) -> Path:
 
 def measure(run_dir: Path, lag: int) -> Result:
     """What the run's metrics say. Its first ``lag`` steps have no version as old as that to sample with."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_rows(run_dir / "metrics.jsonl")
     # A model that has fallen apart writes no answer that ends: its steps have nothing to train on, and no lag.
     held = [row for row in rows if row.get("tokens/trained") and row["step"] > lag]
     evals = sorted((row["step"], row[key]) for row in rows if (key := "eval/held_out/accuracy") in row)

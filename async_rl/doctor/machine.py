@@ -11,11 +11,12 @@ from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
 from async_rl.doctor.findings import Finding
 from async_rl.errors import UserError
-from async_rl.launch.preflight import check_devices, check_keys, check_writable
+from async_rl.launch.preflight import check_devices, check_keys
 from async_rl.launch.status import size_text
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.server.start import journal_directory
 from async_rl.queue.storage.journal import file_system_of, is_network_file_system
+from async_rl.run.directory import check_writable
 
 _JOURNAL_BYTES = 1 << 30
 

@@ -28,12 +28,11 @@ from async_rl.generator.grading import Grader, ThreadGrader
 from async_rl.generator.offline import Answered, answer_leases
 from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
 from async_rl.generator.worker import build_environment, grading_threads
-from async_rl.launch.preflight import check_writable
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.registry import build_reward
 from async_rl.rewards.voting import vote_key_of
-from async_rl.run.directory import write_atomically
+from async_rl.run.directory import check_writable, write_atomically
 from async_rl.run.eval_figures import eval_figures
 from async_rl.run.eval_records import Decode, append_json_lines, row_records
 from async_rl.run.metrics import EVAL_FIGURES

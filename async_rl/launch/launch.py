@@ -22,11 +22,11 @@ from async_rl.errors import RunError, UserError
 from async_rl.launch.commands import RunCommands
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.preflight import check_launch
-from async_rl.launch.supervisor import Outcome, Supervisor, latest_checkpoint
+from async_rl.launch.supervisor import Outcome, Supervisor
 from async_rl.net.keys import client_keys_of
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
-from async_rl.run.metrics import read_metrics
+from async_rl.run.step_log import read_rows
 
 
 def launch(
@@ -149,13 +149,13 @@ def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -
     for line in summary(run_dir, time.monotonic() - started):
         _say(console, line)
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in explain(outcome, checkpoint=latest_checkpoint(run_dir))))
+    sys.stderr.write("".join(f"{line}\n" for line in explain(outcome, checkpoint=run_dir.latest_checkpoint)))
     return outcome.exit_code
 
 
 def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     """How the run stands: steps, accuracies before and after, the groups' ledger, where to look."""
-    rows = read_metrics(run_dir.metrics)
+    rows = read_rows(run_dir.metrics)
     steps = max((row["step"] for row in rows), default=0)
     evals: dict[str, list[float]] = {}
     for row in rows:

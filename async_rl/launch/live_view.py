@@ -5,7 +5,6 @@ Figures come from tailing ``metrics.jsonl`` and from a thread that asks the queu
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.launch.status import ask_status, awaited_by
 from async_rl.launch.supervisor import Member
 from async_rl.net.keys import ClientKeys
-from async_rl.run.metrics import Row
+from async_rl.run.step_log import Row, StepLogTail
 
 POLL_S = 1.0
 STATUS_TIMEOUT_S = 2.0
@@ -32,42 +31,6 @@ ETA_STEPS = 20
 SHOWN_WAIT_S = 2.0
 MAX_NAMED_MEMBERS = 8
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
-
-
-class MetricsTail:
-    """New rows of a ``metrics.jsonl`` that grows, and may be replaced by a shorter one (a rollback)."""
-
-    def __init__(self, path: Path) -> None:
-        """Rows that are there already are history: ``poll`` never gives them, ``history`` does."""
-        self._path = path
-        self._inode: int | None = None
-        self._offset = 0
-        self.history: list[Row] = []
-        if path.exists():
-            self._inode = path.stat().st_ino
-            self.history = self._read()
-
-    def poll(self) -> list[Row]:
-        """Rows that were finished since the last call."""
-        try:
-            inode = self._path.stat().st_ino
-        except FileNotFoundError:
-            return []
-        replaced = self._inode is not None and inode != self._inode
-        self._inode = inode
-        if replaced:  # by a part of itself: the rows in it were given before
-            self._offset = 0
-            self._read()
-            return []
-        return self._read()
-
-    def _read(self) -> list[Row]:
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
 
 
 class StatusPoller:
@@ -175,7 +138,7 @@ class PlainView:
     """One line a step, an evaluation or an event, for logs and pipes."""
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
-        self._console, self._tail = console, MetricsTail(metrics)
+        self._console, self._tail = console, StepLogTail(metrics)
         self._progress = Progress(num_steps, self._tail.history)
 
     def refresh(self, members: Sequence[Member]) -> None:
@@ -201,7 +164,7 @@ class LiveView:
     """A table that is drawn anew twice a second, events scrolling above it. ``keys`` are for asking the queue."""
 
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
-        self._console, self._tail, self._keys = console, MetricsTail(metrics), keys
+        self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
         self._progress = Progress(num_steps, self._tail.history)
         self._poller: StatusPoller | None = None
         self._drawn_at, self._started_at = 0.0, time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,13 +15,13 @@ from async_rl.config.backends import known_capabilities, missing_package
 from async_rl.config.config import Config
 from async_rl.data.chat import check_model, vocabulary_size
 from async_rl.data.dataset import LoadedRows, load_rows_of, load_train_rows
-from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
+from async_rl.errors import AddressError, ConfigError, DataError, ModelError
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
-from async_rl.run.directory import check_run_dir
-from async_rl.run.metrics import check_wandb
+from async_rl.run.directory import check_run_dir, check_writable
+from async_rl.run.wandb_run import check_wandb
 
 
 def check_launch(config: Config, *, insecure: bool) -> None:
@@ -134,24 +133,6 @@ def check_code_reward(config: Config) -> None:
     """
     if "code" in config.reward.names:
         build_reward(config).close()
-
-
-def check_writable(path: Path, key: str) -> None:
-    """Whether ``path`` (there or not) can be written in; tried out beside it, for permissions don't tell all.
-
-    Raises:
-        RunError: it can't.
-    """
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise RunError(f"{key}: expected a directory at {path}, but {place} is a file; choose another")
-    try:
-        with tempfile.TemporaryDirectory(prefix=".async-rl-probe-", dir=place):
-            pass
-    except OSError as error:
-        raise RunError(f"{key}: can't write to {path}: {error.strerror or error} in {place}; choose another") from None
 
 
 def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> None:

@@ -212,7 +212,7 @@ class Supervisor:
         self._start(self._queue)
         self._address = self._await_queue()
         self._view.watch_queue(self._address)
-        self._checkpoint = latest_checkpoint(self._run_dir)
+        self._checkpoint = self._run_dir.latest_checkpoint
         self._start(self._learner)
         for unit in self._generators:
             self._start(unit)
@@ -304,7 +304,7 @@ class Supervisor:
         self._end(self._learner.processes, grace_s=0.0)
         self._deaths.append((self._learner, death))
         # One that died after its last file, but before it could tell the others, is asked to tell them.
-        newest = "its end" if self._run_dir.is_finished else latest_checkpoint(self._run_dir)
+        newest = "its end" if self._run_dir.is_finished else self._run_dir.latest_checkpoint
         if death.exit_code == USER_ERROR or newest is None or newest == self._checkpoint:
             raise self._failure(self._learner, death)
         self._checkpoint = newest
@@ -359,14 +359,6 @@ class Supervisor:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-
-
-def latest_checkpoint(run_dir: RunDir) -> str | None:
-    """Which checkpoint ``checkpoints/latest`` names; None when there is none yet."""
-    latest = run_dir.checkpoints / "latest"
-    if latest.is_symlink():
-        return str(latest.readlink())
-    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
 
 
 def describe_exit(code: int) -> str:

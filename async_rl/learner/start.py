@@ -39,8 +39,9 @@ from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_que
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
 from async_rl.run.eval_records import Decode
-from async_rl.run.metrics import MetricsWriter, check_wandb, read_metrics
-from async_rl.run.step_log import StepLog
+from async_rl.run.metrics import MetricsWriter
+from async_rl.run.step_log import StepLog, read_rows
+from async_rl.run.wandb_run import check_wandb
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
 from async_rl.weights.transport import choose_transport
@@ -168,7 +169,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         queue.close()
         metrics.close()
         trained.close()
-    return read_metrics(run_dir.metrics)
+    return read_rows(run_dir.metrics)
 
 
 def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:

@@ -1,4 +1,4 @@
-"""``curve.png``: one run's metrics as a picture. Drawn when a run ends, finished or not."""
+"""``curve.png``: one run's metrics as a picture, drawn when ``launch`` ends, whether the run is finished or not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.run.directory import RunDir
-from async_rl.run.metrics import Row, read_metrics
+from async_rl.run.metrics import Row
+from async_rl.run.step_log import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,12 +20,12 @@ _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def write_curve(run_dir: RunDir) -> bool:
-    """Draw accuracy, evaluations, reward and staleness over steps; the picture appears whole or not at all.
+    """Draw accuracy, evaluations, reward and staleness over steps; the file appears complete or not at all.
 
     Returns:
-        Whether there was a row to draw; without one nothing is written.
+        Whether there was a row to draw; if not, nothing is written.
     """
-    rows = read_metrics(run_dir.metrics)
+    rows = read_rows(run_dir.metrics)
     if not rows:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,7 +74,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:
-    """The raw series pale, its running mean over a twentieth of the run strong."""
+    """Draw the raw series pale and its running mean, over a twentieth of the run, in full colour."""
     steps, values = _series(rows, key)
     if not values:
         return

@@ -1,13 +1,15 @@
-"""The run directory: who may use it, where its files lie, and whether its run is finished.
+"""The run directory: who may use it, where its files are, and whether its run is finished.
 
-``launch`` and ``learner`` prepare it (both may, in either order); every other module asks ``RunDir`` for its paths.
-The same config resumes, a changed one is refused with the keys that differ, ``fresh`` moves the old directory aside.
+``launch`` and ``learner`` prepare it (both may, in either order); every other module asks ``RunDir`` for paths. The
+same config resumes the run, a changed one is refused with the keys that differ, and ``fresh`` moves the old directory
+aside.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,19 +34,19 @@ MAY_DIFFER: tuple[str, ...] = (
     "log.wandb", "log.project", "log.rollouts_every", "log.rollouts_groups",
     "sft",
 )  # fmt: skip
-"""Keys (and one whole section) that a resumed run may change: they say where and how fast it runs and what is written
-down, not what is learned."""
+"""Keys (and one whole section) that a resumed run may change: they decide where and how fast it runs and what is
+recorded, not what is learned."""
 
 _ENTRIES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
     "checkpoints", "export", "curve.png", "logs", "finished.json", "launch.lock", "wandb", "wandb_id", "run_id", "sft",
 })  # fmt: skip
-"""What a run directory may hold before its config is there: the queue server may have come first."""
+"""Names that a run directory may hold before ``config.toml``: the queue server may have started first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run's files. Making one touches no disk."""
+    """Paths of one run's files. Constructing it touches no disk."""
 
     path: Path
 
@@ -55,7 +57,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
-        """The run's name among all runs: minted when the directory is prepared, the same after every restart."""
+        """The run's id among all runs: generated when the directory is prepared, the same after every restart."""
         return (self.path / "run_id").read_text(encoding="utf-8").strip()
 
     @property
@@ -88,6 +90,12 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def latest_checkpoint(self) -> str | None:
+        """Name of the checkpoint that ``checkpoints/latest`` holds; None before the first. It is not checked."""
+        latest = self.checkpoints / "latest"
+        return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+    @property
     def export(self) -> Path:
         return self.path / "export"
 
@@ -105,12 +113,12 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Held by the ``launch`` that owns the directory."""
+        """Lock file, locked by the ``launch`` that owns the directory."""
         return self.path / "launch.lock"
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run here has trained its last step and written everything."""
+        """Whether the run has trained its last step and written everything."""
         return self.finished_marker.exists()
 
     def mark_finished(self, facts: Mapping[str, Any]) -> None:
@@ -119,14 +127,34 @@ class RunDir:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``: readers see the old file or the new one, never a part."""
+    """Write ``text`` to ``path``; readers see the old file or the new one, never a part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
+def check_writable(path: Path, key: str) -> None:
+    """Check that files can be written to ``path``, which may not exist yet, by trying: permissions don't tell all.
+
+    Raises:
+        RunError: they can't; the message names the config ``key``.
+    """
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise RunError(f"{key}: expected a directory at {path}, but {place} is a file; choose another directory")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".async-rl-probe-", dir=place):
+            pass
+    except OSError as error:
+        raise RunError(
+            f"{key}: can't write to {path}: {error.strerror or error} in {place}; choose another directory"
+        ) from None
+
+
 def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
-    """``prepare_run_dir`` without writing: the directory that it would prepare.
+    """Check what ``prepare_run_dir`` checks, without writing; the directory that it would prepare.
 
     Raises:
         RunError: as ``prepare_run_dir``.
@@ -150,14 +178,14 @@ def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
 
 
 def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
-    """Create or enter ``run.dir`` and write the resolved config there. Doing it twice changes nothing.
+    """Create or reuse ``run.dir`` and write the resolved config there. A second call changes nothing.
 
-    A finished run is entered too: ask ``is_finished``, and leave it alone. With ``fresh`` an existing run is moved
-    aside to ``NAME.old-N`` first.
+    It accepts a finished run: callers check ``is_finished`` and leave it alone. With ``fresh`` it first moves an
+    existing run aside to ``NAME.old-N``.
 
     Raises:
-        RunError: it holds another config's run (the keys that differ are named, ``MAY_DIFFER`` apart), or files that
-            are no run's, or can't be written.
+        RunError: the directory holds a run with another config (the message names the keys that differ outside
+            ``MAY_DIFFER``), or files that belong to no run, or can't be written.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     try:
@@ -184,8 +212,8 @@ def _refuse_changed_config(run_dir: RunDir, config: Config) -> None:
         old = load_config(run_dir.config)
     except ConfigError as error:
         raise RunError(
-            f"{run_dir.path} holds a run whose config.toml this version can't read; choose another run.dir, or --fresh "
-            f"to start over (the old directory is moved aside)\n{error}"
+            f"{run_dir.path} holds a run whose config.toml this async-rl can't read; choose another run.dir, "
+            f"or start over with --fresh (the old directory is moved aside)\n{error}"
         ) from None
     changed = [line for line in config_difference(old, config) if not _may_differ(line.partition(":")[0])]
     if changed:
@@ -202,7 +230,7 @@ def _may_differ(key: str) -> bool:
 
 
 def move_aside(path: Path) -> None:
-    """Rename a directory to the first free ``NAME.old-N`` beside it."""
+    """Rename a directory to the first free ``NAME.old-N`` next to it."""
     path = path.resolve()
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():

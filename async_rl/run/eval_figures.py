@@ -1,10 +1,11 @@
-"""The figures of an evaluation: accuracy, pass@k, best-of-n, majority@n, lengths, and what could not be answered. Pure.
+"""The figures of an evaluation: accuracy, pass@k, best-of-n, majority@n, lengths, unanswered rows. Pure.
 
-Enter the groups of one set, a row each; leaves a flat mapping. Shared by evaluation during training and offline.
+The groups of one set enter, one per row; a flat mapping leaves. Called during training (``learner``) and offline
+(``evaluation``).
 
-A row that could not be sampled (its prompt is too long, it failed again and again) is a group without rollouts. It
-counts as wrong in every figure of accuracy, so that a set's figures always have the same denominator, and in
-``unanswered``, so that one sees it. Lengths, rewards and scores are over the answers there are.
+A row that could not be sampled (its prompt is too long, or it failed every time) is a group without rollouts. It counts
+as wrong in every figure of accuracy, so that a set's figures always have the same denominator, and ``unanswered``
+counts it. Lengths, rewards and scores are means over the answers that exist.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def eval_metrics(
     dataset: str, groups: Sequence[tuple[Prompt, Group]], *, vote_key: VoteKey | None = None
 ) -> dict[str, float]:
-    """``eval_figures`` under the keys of ``metrics.jsonl``."""
+    """``eval_figures``, under the keys of ``metrics.jsonl``."""
     found = eval_figures([group.rollouts for _, group in groups], vote_key=vote_key)
     return {f"eval/{dataset}/{key}": value for key, value in found.items()}
 
 
 def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None = None) -> dict[str, float]:
-    """The figures of a set, as ``metrics.EVAL_FIGURES`` explains them; each row's rollouts in order of their index.
+    """The figures of a set; ``metrics.EVAL_FIGURES`` describes them.
 
-    ``vote_key``: none: no vote is taken.
+    Args:
+        rows: each row's rollouts, in the order of their index.
+        vote_key: answers with the same key vote together; None: no majority figure.
     """
     if not rows:
         return {"rows": 0}
@@ -60,9 +63,9 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
 
 
 def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[str, float]:
-    """``pass_at_k`` for k the samples a row, and ``pass_at_1``, ``_2``, ``_4``, ... below and at it.
+    """``pass_at_k`` with k the samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to it.
 
-    Half a point does not solve a row.
+    Partial accuracy does not solve a row.
     """
     if not answered:
         return {"pass_at_k": 0.0}

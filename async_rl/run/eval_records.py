@@ -1,4 +1,4 @@
-"""Rollouts as lines of a file: the answers of an evaluation, and the rollouts that were trained on."""
+"""Rollouts as lines of a JSONL file: the answers of an evaluation, and rollouts that were trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Decode = Callable[[np.ndarray], str]
 
 
 def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, Any]]:
-    """A line an answer to one row of an evaluation; of a row that could not be answered, one that says so."""
+    """One line per answer to one row of an evaluation; a row without an answer gets one line that says so."""
     if not group.rollouts:
         asked = {"row": prompt.row, "messages": [dict(m) for m in prompt.messages], **_expected(prompt)}
         return [{**asked, "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}]
@@ -28,9 +28,9 @@ def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, 
 
 
 def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """One answer as a JSON object: what was asked, said, read from it and expected, and which versions said it.
+    """One answer as a JSON object: prompt, response, extracted and expected answer, scores, versions that sampled it.
 
-    ``expected`` is the row's answer; rows that have tests instead say how many (``num_tests``).
+    ``expected`` is the row's answer; a row with tests has ``num_tests`` instead.
     """
     versions = [v for s in rollout.sequences for v in s.versions.tolist() if v != NO_VERSION]
     return {
@@ -56,7 +56,7 @@ def _expected(prompt: Prompt) -> dict[str, Any]:
 
 
 def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Of a rollout that an environment played: its turns, and each token sequence whole, what was told included."""
+    """Of a rollout of an environment: its turns, and each sequence's whole text, the environment's included."""
     if not rollout.turns:
         return {}
     return {
@@ -67,7 +67,7 @@ def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
 
 
 def append_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """One object a line, behind what the file holds already."""
+    """Append one object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as out:
         for record in records:
@@ -75,7 +75,7 @@ def append_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """One object a line; the file appears whole or not at all."""
+    """Write one object per line; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as out:

@@ -1,4 +1,4 @@
-"""A file of rows by step, one JSON object a line: appended, read, and rewound to a checkpoint.
+"""A file of rows by step, one JSON object per line: appended, read, followed, and rewound to a checkpoint.
 
 The learner writes ``metrics.jsonl`` and ``trained.jsonl`` with it; everyone reads them.
 """
@@ -20,29 +20,29 @@ Row = dict[str, Any]
 
 
 class StepLog:
-    """Appends rows, each flushed when ``write`` returns. One writer a file."""
+    """Appends rows, each flushed when ``write`` returns. A file has one writer."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending; a last line that a dying process left half-written is cut off."""
+        """Open for appending; cut off a last line that a dying process left incomplete."""
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row; it must hold ``step``, and no number that is not finite."""
+        """Append one row; it must hold an integer ``step`` and only finite numbers."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"expected a row with an integer step, got {row.get('step')!r}")
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def rewind_to(self, step: int, *, is_gone: Callable[[Row], bool] = lambda row: False) -> int:
-        """Move rows beyond ``step``, and those that ``is_gone``, to ``NAME.rolled_back-N.jsonl``.
+        """Move rows beyond ``step``, and rows for which ``is_gone`` is true, to ``NAME.rolled_back-N.jsonl``.
 
-        They tell of a history that was given up. A start without a checkpoint passes -1: no row survives.
+        They belong to a history that was abandoned. A start without a checkpoint passes -1: no row stays.
 
         Returns:
-            How many rows were moved.
+            The number of rows moved.
         """
         gone: list[Row] = []
         kept: list[Row] = []
@@ -65,8 +65,44 @@ class StepLog:
         self._file.close()
 
 
+class StepLogTail:
+    """Follows a file that another process appends to, and may replace by a shorter one (a rollback)."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the rows that are there already into ``history``; ``poll`` returns only later ones."""
+        self._path = path
+        self._inode: int | None = None
+        self._offset = 0
+        self.history: list[Row] = []
+        if path.exists():
+            self._inode = path.stat().st_ino
+            self.history = self._read()
+
+    def poll(self) -> list[Row]:
+        """Rows completed since the last call."""
+        try:
+            inode = self._path.stat().st_ino
+        except FileNotFoundError:
+            return []
+        replaced = self._inode is not None and inode != self._inode
+        self._inode = inode
+        if replaced:  # by its own beginning: these rows were returned before
+            self._offset = 0
+            self._read()
+            return []
+        return self._read()
+
+    def _read(self) -> list[Row]:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file; none when there is no file. A torn last line is left out.
+    """All rows of a file, without an incomplete last line; none if there is no file.
 
     Raises:
         ValueError: a line before the last is not a JSON object.
@@ -76,7 +112,7 @@ def read_rows(path: Path) -> list[Row]:
     except FileNotFoundError:
         return []
     *lines, torn = text.split("\n")
-    del torn  # empty when the file ends in a newline, else a row that was never finished
+    del torn  # empty if the file ends in a newline, else a row that was never completed
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         try:

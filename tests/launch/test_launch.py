@@ -24,7 +24,6 @@ from async_rl.launch.commands import Command, RunCommands
 from async_rl.launch.launch import _owned_run_dir, describe_commands, explain, ledger_line, summary
 from async_rl.launch.live_view import (
     LiveView,
-    MetricsTail,
     PlainView,
     Progress,
     duration,
@@ -36,6 +35,7 @@ from async_rl.launch.preflight import check_bindable
 from async_rl.launch.supervisor import Member, Outcome, Supervisor, Timing
 from async_rl.process.parent_watch import ParentWatch
 from async_rl.run.directory import RunDir, prepare_run_dir
+from async_rl.run.step_log import StepLogTail
 
 DEADLINE_S = 60.0
 FAST = Timing(poll_s=0.02, queue_start_s=20.0, backoff_s=0.02, max_backoff_s=0.1, finish_s=0.3, grace_s=5.0)
@@ -501,7 +501,7 @@ def append(path: Path, *rows: dict[str, float]) -> None:
 def test_the_tail_gives_each_new_row_once_and_history_apart(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     append(path, a_row(1))
-    tail = MetricsTail(path)
+    tail = StepLogTail(path)
     assert [row["step"] for row in tail.history] == [1]
     append(path, a_row(2))
     with path.open("a") as out:
@@ -515,7 +515,7 @@ def test_the_tail_gives_each_new_row_once_and_history_apart(tmp_path: Path):
 
 def test_the_tail_survives_a_rollback_that_replaces_the_file(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
+    tail = StepLogTail(path)
     assert tail.poll() == []
     append(path, a_row(1), a_row(2))
     assert len(tail.poll()) == 2

@@ -14,7 +14,8 @@ from async_rl.learner.losses.diagnostics import COLUMNS
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.staleness_control import BoundState
 from async_rl.learner.state import TrainerState
-from async_rl.run.metrics import METRIC_KEYS, read_metrics
+from async_rl.run.metrics import METRIC_KEYS
+from async_rl.run.step_log import read_rows
 from tests.learner.test_trainer import Run, ScriptedEngine, make_run
 
 
@@ -35,7 +36,7 @@ def adaptive_run(directory: Path, **sections: Any) -> Run:
 
 
 def rows_of(run: Run) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    return [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
 
 
 def test_a_overloaded_run_lowers_its_bound_and_its_samples_get_younger(tmp_path: Path):

@@ -28,8 +28,8 @@ from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir
-from async_rl.run.metrics import MetricsWriter, read_metrics
-from async_rl.run.step_log import StepLog
+from async_rl.run.metrics import MetricsWriter
+from async_rl.run.step_log import StepLog, read_rows
 from tests.learner.buffer_queue import NUM_EVAL_ROWS, BufferQueue
 from tests.queue.builders import group, make_config, rows
 
@@ -167,11 +167,11 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        return [row["step"] for row in read_metrics(self.path / "metrics.jsonl") if "version" in row]
+        return [row["step"] for row in read_rows(self.path / "metrics.jsonl") if "version" in row]
 
     @property
     def evals(self) -> list[int]:
-        return [row["step"] for row in read_metrics(self.path / "metrics.jsonl") if "eval/test/accuracy" in row]
+        return [row["step"] for row in read_rows(self.path / "metrics.jsonl") if "eval/test/accuracy" in row]
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -219,13 +219,13 @@ def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path
     run = make_run(tmp_path)
     run.dies(request_name, at_step)
     assert latest_checkpoint(run.path) is None
-    before = len(read_metrics(run.path / "metrics.jsonl"))
+    before = len(read_rows(run.path / "metrics.jsonl"))
     run.start()
     assert run.queue is not None
     assert run.queue.asked[0] == ("test", 0, True)
     assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     aside = run.path / "metrics.rolled_back-1.jsonl"
-    assert len(read_metrics(aside)) == before
+    assert len(read_rows(aside)) == before
     assert run.buffer.stats().ledger["groups"]["trained"] == 10
     assert (run.dropped.get("rolled_back", 0) > 0) == (request_name != "await_eval")
 
@@ -284,7 +284,7 @@ def test_skipped_optimizer_steps_in_a_row_go_on_with_new_groups_and_no_new_versi
     assert (run.steps, state.version, run.weights.published) == ([1, 2, 3, 4, 5], 1, [0, 1])
     assert run.dropped == {"step_skipped": 8}
     assert run.buffer.stats().ledger["groups"]["trained"] == 2
-    written = [row["tokens/trained"] for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    written = [row["tokens/trained"] for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
     assert written == [0, 0, 0, 12, 0]
 
 
@@ -336,7 +336,7 @@ def test_an_on_policy_run_with_filter_and_a_death_has_no_deadlock(tmp_path: Path
         run.start(killed_in(request_name, 3), half_are_too_easy)
     run.start(answer=half_are_too_easy)
     assert run.steps == [1, 2, 3, 4, 5]
-    staleness = [row["staleness/max"] for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    staleness = [row["staleness/max"] for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
     assert staleness == [0] * 5
 
 
@@ -365,7 +365,7 @@ def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, 
 
     run = make_run(tmp_path)
     run.start(answer=forged)
-    first = next(row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row)
+    first = next(row for row in read_rows(run.path / "metrics.jsonl") if "version" in row)
     assert first["masked/unknown_weights"] == 2
     assert run.buffer.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
 
@@ -387,7 +387,7 @@ def test_n_behind_holds_the_lag_of_every_token(tmp_path: Path, n_behind: int):
     state = run.start(answer=every_third_is_filtered)
     # The sixth step is skipped: its version trains again, on a new batch that is as old.
     assert run.engine.versions == [0, 1, 2, 3, 4, 5, 5, 6, 7]
-    rows = [row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
     expected = [min(version, n_behind) for version in run.engine.versions]
     assert [row["staleness/mean"] for row in rows] == expected
     assert [row["staleness/max"] for row in rows] == expected
@@ -402,7 +402,7 @@ def test_n_behind_after_a_restart_begins_with_the_version_of_the_checkpoint(tmp_
     run = make_run(tmp_path, learner={"steps": 7, "n_behind": 2}, queue={"max_staleness": 2}, checkpoint={"every": 3})
     run.dies("ack", 3)
     run.start()
-    rows = [row for row in read_metrics(run.path / "metrics.jsonl") if "version" in row]
+    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
     assert [row["staleness/mean"] for row in rows] == [0, 1, 2, 0, 1, 2, 2]
 
 

@@ -15,7 +15,9 @@ from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir
-from async_rl.run.metrics import MetricsWriter, check_wandb, read_metrics
+from async_rl.run.metrics import MetricsWriter
+from async_rl.run.step_log import read_rows
+from async_rl.run.wandb_run import check_wandb
 
 
 def a_config(directory: Path, wandb: str = "off") -> Config:
@@ -29,7 +31,7 @@ def a_writer(directory: Path) -> MetricsWriter:
 def test_a_row_is_on_disk_when_write_returns(tmp_path: Path):
     writer = a_writer(tmp_path)
     writer.write({"step": 1, "reward/mean": 0.5})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
 
 
 def test_values_that_are_not_finite_are_null_and_numpy_scalars_are_plain(tmp_path: Path):
@@ -46,16 +48,16 @@ def test_a_row_without_a_step_is_refused(tmp_path: Path):
 def test_a_torn_last_line_is_not_read_and_is_cut_off_before_the_next_row(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rew')
-    assert read_metrics(path) == [{"step": 1}]
+    assert read_rows(path) == [{"step": 1}]
     a_writer(tmp_path).write({"step": 2})
-    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
-        read_metrics(path)
+        read_rows(path)
 
 
 def test_rewinding_moves_later_rows_aside_and_writing_goes_on(tmp_path: Path):
@@ -64,11 +66,11 @@ def test_rewinding_moves_later_rows_aside_and_writing_goes_on(tmp_path: Path):
         writer.write({"step": step})
     assert writer.rewind_to(1) == 2
     writer.write({"step": 2, "again": 1})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": 1}]
-    assert read_metrics(tmp_path / "metrics.rolled_back-1.jsonl") == [{"step": 2}, {"step": 3}]
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": 1}]
+    assert read_rows(tmp_path / "metrics.rolled_back-1.jsonl") == [{"step": 2}, {"step": 3}]
     assert writer.rewind_to(-1) == 2
-    assert len(read_metrics(tmp_path / "metrics.rolled_back-2.jsonl")) == 2
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert len(read_rows(tmp_path / "metrics.rolled_back-2.jsonl")) == 2
+    assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
 def test_rewinding_with_nothing_beyond_leaves_the_file_in_place(tmp_path: Path):
@@ -84,8 +86,8 @@ def test_an_evaluation_that_is_asked_for_anew_is_moved_aside_too(tmp_path: Path)
     for row in ({"step": 2, "version": 2}, {"step": 2, "eval/a/accuracy": 0.5}, {"step": 2, "eval/ab/accuracy": 0.5}):
         writer.write(row)
     assert writer.rewind_to(2, evals_to_come=[("a", 2), ("ab", 1)]) == 1
-    assert read_metrics(tmp_path / "metrics.rolled_back-1.jsonl") == [{"step": 2, "eval/a/accuracy": 0.5}]
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert read_rows(tmp_path / "metrics.rolled_back-1.jsonl") == [{"step": 2, "eval/a/accuracy": 0.5}]
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
 
 
 def test_wandb_online_without_a_key_is_refused_instead_of_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

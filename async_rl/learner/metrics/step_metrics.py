@@ -126,11 +126,11 @@ def _swap_metrics(rows: np.ndarray) -> dict[str, float]:
     by_lag = swap_effect(rows)
     if not by_lag:
         return {}
-    metrics: dict[str, float] = {"mismatch_kl/after_swap_tokens": sum(tokens for tokens, _, _ in by_lag.values())}
+    metrics: dict[str, float] = {"mismatch_kl/after_update_tokens": sum(tokens for tokens, _, _ in by_lag.values())}
     for lag, (_, after, others) in by_lag.items():
-        metrics |= {f"mismatch_kl/after_swap_lag_{lag}": after, f"mismatch_kl/no_swap_lag_{lag}": others}
+        metrics |= {f"mismatch_kl/after_update_lag_{lag}": after, f"mismatch_kl/no_update_lag_{lag}": others}
     surplus = sum(tokens * (after - others) for tokens, after, others in by_lag.values())
-    return metrics | {"mismatch_kl/swap_effect": surplus / metrics["mismatch_kl/after_swap_tokens"]}
+    return metrics | {"mismatch_kl/update_effect": surplus / metrics["mismatch_kl/after_update_tokens"]}
 
 
 def _metrics_of_lag(lag: int, of_lag: Summary) -> dict[str, float]:

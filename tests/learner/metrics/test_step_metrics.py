@@ -81,10 +81,10 @@ def test_what_a_swap_does_is_told_from_staleness_by_comparing_tokens_of_one_lag(
     skipped = torch.zeros(5, dtype=torch.bool)
     rows = diagnostic_sums(out, skipped, inputs.lag, 4, after_swap_N=after_swap).numpy()
     metrics = update_metrics([replace(PLAIN, by_lag=rows)])
-    assert metrics["mismatch_kl/after_swap_lag_1"] == pytest.approx(1 - math.log(2))
-    assert metrics["mismatch_kl/no_swap_lag_1"] == 0.0
-    assert metrics["mismatch_kl/swap_effect"] == pytest.approx(1 - math.log(2))
-    assert metrics["mismatch_kl/after_swap_tokens"] == 1
+    assert metrics["mismatch_kl/after_update_lag_1"] == pytest.approx(1 - math.log(2))
+    assert metrics["mismatch_kl/no_update_lag_1"] == 0.0
+    assert metrics["mismatch_kl/update_effect"] == pytest.approx(1 - math.log(2))
+    assert metrics["mismatch_kl/after_update_tokens"] == 1
     assert not any("swap_lag_2" in key or "swap_lag_0" in key for key in metrics)
 
 
