@@ -27,7 +27,7 @@ from async_rl.generator.worker import write_files
 from async_rl.records import Lease, Prompt, Sampling
 
 GROUP_SIZE = 8
-SEATS = 128
+MAX_RUNNING = 128
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def make_config(options: argparse.Namespace, after_swap: str) -> Any:
         "sampling": {"max_new_tokens": options.max_new_tokens, "max_prompt_tokens": 64},
         "generator": {
             "backend": options.backend,
-            "batch_size": SEATS,
+            "batch_size": MAX_RUNNING,
             "kv_after_swap": after_swap,
             "num_threads": 1,
             "vllm": {"kv_cache_bytes": 256 << 20},
@@ -95,7 +95,7 @@ def load_model(path: str) -> Any:
 def sample_over_swap(
     backend: Backend, prompts: Iterable[Prompt], options: argparse.Namespace, weights: Mapping[str, Any] | None
 ) -> tuple[list[Sampled], float]:
-    """A group a prompt; ``weights`` become version 1 once a quarter of the first seats' tokens are sampled.
+    """A group a prompt; ``weights`` become version 1 once a quarter of the first slots' tokens are sampled.
 
     The pause in seconds beside the samples; NaN without ``weights``.
     """
@@ -103,7 +103,7 @@ def sample_over_swap(
     for prompt in prompts:
         lease = Lease(f"{prompt.position}", "train", prompt, GROUP_SIZE, sampling, "", 0, 0, 0, prompt.position)
         backend.submit(lease, backend.encode_prompt(prompt.messages))
-    enough = backend.num_tokens + SEATS * options.max_new_tokens // 4
+    enough = backend.num_tokens + MAX_RUNNING * options.max_new_tokens // 4
     finished: list[Sampled] = []
     pause_s = math.nan
     while backend.num_running:

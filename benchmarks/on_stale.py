@@ -1,8 +1,8 @@
 """What becomes of answers that are too old: ``queue.on_stale`` drop, wait and mask, around the real buffer.
 
-Simulated time (``simulated.py``), so the figures are the same on every machine: 4 generators of 16 seats, 32 groups of
+Simulated time (``simulated.py``), so the figures are the same on every machine: 4 generators of 16 slots, 32 groups of
 8 a step, log-normal answer lengths (sigma 1), no filter. Three tables: generation and training *balanced*; generators
-that could make twice what the learner takes (*generator-rich*); and *crowded*: balanced, with twice the seats, so that
+that could make twice what the learner takes (*generator-rich*); and *crowded*: balanced, with twice the slots, so that
 an answer spans twice as many steps, and half of the variance in length the prompt's, which comes again with it. Columns
 are explained in ``simulated.Outcome``. A minute or two.
 
@@ -27,7 +27,7 @@ TIE = 0.005
 TABLES: Mapping[str, Scenario] = {
     "balanced": Scenario(max_staleness=0, on_stale="drop"),
     "generator-rich": Scenario(max_staleness=0, on_stale="drop", speed=2.0),
-    "crowded": Scenario(max_staleness=0, on_stale="drop", seats=32, prompt_share=0.5),
+    "crowded": Scenario(max_staleness=0, on_stale="drop", max_running=32, prompt_share=0.5),
 }
 HEADER = """
 bound  on_stale  steps/s  learner  groups   prompts    tokens  tokens  staleness   trained  trained  longest  bias/
@@ -36,9 +36,12 @@ bound  on_stale  steps/s  learner  groups   prompts    tokens  tokens  staleness
 
 def table(name: str, base: Scenario) -> dict[tuple[int, OnStale], Outcome]:
     """Print one line a bound and mode."""
-    seats, answer_steps = base.num_generators * base.seats, base.mean_tokens / max(base.sample_time, base.train_time)
+    slots, answer_steps = (
+        base.num_generators * base.max_running,
+        base.mean_tokens / max(base.sample_time, base.train_time),
+    )
     print(
-        f"\n{name}: generators make {base.speed:g}x what the learner trains; {seats} seats; {base.groups_per_step} "
+        f"\n{name}: generators make {base.speed:g}x what the learner trains; {slots} slots; {base.groups_per_step} "
         f"groups of {base.group_size} a step;\nan answer takes {answer_steps:.3g} steps on average; "
         f"{base.prompt_share:.0%} of the variance in length is the prompt's{HEADER}"
     )

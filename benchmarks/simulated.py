@@ -1,7 +1,7 @@
 """Generators and a learner in simulated time around the real ``Buffer``: events in a heap, no sleep, no thread.
 
-Time is counted in decode steps: a sequence in a seat gains one token a step, and weights change between two steps. A
-generator asks for leases as the worker does (as many as fill its free seats and one in line, under the version that
+Time is counted in decode steps: a sequence in a slot gains one token a step, and weights change between two steps. A
+generator asks for leases as the worker does (as many as fill its free slots and one in line, under the version that
 was active when it asked), and a group is returned when its longest rollout is done. ``simulate`` runs one
 ``Scenario`` and says what came of it.
 """
@@ -42,7 +42,7 @@ _ACTIVATION_DELAY = 0.02
 class Scenario:
     """One run. Answer lengths are log-normal; ``prompt_share`` of the variance of their logarithm is the prompt's, the
     rest the rollout's own. ``speed`` is what the generators could make over what the learner can train (1: balanced),
-    ``wait_steps`` is ``queue.wait_s`` in steps of full speed, ``seats`` are those of one generator.
+    ``wait_steps`` is ``queue.wait_s`` in steps of full speed, ``max_running`` are those of one generator.
     """
 
     max_staleness: int
@@ -51,7 +51,7 @@ class Scenario:
     wait_steps: float = 0.5
     prompt_share: float = 0.0
     num_generators: int = 4
-    seats: int = 16
+    max_running: int = 16
     groups_per_step: int = 32
     group_size: int = 8
     mean_tokens: float = 500.0
@@ -61,8 +61,8 @@ class Scenario:
 
     @property
     def sample_time(self) -> float:
-        """Decode steps that all seats together need for the answers of one step, were none lost."""
-        return self.groups_per_step * self.group_size * self.mean_tokens / (self.num_generators * self.seats)
+        """Decode steps that all slots together need for the answers of one step, were none lost."""
+        return self.groups_per_step * self.group_size * self.mean_tokens / (self.num_generators * self.max_running)
 
     @property
     def train_time(self) -> float:
@@ -145,7 +145,7 @@ class _Simulation:
         )  # fmt: skip
         rows: Sequence[Any] = [_Row()] * _NUM_ROWS
         self._buffer = Buffer(settings, rows, PromptStream(_NUM_ROWS, seed=0, shuffle=False))
-        self._generators = [SimulatedGenerator(f"g{i}", scenario.seats) for i in range(scenario.num_generators)]
+        self._generators = [SimulatedGenerator(f"g{i}", scenario.max_running) for i in range(scenario.num_generators)]
         self._by_name = {g.name: g for g in self._generators}
         self._handed: dict[str, tuple[dict[int, int], ...]] = {}
         self._accuracies = np.random.default_rng([scenario.seed, 1])
@@ -204,7 +204,7 @@ class _Simulation:
     def _activate(self, generator: SimulatedGenerator, version: int) -> None:
         generator.activate(version, self._decode_step)
         generator.submit_fresh()
-        self._seat(generator)
+        self._admit(generator)
 
     def _accept(self, generator: SimulatedGenerator, granted: LeasesGranted) -> None:
         scenario = self._scenario
@@ -214,10 +214,10 @@ class _Simulation:
             group.samples += [Sample(group, int(n)) for n in lengths]
             generator.groups[lease.lease_id] = group
         generator.submit_fresh()
-        self._seat(generator)
+        self._admit(generator)
 
-    def _seat(self, generator: SimulatedGenerator) -> None:
-        for sample in generator.take_seats(self._decode_step):
+    def _admit(self, generator: SimulatedGenerator) -> None:
+        for sample in generator.admit_waiting(self._decode_step):
             self._at(sample.started_at + sample.num_tokens, lambda s=sample: self._finish(generator, s))
 
     def _finish(self, generator: SimulatedGenerator, sample: Sample) -> None:
@@ -228,7 +228,7 @@ class _Simulation:
         group.num_done += 1
         if group.num_done == len(group.samples):
             self._return(generator, group)
-        self._seat(generator)
+        self._admit(generator)
 
     def _return(self, generator: SimulatedGenerator, group: SampledGroup) -> None:
         lease, size = group.lease, len(group.samples)
@@ -250,7 +250,7 @@ class _Simulation:
             lost = generator.cancel(lease_id, self._decode_step)
             if self._counts:
                 self._tally.cancelled_tokens += lost
-        self._seat(generator)
+        self._admit(generator)
 
     # What an event sets off.
 

@@ -1,7 +1,7 @@
-"""A generator in simulated time: seats, the samples in line for one, and the leases behind them; no engine, no queue.
+"""A generator in simulated time: slots, the samples in line for one, and the leases behind them; no engine, no queue.
 
 Time is counted in decode steps. ``simulated.py`` owns one of these for each generator, tells it of leases, versions and
-cancellations, and asks it for requests and for the samples that take a seat.
+cancellations, and asks it for requests and for the samples that take a slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from async_rl.records import Lease
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One rollout. ``started_at`` is its first decode step; -1 while it has no seat."""
+    """One rollout. ``started_at`` is its first decode step; -1 while it has no slot."""
 
     group: SampledGroup
     num_tokens: int
@@ -43,8 +43,8 @@ class SimulatedGenerator:
     queue's revision when it was tried last, ``told`` what version was named in the last answer to which version.
     """
 
-    def __init__(self, name: str, seats: int) -> None:
-        self.name, self._seats = name, seats
+    def __init__(self, name: str, max_running: int) -> None:
+        self.name, self._max_running = name, max_running
         self.groups: dict[str, SampledGroup] = {}
         self.running: set[Sample] = set()
         self.line: deque[Sample] = deque()
@@ -68,7 +68,7 @@ class SimulatedGenerator:
         """(version, leases) of the outstanding request, made anew if there is none and one is due."""
         if self.request is None and self.version >= max(self.activate_first, 0):
             unsubmitted = sum(group_size for g in self.groups.values() if not g.submitted)
-            free = self._seats - len(self.running) - len(self.line) - unsubmitted
+            free = self._max_running - len(self.running) - len(self.line) - unsubmitted
             wanted = math.ceil((free + group_size) / group_size)
             self.request = (self.version, wanted) if wanted > 0 else None
         return self.request
@@ -90,10 +90,10 @@ class SimulatedGenerator:
         self.running = {s for s in self.running if s.group is not group}
         return group.num_tokens(now)
 
-    def take_seats(self, now: int) -> list[Sample]:
+    def admit_waiting(self, now: int) -> list[Sample]:
         """Samples that begin at the decode step ``now``."""
         begun: list[Sample] = []
-        while self.line and len(self.running) < self._seats:
+        while self.line and len(self.running) < self._max_running:
             sample = self.line.popleft()
             sample.started_at = now
             self.running.add(sample)

@@ -32,7 +32,7 @@ from async_rl.learner.start import LearnerContext, train_with
 
 GROUPS_PER_STEP = 32
 GROUP_SIZE = 8
-NUM_SEATS = 64
+MAX_RUNNING = 64
 MEAN_TOKENS = 32.0
 SIGMA = 1.0
 DECODE_STEP_S = 0.01
@@ -112,7 +112,7 @@ def timed_config(directory: Path, *, num_generators: int, max_staleness: int, st
         "learner": {"steps": steps, "groups_per_step": GROUPS_PER_STEP},
         "generator": {
             "backend": "fake",
-            "batch_size": NUM_SEATS // num_generators,
+            "batch_size": MAX_RUNNING // num_generators,
             "fake": {"mean_tokens": MEAN_TOKENS, "sigma": SIGMA, "step_time_s": DECODE_STEP_S},
         },
         "checkpoint": {"every": 0},
@@ -124,8 +124,8 @@ def timed_config(directory: Path, *, num_generators: int, max_staleness: int, st
 
 
 def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> TimedResult:
-    """One run with generation and training balanced: a step's decode time, spread over the seats, is the train time."""
-    train_s = GROUPS_PER_STEP * GROUP_SIZE * MEAN_TOKENS * DECODE_STEP_S / NUM_SEATS
+    """One run with generation and training balanced: a step's decode time, spread over the slots, is the train time."""
+    train_s = GROUPS_PER_STEP * GROUP_SIZE * MEAN_TOKENS * DECODE_STEP_S / MAX_RUNNING
     with tempfile.TemporaryDirectory() as scratch:
         config = timed_config(
             Path(scratch),

@@ -131,7 +131,7 @@ def _round(backend: Any, version: int, weights: dict[str, Any], copy: MemoryCopy
 
 
 def _decode(backend: Any, number: int, is_over: Callable[[], bool]) -> _Decoding:
-    """With all seats taken, from one token's arrival on until it is over and one more has come."""
+    """With all slots taken, from one token's arrival on until it is over and one more has come."""
     arrivals: list[float] = []
     at_begin = backend.num_tokens
     while not is_over() or len(arrivals) < 2:

@@ -39,7 +39,7 @@ class UniformBackend:
     capabilities = BackendCapabilities(deterministic=True, has_model=False)
 
     def __init__(self, batch_size: int) -> None:
-        self.num_seats, self.version, self.num_tokens = batch_size, NO_VERSION, 0
+        self.max_running, self.version, self.num_tokens = batch_size, NO_VERSION, 0
         self._sequences: list[Running] = []
 
     @classmethod
@@ -66,7 +66,7 @@ class UniformBackend:
 
     def step(self) -> list[Sampled]:
         done: list[Running] = []
-        for one in self._sequences[: self.num_seats]:
+        for one in self._sequences[: self.max_running]:
             one.token_ids.append(int(one.random.integers(len(CHARACTERS))))
             one.versions.append(self.version)
             self.num_tokens += 1

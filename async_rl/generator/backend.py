@@ -69,13 +69,13 @@ class Backend(Protocol):
         ...
 
     @property
-    def num_seats(self) -> int:
+    def max_running(self) -> int:
         """Sequences that can run at once; may change with what the engine's memory holds."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Sequences that occupy a seat or wait for one."""
+        """Sequences that run or wait to run."""
         ...
 
     @property

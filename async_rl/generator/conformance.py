@@ -154,7 +154,7 @@ class _Trial:
 def starts_without_weights(trial: _Trial) -> None:
     backend = trial.backend
     trial.expect(backend.version == NO_VERSION, f"version {NO_VERSION} before the first activate", backend.version)
-    trial.expect(backend.num_seats >= 1, "room for at least one sequence", backend.num_seats)
+    trial.expect(backend.max_running >= 1, "room for at least one sequence", backend.max_running)
     trial.expect(backend.step() == [], "nothing from a step without leases", "samples")
     trial.expect(backend.progress() == {}, "no progress without leases", backend.progress())
     try:
@@ -226,7 +226,7 @@ def obeys_top_k_and_reports_what_it_left(trial: _Trial) -> bool | None:
 
 
 def runs_more_than_fit_at_once(trial: _Trial) -> None:
-    size = trial.backend.num_seats + 2
+    size = trial.backend.max_running + 2
     first, second = trial.lease(group_size=size), trial.lease(group_size=2)
     for lease in (first, second):
         trial.submit(lease)
@@ -241,7 +241,7 @@ def runs_more_than_fit_at_once(trial: _Trial) -> None:
 
 
 def forgets_what_is_cancelled(trial: _Trial) -> None:
-    cancelled, kept = trial.lease(group_size=trial.backend.num_seats + 1, seed=2), trial.lease(seed=3)
+    cancelled, kept = trial.lease(group_size=trial.backend.max_running + 1, seed=2), trial.lease(seed=3)
     for lease in (cancelled, kept):
         trial.submit(lease)
     done = [sample for sample in trial.backend.step() if sample.lease_id == kept.lease_id]

@@ -1,7 +1,7 @@
 """Rollouts of several turns: between the backend, which samples answers, and the environments' processes.
 
 Every turn is a request of its own to the backend, whose prompt is all the tokens so far: so weights are swapped,
-answers cancelled and seats shared exactly as for single answers. ``sampling.max_new_tokens`` bounds what a rollout
+answers cancelled and slots shared exactly as for single answers. ``sampling.max_new_tokens`` bounds what a rollout
 samples in all its turns; no sequence is longer than ``sampling.max_prompt_tokens`` and that together.
 """
 
@@ -41,7 +41,7 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _OpenLease:
-    """``progress`` counts sampled tokens, turns, and steps spent in line for a seat."""
+    """``progress`` counts sampled tokens, turns, and steps spent in line for a slot."""
 
     progress: int = 0
     rollouts: dict[str, _Open] = field(default_factory=dict)

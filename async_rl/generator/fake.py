@@ -30,7 +30,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sample. ``started_at`` counts decode steps; -1 while it waits for a seat."""
+    """One sample. ``started_at`` counts decode steps; -1 while it waits for a slot."""
 
     lease: Lease
     index: int
@@ -64,7 +64,7 @@ class FakeBackend:
 
     def __init__(self, config: GeneratorConfig, *, answer_form: str = "boxed") -> None:
         self._fake = config.fake
-        self._num_seats = config.batch_size
+        self._max_running = config.batch_size
         self._answer_form = answer_form
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
@@ -81,8 +81,8 @@ class FakeBackend:
         return FakeText(self._fake.vocab_size)
 
     @property
-    def num_seats(self) -> int:
-        return self._num_seats
+    def max_running(self) -> int:
+        return self._max_running
 
     @property
     def num_running(self) -> int:
@@ -113,13 +113,13 @@ class FakeBackend:
             limit = lease.sampling.max_new_tokens
             reason: FinishReason = "stop" if length <= limit else "length"
             self._waiting.append(_Sequence(lease, index, prompt_ids, min(length, limit), reason))
-        self._take_seats()
+        self._admit_waiting()
 
     def cancel(self, lease_id: str) -> None:
         self._running = [s for s in self._running if s.lease.lease_id != lease_id]
         self._waiting = deque(s for s in self._waiting if s.lease.lease_id != lease_id)
         self._sampled_by_finished.pop(lease_id, None)
-        self._take_seats()
+        self._admit_waiting()
 
     def step(self) -> list[Sampled]:
         if not self._running:
@@ -133,7 +133,7 @@ class FakeBackend:
         self._running = [s for s in self._running if s.started_at + s.num_tokens != self._num_steps]
         sampled = [self._sampled(s) for s in finished]
         self._forget_finished_leases(finished)
-        self._take_seats()
+        self._admit_waiting()
         return sampled
 
     def progress(self) -> dict[str, int]:
@@ -156,8 +156,8 @@ class FakeBackend:
         self._waiting.clear()
         self._sampled_by_finished.clear()
 
-    def _take_seats(self) -> None:
-        while self._waiting and len(self._running) < self._num_seats:
+    def _admit_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting.popleft()
             sequence.started_at = self._num_steps
             self._running.append(sequence)

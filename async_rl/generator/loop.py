@@ -106,7 +106,7 @@ class Worker:
         self._heartbeat_at_s = self._started_s
         self._poll_at_s = self._started_s
         self._moves_at_heartbeat = self._num_graded = 0
-        self._busy_s = self._busy_seat_s = self._pause_s = 0.0
+        self._busy_s = self._busy_sequence_s = self._pause_s = 0.0
         self._num_activations = 0
         self._queue_reason = ""
         self._receiver_trouble: str | None = None
@@ -205,9 +205,9 @@ class Worker:
             self._queue.request_leases(self._lineage, self._backend.version, wanted, LEASE_WAIT_S)
 
     def _num_wanted(self) -> int:
-        """Leases that fill the free seats, and one in line so that no seat waits for a round trip."""
+        """Leases that fill the free slots, and one in line so that no slot waits for a round trip."""
         unsubmitted = sum(held.lease.group_size for held in self._leases.values() if not held.submitted)
-        free = self._backend.num_seats - self._rollouts.num_open - unsubmitted
+        free = self._backend.max_running - self._rollouts.num_open - unsubmitted
         wanted = math.ceil((free + self._expected_group_size) / self._expected_group_size)
         if self._max_groups is not None:
             wanted = min(wanted, self._max_groups - len(self._leases))
@@ -243,14 +243,14 @@ class Worker:
 
     def _step(self) -> None:
         """One decode step; what it finished goes to the grader."""
-        seats = min(self._backend.num_running, self._backend.num_seats)
-        if not seats:
+        num_running = min(self._backend.num_running, self._backend.max_running)
+        if not num_running:
             return
         started_s = self._clock()
         sampled = self._backend.step()
         duration_s = self._clock() - started_s
         self._busy_s += duration_s
-        self._busy_seat_s += duration_s * seats
+        self._busy_sequence_s += duration_s * num_running
         self._rollouts.take(sampled)
 
     def _return_graded(self) -> None:
@@ -307,7 +307,7 @@ class Worker:
         moves = self._backend.num_tokens + self._num_graded
         for lease_id, held in self._leases.items():
             sampled = tokens.get(lease_id, 0)
-            # A lease in line, for a seat or for a grader, moves on as long as those before it do; without this it
+            # A lease in line, for a slot or for a grader, moves on as long as those before it do; without this it
             # would expire.
             if held.submitted and not sampled and moves > self._moves_at_heartbeat:
                 held.heartbeats_in_line += 1
@@ -318,10 +318,10 @@ class Worker:
     def stats(self) -> GeneratorStats:
         """Cumulative since the worker was made."""
         return GeneratorStats(
-            seats=self._backend.num_seats,
+            max_running=self._backend.max_running,
             wall_s=self._clock() - self._started_s,
             busy_s=self._busy_s,
-            busy_seat_s=self._busy_seat_s,
+            busy_sequence_s=self._busy_sequence_s,
             pause_s=self._pause_s,
             num_activations=self._num_activations,
             num_tokens=self._backend.num_tokens,

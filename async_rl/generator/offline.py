@@ -41,7 +41,7 @@ class Answered:
 def answer_leases(
     backend: Backend, rollouts: Rollouts, leases: Sequence[Lease], *, progress: Progress | None = None
 ) -> Answered:
-    """Answer all ``leases``. No more rollouts are open than the backend has seats, but for one lease's.
+    """Answer all ``leases``. No more rollouts are open than the backend has slots, but for one lease's.
 
     Raises:
         ModelError: the backend can't sample like that. Whatever else the backend raises.
@@ -74,8 +74,8 @@ class _Answering:
         return not self._todo and not self._open
 
     def turn(self) -> None:
-        """Fill the seats, one decode step, take in what is scored."""
-        while self._todo and self._rollouts.num_open < self._backend.num_seats:
+        """Fill the slots, one decode step, take in what is scored."""
+        while self._todo and self._rollouts.num_open < self._backend.max_running:
             self._begin(self._todo.popleft())
         if self._backend.num_running:
             self._rollouts.take(self._backend.step())

@@ -128,14 +128,16 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(column, no_wrap=column in ("id", "tokens/s", "last seen"))
     for generator in generators:
         stats = generator.get("stats") or {}
-        wall_s, seats = stats.get("wall_s", 0.0), stats.get("seats", 0)
+        wall_s, max_running = stats.get("wall_s", 0.0), stats.get("max_running", 0)
         active, seen_s = generator.get("active"), generator.get("seen_s_ago")
         gone = "" if generator.get("alive", True) else "gone, "
         table.add_row(
             str(generator.get("id", "")),
             str(generator.get("host", "")),
             str(active[1]) if active else "-",
-            f"{stats['busy_seat_s'] / (wall_s * seats):.0%} of {seats}" if wall_s and seats else "-",
+            f"{stats['busy_sequence_s'] / (wall_s * max_running):.0%} of {max_running}"
+            if wall_s and max_running
+            else "-",
             f"{stats['num_tokens']:,}" if stats else "-",
             f"{stats['num_tokens'] / wall_s:,.0f}" if wall_s else "-",
             "-" if seen_s is None else f"{gone}{seen_s:.1f} s ago",

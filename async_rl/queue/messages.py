@@ -61,12 +61,12 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class GeneratorStats(msgspec.Struct, frozen=True):
-    """Cumulative since the generator started; seconds are wall-clock, seat-seconds sum over occupied seats."""
+    """Cumulative since the generator started; seconds are wall-clock, sequence-seconds sum over running sequences."""
 
-    seats: int = 0
+    max_running: int = 0
     wall_s: float = 0.0
     busy_s: float = 0.0
-    busy_seat_s: float = 0.0
+    busy_sequence_s: float = 0.0
     pause_s: float = 0.0
     num_activations: int = 0
     num_tokens: int = 0

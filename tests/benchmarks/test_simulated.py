@@ -9,7 +9,7 @@ from benchmarks.simulated import Scenario, simulate
 
 
 def test_answers_of_one_length_lose_nothing():
-    # 256 answers of 500 tokens on 64 seats: a step's sampling takes 2000 decode steps, as long as its training.
+    # 256 answers of 500 tokens on 64 slots: a step's sampling takes 2000 decode steps, as long as its training.
     scenario = Scenario(max_staleness=2, on_stale="drop", sigma=0.0, steps=10)
     assert (scenario.sample_time, scenario.train_time) == (2000, 2000)
     outcome = simulate(scenario)

@@ -441,8 +441,8 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     groups = {"issued": 7, "queued": 0, "dropped": {"stale": 2, "expired": 0}}
     tokens = {"received": 4000, "queued": 0, "dropped": {"stale": 900}}
     outcomes = {"received": {"groups": 7, "rollouts": 8, "tokens": 4000, "reward": 2.0, "accuracy": 6.0}}
-    # 6 of 10 s times 2 seats busy; 50 tokens in 10 s.
-    stats = {"seats": 2, "wall_s": 10.0, "busy_seat_s": 12.0, "num_tokens": 50}
+    # 6 of 10 s times 2 slots busy; 50 tokens in 10 s.
+    stats = {"max_running": 2, "wall_s": 10.0, "busy_sequence_s": 12.0, "num_tokens": 50}
     status = {
         "step": 3,
         "num_steps": 8,

@@ -27,7 +27,7 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 _T = TypeVar("_T")
 NUM_STEPS = 2
 FAKE = {"mean_tokens": 6.0, "step_time_s": 0.1, "vocab_size": 20}
-"""Eight answers on four seats take 1.2 s: long enough to be killed in."""
+"""Eight answers on four slots take 1.2 s: long enough to be killed in."""
 
 
 def slow_config(directory: Path) -> Path:

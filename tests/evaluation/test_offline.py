@@ -38,7 +38,7 @@ class ScriptedBackend:
 
     capabilities = BackendCapabilities()
 
-    num_seats = 4
+    max_running = 4
     version = 0
     num_tokens = 0
 
@@ -129,8 +129,8 @@ def test_an_answer_that_can_not_be_scored_costs_its_row_alone():
     assert found.first_failure == "row 1: reward error: RewardError: nobody knows"
 
 
-def test_no_more_rollouts_are_open_than_there_are_seats_but_for_one_lease():
-    # Four seats, three samples a lease: with three of them taken there is room for another lease.
+def test_no_more_rollouts_are_open_than_there_are_slots_but_for_one_lease():
+    # Four slots, three samples a lease: with three of them taken there is room for another lease.
     running: list[int] = []
 
     class Watched(ScriptedBackend):
@@ -153,7 +153,7 @@ def test_games_of_several_turns_are_played_with_their_environment():
     asked = ({"role": "user", "content": "?"},)
     rows = [Prompt(i, i, 0, asked, {"extra_info": {"number": number}}) for i, number in enumerate((3, "x"))]
     leases = [Lease(f"games-{p.row}", "eval", p, 2, sampling, "", 0, 0, 1, p.row) for p in rows]
-    backend = TurnBackend(script, num_seats=2)
+    backend = TurnBackend(script, max_running=2)
     with closing(pool_of(config)) as pool:
         rollouts = EnvironmentRollouts(backend, pool, CharacterText(), config)
         found = answer_leases(backend, rollouts, leases)

@@ -34,9 +34,9 @@ class ScriptedBackend:
 
     capabilities = BackendCapabilities()
 
-    def __init__(self, script: Callable[[int, int], str], *, num_seats: int = 16) -> None:
+    def __init__(self, script: Callable[[int, int], str], *, max_running: int = 16) -> None:
         self.script = script
-        self.num_seats = num_seats
+        self.max_running = max_running
         self.version = 3
         self.num_tokens = 0
         self.requests: list[tuple[Lease, list[int]]] = []

@@ -18,9 +18,9 @@ from async_rl.sampling_mask import contains
 from tests.generator.leases import make_lease
 
 
-def make_backend(seats: int = 4, version: int = 0, **fake: float | str) -> FakeBackend:
+def make_backend(max_running: int = 4, version: int = 0, **fake: float | str) -> FakeBackend:
     settings = {"mean_tokens": 6.0, "sigma": 0.5, "vocab_size": 32} | fake
-    backend = FakeBackend(GeneratorConfig(batch_size=seats, fake=FakeConfig.model_validate(settings)))
+    backend = FakeBackend(GeneratorConfig(batch_size=max_running, fake=FakeConfig.model_validate(settings)))
     backend.activate(version, {})
     return backend
 
@@ -38,7 +38,7 @@ def prompt_of(backend: FakeBackend) -> np.ndarray:
 
 
 def test_the_same_lease_gives_the_same_answers_in_any_company():
-    alone, crowd = make_backend(seats=8), make_backend(seats=2)
+    alone, crowd = make_backend(max_running=8), make_backend(max_running=2)
     alone.submit(make_lease("x", group_size=3, max_new_tokens=50), prompt_of(alone))
     crowd.submit(make_lease("y", group_size=5, max_new_tokens=50, seed=1), prompt_of(crowd))
     crowd.submit(make_lease("x", group_size=3, max_new_tokens=50), prompt_of(crowd))
@@ -51,7 +51,7 @@ def test_the_same_lease_gives_the_same_answers_in_any_company():
 
 
 def test_lengths_have_the_mean_asked_for_and_are_cut_at_the_limit():
-    backend = make_backend(seats=512, mean_tokens=40.0, sigma=0.6)
+    backend = make_backend(max_running=512, mean_tokens=40.0, sigma=0.6)
     for i in range(8):
         backend.submit(make_lease(str(i), group_size=512, max_new_tokens=80, seed=i), prompt_of(backend))
     finished = run_all(backend)
@@ -61,7 +61,7 @@ def test_lengths_have_the_mean_asked_for_and_are_cut_at_the_limit():
     # Of a log-normal with mean 40 and sigma 0.6 (mu = ln 40 - 0.18), the part above 80 is P(z > 1.455) = 7.3 %.
     share = np.mean([s.finish_reason == "length" for s in finished.values()])
     assert share == pytest.approx(0.073, abs=0.02)
-    untruncated = make_backend(seats=512, mean_tokens=40.0, sigma=0.6)
+    untruncated = make_backend(max_running=512, mean_tokens=40.0, sigma=0.6)
     for i in range(8):
         untruncated.submit(make_lease(str(i), group_size=512, max_new_tokens=2000, seed=i), prompt_of(untruncated))
     # 4096 samples with a standard deviation of 40 * sqrt(exp(0.36) - 1) = 26.3: the mean is known to 0.41.
@@ -69,7 +69,7 @@ def test_lengths_have_the_mean_asked_for_and_are_cut_at_the_limit():
 
 
 def test_answers_are_right_as_often_as_asked_for_in_the_form_of_the_reward():
-    backend = make_backend(seats=1024, accuracy=0.25)
+    backend = make_backend(max_running=1024, accuracy=0.25)
     for i in range(4):
         backend.submit(make_lease(str(i), group_size=1024, answer="42", max_new_tokens=99, seed=i), prompt_of(backend))
     right = [r"\boxed{42}" in s.text for s in run_all(backend).values()]
@@ -112,9 +112,9 @@ def test_tokens_and_logprobs_are_those_of_a_uniform_distribution():
         np.testing.assert_allclose(sampled.logprobs, -math.log(32), rtol=1e-6)
 
 
-def test_sequences_wait_for_seats_and_carry_a_version_for_each_token():
-    # Two seats, three answers of four tokens; activated after two steps and again after five.
-    backend = make_backend(seats=2, mean_tokens=4.0, sigma=0.0)
+def test_sequences_wait_for_slots_and_carry_a_version_for_each_token():
+    # Two slots, three answers of four tokens; activated after two steps and again after five.
+    backend = make_backend(max_running=2, mean_tokens=4.0, sigma=0.0)
     backend.submit(make_lease("a", group_size=3), prompt_of(backend))
     assert backend.num_running == 3
     finished = backend.step() + backend.step()
@@ -129,8 +129,8 @@ def test_sequences_wait_for_seats_and_carry_a_version_for_each_token():
     assert [(s.index, s.versions.tolist()) for s in last] == [(2, [1, 2, 2, 2])]
 
 
-def test_cancel_gives_the_seats_to_those_in_line():
-    backend = make_backend(seats=2, mean_tokens=4.0, sigma=0.0)
+def test_cancel_gives_the_slots_to_those_in_line():
+    backend = make_backend(max_running=2, mean_tokens=4.0, sigma=0.0)
     backend.submit(make_lease("a", group_size=2), prompt_of(backend))
     backend.submit(make_lease("b", group_size=2), prompt_of(backend))
     backend.step()
@@ -142,7 +142,7 @@ def test_cancel_gives_the_seats_to_those_in_line():
 
 
 def test_a_step_lasts_as_long_as_asked_for_however_long_the_caller_takes_between():
-    backend = make_backend(seats=2, mean_tokens=20.0, sigma=0.0, step_time_s=0.01)
+    backend = make_backend(max_running=2, mean_tokens=20.0, sigma=0.0, step_time_s=0.01)
     backend.submit(make_lease("a", group_size=2, max_new_tokens=30), prompt_of(backend))
     started = time.monotonic()
     run_all(backend)

@@ -42,9 +42,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_backend(directory: Path) -> Callable[..., TransformersBackend]:
     def make(
-        seats: int = 8, seed: int | None = 0, *, deterministic: bool = False, **engine: Any
+        max_running: int = 8, seed: int | None = 0, *, deterministic: bool = False, **engine: Any
     ) -> TransformersBackend:
-        config = GeneratorConfig(batch_size=seats, **engine)
+        config = GeneratorConfig(batch_size=max_running, **engine)
         backend = TransformersBackend.from_files(directory, config, deterministic=deterministic)
         if seed is not None:
             backend.activate(3, weights_of(make_model(seed)))
@@ -87,7 +87,7 @@ def greedy_loop(model: torch.nn.Module, prompt_ids: np.ndarray, max_new_tokens: 
 
 
 def test_greedy_equals_a_plain_loop_of_full_forward_passes(make_backend):
-    backend, model = make_backend(seats=3), make_model(0)
+    backend, model = make_backend(max_running=3), make_model(0)
     for i, prompt in enumerate(PROMPTS):
         submit(backend, str(i), prompt, group_size=1, temperature=0.0, max_new_tokens=20)
     finished = run_all(backend)
@@ -100,8 +100,8 @@ def test_greedy_equals_a_plain_loop_of_full_forward_passes(make_backend):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_logprobs_of_ragged_refilled_groups_equal_a_full_forward_pass(make_backend, temperature):
-    # 4 groups of 3 over 5 seats: groups are split over refills, prompts and answers differ in length.
-    backend, model = make_backend(seats=5), make_model(0)
+    # 4 groups of 3 over 5 slots: groups are split over refills, prompts and answers differ in length.
+    backend, model = make_backend(max_running=5), make_model(0)
     for i, prompt in enumerate(PROMPTS):
         submit(backend, str(i), prompt, group_size=3, temperature=temperature, max_new_tokens=10 + 17 * i, seed=i)
     finished = run_all(backend)
@@ -115,9 +115,9 @@ def test_logprobs_of_ragged_refilled_groups_equal_a_full_forward_pass(make_backe
 
 
 def test_a_sample_does_not_depend_on_what_is_sampled_beside_it(make_backend):
-    alone = make_backend(seats=8)
+    alone = make_backend(max_running=8)
     submit(alone, "x", PROMPTS[1], group_size=3, seed=11, max_new_tokens=24)
-    crowd = make_backend(seats=4)
+    crowd = make_backend(max_running=4)
     submit(crowd, "before", PROMPTS[3], group_size=5, seed=1, temperature=0.5, max_new_tokens=9)
     submit(crowd, "x", PROMPTS[1], group_size=3, seed=11, max_new_tokens=24)
     submit(crowd, "after", PROMPTS[0], group_size=2, seed=2, max_new_tokens=30)
@@ -128,9 +128,9 @@ def test_a_sample_does_not_depend_on_what_is_sampled_beside_it(make_backend):
 
 
 def test_deterministic_mode_gives_the_same_bits_in_any_company(make_backend):
-    alone = make_backend(seats=4, deterministic=True)
+    alone = make_backend(max_running=4, deterministic=True)
     submit(alone, "x", PROMPTS[1], group_size=6, seed=11, max_new_tokens=40)
-    crowd = make_backend(seats=4, deterministic=True)
+    crowd = make_backend(max_running=4, deterministic=True)
     submit(crowd, "before", PROMPTS[3], group_size=3, seed=1, max_new_tokens=50)
     submit(crowd, "x", PROMPTS[1], group_size=6, seed=11, max_new_tokens=40)
     submit(crowd, "after", PROMPTS[0], group_size=3, seed=2, max_new_tokens=30)
@@ -147,7 +147,7 @@ def test_deterministic_mode_gives_the_same_bits_wherever_the_weights_lie(make_ba
     weights = weights_of(make_model(0))
     finished = []
     for given in (weights, {name: at_odd_address(tensor) for name, tensor in weights.items()}):
-        backend = make_backend(seats=6, seed=None, deterministic=True)
+        backend = make_backend(max_running=6, seed=None, deterministic=True)
         backend.activate(3, given)
         submit(backend, "x", group_size=6, seed=11, max_new_tokens=60)
         finished.append(run_all(backend))
@@ -157,7 +157,7 @@ def test_deterministic_mode_gives_the_same_bits_wherever_the_weights_lie(make_ba
 
 
 def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend):
-    backend, old, new = make_backend(seats=2), make_model(0), make_model(1)
+    backend, old, new = make_backend(max_running=2), make_model(0), make_model(1)
     submit(backend, "a", PROMPTS[1], group_size=1, max_new_tokens=12, seed=5)
     backend._is_eos_V[:] = False
     for _ in range(5):
@@ -177,7 +177,7 @@ def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend
 
 
 def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version(make_backend):
-    backend, models = make_backend(seats=5, kv_after_swap="recompute"), {3: make_model(0), 4: make_model(1)}
+    backend, models = make_backend(max_running=5, kv_after_swap="recompute"), {3: make_model(0), 4: make_model(1)}
     for i, prompt in enumerate(PROMPTS):
         submit(backend, str(i), prompt, group_size=2, max_new_tokens=10 + 5 * i, seed=i)
     finished = [s for _ in range(6) for s in backend.step()]
@@ -193,8 +193,8 @@ def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version
 
 
 def test_samples_that_sit_down_after_an_activation_have_a_prompt_of_the_new_weights(make_backend):
-    # One seat: sample 0 runs under version 3, sample 1 wholly under version 4.
-    backend, new = make_backend(seats=1), make_model(1)
+    # One slot: sample 0 runs under version 3, sample 1 wholly under version 4.
+    backend, new = make_backend(max_running=1), make_model(1)
     submit(backend, "a", PROMPTS[1], group_size=2, max_new_tokens=4)
     backend.step()
     backend.activate(4, weights_of(new))
@@ -204,7 +204,7 @@ def test_samples_that_sit_down_after_an_activation_have_a_prompt_of_the_new_weig
 
 
 def test_answers_end_at_eos_which_is_kept_and_at_the_length_limit(make_backend):
-    backend = make_backend(seats=8)
+    backend = make_backend(max_running=8)
     submit(backend, "a", group_size=40, temperature=2.0, max_new_tokens=30)
     finished = run_all(backend)
     reasons = {s.finish_reason for s in finished.values()}
@@ -221,7 +221,7 @@ def test_answers_end_at_eos_which_is_kept_and_at_the_length_limit(make_backend):
 
 
 def test_a_stop_string_ends_the_answer_and_stays_in_the_text(make_backend):
-    plain, stopping = make_backend(seats=8), make_backend(seats=8)
+    plain, stopping = make_backend(max_running=8), make_backend(max_running=8)
     submit(plain, "a", group_size=8, max_new_tokens=40, temperature=2.0)
     finished = run_all(plain)
     text = max((s.text for s in finished.values()), key=len)
@@ -238,7 +238,7 @@ def test_a_stop_string_ends_the_answer_and_stays_in_the_text(make_backend):
 
 
 def test_top_k_and_top_p_score_the_distribution_that_was_sampled(make_backend):
-    backend, model = make_backend(seats=8), make_model(0)
+    backend, model = make_backend(max_running=8), make_model(0)
     submit(backend, "k", group_size=4, top_k=2, max_new_tokens=12, seed=1)
     submit(backend, "p", group_size=4, top_p=0.5, max_new_tokens=12, seed=2)
     for (lease_id, _), sampled in run_all(backend).items():
@@ -265,8 +265,8 @@ def kept_counts(kept: KeptTokens) -> list[int]:
 
 
 def test_only_rows_that_do_not_keep_all_carry_kept_tokens_and_keep_them_when_others_leave(make_backend):
-    # Answers end at different steps, so rows move to other seats with what they have gathered.
-    backend, alone = make_backend(seats=8), make_backend(seats=8)
+    # Answers end at different steps, so rows move to other slots with what they have gathered.
+    backend, alone = make_backend(max_running=8), make_backend(max_running=8)
     submit(backend, "plain", group_size=3, max_new_tokens=5, seed=1)
     submit(backend, "greedy", group_size=2, top_k=2, temperature=0.0, max_new_tokens=9, seed=2)
     submit(backend, "evaluation", group_size=1, top_k=2, max_new_tokens=9, seed=4, kind="eval")
@@ -287,7 +287,7 @@ def test_only_rows_that_do_not_keep_all_carry_kept_tokens_and_keep_them_when_oth
 
 def test_tokens_are_drawn_with_their_probabilities(make_backend):
     # 2048 first tokens of one prompt; each frequency within 5 standard deviations of its probability.
-    backend, model = make_backend(seats=256), make_model(0)
+    backend, model = make_backend(max_running=256), make_model(0)
     submit(backend, "a", group_size=1024, max_new_tokens=1, seed=3)
     submit(backend, "b", group_size=1024, max_new_tokens=1, seed=4)
     finished = run_all(backend)
@@ -299,8 +299,8 @@ def test_tokens_are_drawn_with_their_probabilities(make_backend):
     assert (np.abs(counts - 2048 * expected) <= 5 * deviation + 1).all()
 
 
-def test_cancel_frees_the_seats_and_leaves_the_others_as_they_were(make_backend):
-    quiet, disturbed = make_backend(seats=4), make_backend(seats=4)
+def test_cancel_frees_the_slots_and_leaves_the_others_as_they_were(make_backend):
+    quiet, disturbed = make_backend(max_running=4), make_backend(max_running=4)
     for backend in (quiet, disturbed):
         submit(backend, "stays", PROMPTS[1], group_size=2, seed=3, max_new_tokens=20)
     submit(disturbed, "goes", PROMPTS[3], group_size=5, seed=4, max_new_tokens=20)
@@ -316,13 +316,13 @@ def test_cancel_frees_the_seats_and_leaves_the_others_as_they_were(make_backend)
 
 
 def test_progress_counts_sampled_tokens_by_lease(make_backend):
-    backend = make_backend(seats=3)
+    backend = make_backend(max_running=3)
     backend._is_eos_V[:] = False
     submit(backend, "a", group_size=2, max_new_tokens=4)
     submit(backend, "b", group_size=2, max_new_tokens=6)
     for _ in range(3):
         backend.step()
-    # Three seats: both samples of a, one of b; the other of b waits.
+    # Three slots: both samples of a, one of b; the other of b waits.
     assert backend.progress() == {"a": 6, "b": 3}
     finished = [s for _ in range(2) for s in backend.step()]
     assert [s.lease_id for s in finished] == ["a", "a"]

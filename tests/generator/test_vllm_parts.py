@@ -19,7 +19,7 @@ from async_rl.config.loading import parse_config
 from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator import backends
 from async_rl.generator.vllm.engine import check_installed
-from async_rl.generator.vllm.kv_cache_capacity import SeatEstimate
+from async_rl.generator.vllm.kv_cache_capacity import KvCacheCapacity
 from async_rl.generator.vllm.sampling import Gathered, num_listed, sampling_parameters, seeds, token_versions
 from async_rl.generator.vllm.shared_staging import SharedStaging, map_tensors
 from async_rl.launch import preflight
@@ -172,31 +172,31 @@ def test_spans_become_a_version_a_token_and_must_cover_all():
             token_versions(spans, 5)
 
 
-def test_seats_are_as_many_as_the_cache_holds():
-    estimate = SeatEstimate(64)
-    assert estimate.seats == 64
+def test_slots_are_as_many_as_the_cache_holds():
+    capacity = KvCacheCapacity(64)
+    assert capacity.max_running == 64
     # 16 sequences hold a twelfth of the cache: 64 would hold a third.
-    estimate.observe(16, 1 / 12)
-    assert estimate.seats == 64
+    capacity.observe(16, 1 / 12)
+    assert capacity.max_running == 64
     # 16 hold half of it: 0.9 / (0.5 / 16) = 28.8.
-    estimate.observe(16, 0.5)
-    assert estimate.seats == 28
-    estimate.observe(0, 0.0)
-    assert estimate.seats == 28
+    capacity.observe(16, 0.5)
+    assert capacity.max_running == 28
+    capacity.observe(0, 0.0)
+    assert capacity.max_running == 28
     # The need is forgotten slowly, so that a lull doesn't fetch leases that will not fit.
-    estimate.observe(28, 0.28)
-    assert estimate.seats == 28
+    capacity.observe(28, 0.28)
+    assert capacity.max_running == 28
     for _ in range(400):
-        estimate.observe(28, 0.28)
-    assert estimate.seats == 64
+        capacity.observe(28, 0.28)
+    assert capacity.max_running == 64
 
 
 @given(st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1))))
-def test_there_is_always_a_seat_and_never_more_than_asked_for(observed):
-    estimate = SeatEstimate(64)
+def test_there_is_always_a_slot_and_never_more_than_asked_for(observed):
+    capacity = KvCacheCapacity(64)
     for num_running, usage in observed:
-        estimate.observe(num_running, usage)
-        assert 1 <= estimate.seats <= 64
+        capacity.observe(num_running, usage)
+        assert 1 <= capacity.max_running <= 64
 
 
 WEIGHTS = {

@@ -204,8 +204,8 @@ def test_a_sampled_group_is_returned_with_its_versions_and_their_digests(scene):
     assert group.sampling_time_s > 0
 
 
-def test_nothing_is_requested_before_weights_are_active_and_then_enough_to_fill_the_seats():
-    # 4 seats of groups of 2: two leases fill them, one more waits in line.
+def test_nothing_is_requested_before_weights_are_active_and_then_enough_to_fill_the_slots():
+    # 4 slots of groups of 2: two leases fill them, one more waits in line.
     scene = Scene()
     scene.run(scene.announce(0, staged=False), [], [], scene.announce(1), [])
     assert scene.queue.requests == [("first", 1, 3)]
@@ -217,8 +217,8 @@ def test_max_concurrent_groups_bounds_the_leases_held():
     assert [wanted for _, _, wanted in scene.queue.requests] == [2, 1]
 
 
-def test_small_eval_groups_fill_the_seats_too(scene):
-    # After a lease of one sample: 3 free seats and one in line.
+def test_small_eval_groups_fill_the_slots_too(scene):
+    # After a lease of one sample: 3 free slots and one in line.
     scene.run(scene.announce(0), granted(make_lease("e", kind="eval", group_size=1)), [])
     assert [wanted for _, _, wanted in scene.queue.requests] == [3, 4]
 
@@ -339,7 +339,7 @@ def test_the_question_of_a_prompt_that_is_too_long_may_be_cut():
 
 
 def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
-    # One seat and 1500 tokens an answer, at 1 ms and more a step: several heartbeats pass meanwhile.
+    # One slot and 1500 tokens an answer, at 1 ms and more a step: several heartbeats pass meanwhile.
     scene = Scene(batch_size=1, fake={"mean_tokens": 1500.0})
     lease, waiting = make_lease("a", group_size=1, max_new_tokens=2000), make_lease("b", group_size=1)
     scene.run(scene.announce(0), granted(lease, waiting), *quiet(900))
@@ -349,9 +349,9 @@ def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
     # The lease in line is kept alive by the steps that are taken before it.
     assert [p["b"] for p in progress] == list(range(progress[0]["b"], progress[0]["b"] + len(progress)))
     stats = scene.queue.heartbeats[-1][1]
-    assert (stats.seats, stats.num_activations) == (1, 1)
+    assert (stats.max_running, stats.num_activations) == (1, 1)
     assert 0 < stats.busy_s <= stats.wall_s
-    assert stats.busy_seat_s == pytest.approx(stats.busy_s)
+    assert stats.busy_sequence_s == pytest.approx(stats.busy_s)
     assert stats.num_tokens >= progress[-1]["a"]
 
 

@@ -93,8 +93,8 @@ def test_a_group_with_a_failed_rollout_is_returned_and_one_of_failures_alone_is_
     assert "KeyError: 'no such key'" in detail
 
 
-def test_rollouts_that_wait_for_their_environment_keep_their_seats():
-    # 16 seats. Two groups of 6 hold 12: room for one group more, and one in line.
+def test_rollouts_that_wait_for_their_environment_keep_their_slots():
+    # 16 slots. Two groups of 6 hold 12: room for one group more, and one in line.
     with scene(lambda _, __: "stop") as made:
         leases = [make_lease(name, group_size=6) for name in "ab"]
         made.queue.script.extend([made.announce(3), granted(*leases)])

@@ -444,7 +444,7 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     attach(learner)
     generator.hello(10.0, "fake", "host-1")
     (lease,) = get_leases(generator, count=1)
-    generator.heartbeat({lease.lease_id: 5}, GeneratorStats(seats=4, num_tokens=5))
+    generator.heartbeat({lease.lease_id: 5}, GeneratorStats(max_running=4, num_tokens=5))
     wait_until(lambda: generator.poll(0.1) is not None and not generator.heartbeat_outstanding, "an answer")
     status = learner.status()
     assert (status["run_id"], status["step"], status["version"], status["num_steps"]) == ("run", 0, 0, 3)
@@ -452,7 +452,7 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     assert (shown["lease_id"], shown["generator"], shown["progress"]) == (lease.lease_id, "g0", 5)
     (known,) = status["generators"]
     assert (known["id"], known["host"], known["backend"], known["active"]) == ("g0", "host-1", "fake", ["line-a", 0])
-    assert known["stats"]["seats"] == 4
+    assert known["stats"]["max_running"] == 4
     assert status["announced"]["version"] == 0
     assert json.loads(json.dumps(status)) == status
 

@@ -155,7 +155,7 @@ def test_kept_tokens_are_exactly_what_top_k_and_top_p_left(backend, top_p, top_k
             assert logprob == pytest.approx(float(np.log(row[token] / row[list(expected)].sum())), abs=TOLERANCE)
 
 
-def test_cancel_frees_the_seats_and_returns_nothing_of_the_lease(backend):
+def test_cancel_frees_the_slots_and_returns_nothing_of_the_lease(backend):
     submit(backend, "stays", PROMPTS[1], group_size=2, seed=3, max_new_tokens=20)
     expected = run_all(backend)
     submit(backend, "stays", PROMPTS[1], group_size=2, seed=3, max_new_tokens=20)

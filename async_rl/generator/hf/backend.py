@@ -1,7 +1,7 @@
 """Continuous batching over a Hugging Face causal LM. Built from files, fed weights by version.
 
-Each ``step``: waiting samples take the free seats (their prompts prefilled together, once a group, and the keys and
-values copied to its seats), one forward pass decodes one token for every seat, finished sequences leave. Shape
+Each ``step``: waiting samples take the free slots (their prompts prefilled together, once a group, and the keys and
+values copied to its slots), one forward pass decodes one token for every slot, finished sequences leave. Shape
 letters: R = running rows, V = vocabulary, T = prefilled tokens.
 """
 
@@ -26,7 +26,7 @@ from async_rl.generator.backend import Sampled
 from async_rl.generator.counter_random import uniforms
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
 from async_rl.generator.hf.forward import make_forward
-from async_rl.generator.hf.running_sequences import SeatTable
+from async_rl.generator.hf.running_sequences import RunningSequences
 from async_rl.generator.hf.sampler import SamplingPlan, make_plan, pack_kept, sample
 from async_rl.generator.hf.scoring import afresh, by_sampling
 from async_rl.generator.hf.slot_cache import Prefix, SlotCache
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 _REFILL_SHARE = 8
-"""Free seats are filled once they are an eighth of all, or nothing runs."""
+"""Free slots are filled once they are an eighth of all, or nothing runs."""
 _MAX_PREFILL_TOKENS = 8192
 """Padded tokens in one prefill pass: bounds its activations."""
 
@@ -51,7 +51,7 @@ _TOKENS_PER_CHARACTER = 4
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A lease of which samples ``next_index`` and on still wait for seats. ``prefix`` is its prompt, prefilled."""
+    """A lease of which samples ``next_index`` and on still wait for a slot. ``prefix`` is its prompt, prefilled."""
 
     lease: Lease
     prompt_ids: np.ndarray
@@ -98,9 +98,9 @@ class TransformersBackend:
         self._is_eos_V[[i for i in eos_ids if i < self._vocab_size]] = True
         self._num_layers: int = text_config.num_hidden_layers
         self._cache = SlotCache(self._num_layers, config.batch_size, self._device)
-        self._seats = SeatTable(config.batch_size)
-        # Seating costs a prefill and a new sampling plan, which a single free seat does not pay back.
-        self._refill_seats = max(1, config.batch_size // _REFILL_SHARE)
+        self._running = RunningSequences(config.batch_size)
+        # Filling slots costs a prefill and a new sampling plan, which a single free slot does not pay back.
+        self._refill_from = max(1, config.batch_size // _REFILL_SHARE)
         self._waiting: deque[_Waiting] = deque()
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
@@ -135,12 +135,12 @@ class TransformersBackend:
         return cls(model, tokenizer, eos_ids, config, deterministic=deterministic, version=version)
 
     @property
-    def num_seats(self) -> int:
-        return len(self._seats.position)
+    def max_running(self) -> int:
+        return len(self._running.position)
 
     @property
     def num_running(self) -> int:
-        return self._seats.num_rows + sum(w.num_samples for w in self._waiting)
+        return self._running.num_rows + sum(w.num_samples for w in self._waiting)
 
     @property
     def num_tokens(self) -> int:
@@ -175,7 +175,7 @@ class TransformersBackend:
     def cancel(self, lease_id: str) -> None:
         self._waiting = deque(w for w in self._waiting if w.lease.lease_id != lease_id)
         self._sampled_by_finished.pop(lease_id, None)
-        self._leave([row for row, o in enumerate(self._seats.occupants) if o.lease.lease_id == lease_id])
+        self._leave([row for row, o in enumerate(self._running.sequences) if o.lease.lease_id == lease_id])
 
     @torch.inference_mode()
     def step(self) -> list[Sampled]:
@@ -184,20 +184,20 @@ class TransformersBackend:
         Raises:
             WeightsError: the active weights give NaN.
         """
-        self._seat_waiting()
-        if self._seats.num_rows == 0:
+        self._admit_waiting()
+        if self._running.num_rows == 0:
             return []
         logits_RV = self._decode()
         tokens_R, logprobs_R = self._sample(logits_RV)
-        self._seats.record(tokens_R, logprobs_R, self._version)
-        self._num_tokens += self._seats.num_rows
+        self._running.record(tokens_R, logprobs_R, self._version)
+        self._num_tokens += self._running.num_rows
         return self._finish(tokens_R)
 
     def progress(self) -> dict[str, int]:
         tokens = dict(self._sampled_by_finished)
-        counts = self._seats.num_sampled[: self._seats.num_rows].tolist()
-        for occupant, count in zip(self._seats.occupants, counts, strict=True):
-            tokens[occupant.lease.lease_id] += count
+        counts = self._running.num_sampled[: self._running.num_rows].tolist()
+        for sequence, count in zip(self._running.sequences, counts, strict=True):
+            tokens[sequence.lease.lease_id] += count
         return tokens
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
@@ -235,13 +235,13 @@ class TransformersBackend:
     def close(self) -> None:
         self._waiting.clear()
         self._sampled_by_finished.clear()
-        self._leave(list(range(self._seats.num_rows)))
+        self._leave(list(range(self._running.num_rows)))
 
-    def _seat_waiting(self) -> None:
-        """Give the free seats to waiting samples, in order of submission."""
+    def _admit_waiting(self) -> None:
+        """Give the free slots to waiting samples, in order of submission."""
         chosen: list[tuple[_Waiting, int]] = []
-        free = self._seats.num_free
-        if self._seats.num_rows and free < self._refill_seats and not self._deterministic:
+        free = self._running.num_free
+        if self._running.num_rows and free < self._refill_from and not self._deterministic:
             return
         for waiting in self._waiting:
             if free == 0 or (self._deterministic and not self._may_join(waiting, chosen)):
@@ -251,12 +251,12 @@ class TransformersBackend:
             free -= count
         if not chosen:
             return
-        if self._deterministic and not self._seats.num_rows:
+        if self._deterministic and not self._running.num_rows:
             self._cache.forget()
         self._prefill([w for w, _ in chosen if w.prefix is None and len(w.prompt_ids) > 1])
         for waiting, count in chosen:
-            first_row = self._seats.sit_down(waiting.lease, waiting.prompt_ids, waiting.next_index, count)
-            self._cache.reserve(self._seats.length, self._seats.max_length)
+            first_row = self._running.add(waiting.lease, waiting.prompt_ids, waiting.next_index, count)
+            self._cache.reserve(self._running.length, self._running.max_length)
             if waiting.prefix is not None:
                 self._cache.write_prefix(first_row, count, waiting.prefix)
             waiting.next_index += count
@@ -268,7 +268,7 @@ class TransformersBackend:
         """Whether the batch is empty, or of this very group."""
         if chosen:
             return False
-        return not self._seats.occupants or self._seats.occupants[0].lease is waiting.lease
+        return not self._running.sequences or self._running.sequences[0].lease is waiting.lease
 
     def _prefill(self, prompts: Sequence[_Waiting]) -> None:
         """Compute the prompts' keys and values, all but each one's last token."""
@@ -279,11 +279,11 @@ class TransformersBackend:
     @torch.inference_mode()
     def _prefill_running(self) -> None:
         """Compute the keys and values of all running rows anew, by the weights of now."""
-        seats = self._seats
-        rows = [row for row in range(seats.num_rows) if seats.position[row] > 0]
+        running = self._running
+        rows = [row for row in range(running.num_rows) if running.position[row] > 0]
         # The newest token is fed by the next step; everything before it is in the cache.
         fed = [
-            np.concatenate([seats.occupants[row].prompt_ids, seats.sampled(row)[0]])[: int(seats.position[row])]
+            np.concatenate([running.sequences[row].prompt_ids, running.sampled(row)[0]])[: int(running.position[row])]
             for row in rows
         ]
         for row, prefix in zip(rows, self._prefixes(fed), strict=True):
@@ -311,29 +311,29 @@ class TransformersBackend:
 
     def _decode(self) -> Tensor:
         """Feed every row's next token; logits [R, V]."""
-        seats, cache = self._seats, self._cache
-        num_rows, length = seats.num_rows, cache.padded(seats.length)
-        cache.reserve(length, seats.max_length)
-        inputs = torch.from_numpy(np.stack([seats.next_ids[:num_rows], seats.position[:num_rows]])).to(self._device)
+        running, cache = self._running, self._cache
+        num_rows, length = running.num_rows, cache.padded(running.length)
+        cache.reserve(length, running.max_length)
+        inputs = torch.from_numpy(np.stack([running.next_ids[:num_rows], running.position[:num_rows]])).to(self._device)
         ids_R, positions_R = inputs[0], inputs[1]
         cache.begin_step(positions_R, length)
         return self._forward.decode(ids_R, positions_R, cache)
 
     def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int64 [R] and logprobs float32 [R] on the host."""
-        seats, rows = self._seats, slice(0, self._seats.num_rows)
+        running, rows = self._running, slice(0, self._running.num_rows)
         if self._plan is None:
             self._plan = make_plan(
-                seats.temperature[rows],
-                seats.top_p[rows],
-                seats.top_k[rows],
+                running.temperature[rows],
+                running.top_p[rows],
+                running.top_k[rows],
                 vocab_size=logits_RV.shape[1],
                 device=self._device,
             )
-        uniforms_R = torch.from_numpy(uniforms(seats.key[rows], seats.num_sampled[rows])).to(self._device)
+        uniforms_R = torch.from_numpy(uniforms(running.key[rows], running.num_sampled[rows])).to(self._device)
         tokens_R, logprobs_R, kept_FV = sample(logits_RV, self._plan, uniforms_R)
         if kept_FV is not None:
-            seats.record_kept(pack_kept(kept_FV))
+            running.record_kept(pack_kept(kept_FV))
         tokens, logprobs = _to_host(tokens_R, logprobs_R)
         if np.isnan(logprobs).any():
             raise WeightsError(
@@ -344,12 +344,12 @@ class TransformersBackend:
 
     def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
         """Remove the rows that are done; what they sampled."""
-        seats, rows = self._seats, slice(0, self._seats.num_rows)
+        running, rows = self._running, slice(0, self._running.num_rows)
         stopped_R = self._is_eos_V[tokens_R]
-        if seats.has_stop[rows].any():
-            for row in np.flatnonzero(seats.has_stop[rows] & ~stopped_R).tolist():
+        if running.has_stop[rows].any():
+            for row in np.flatnonzero(running.has_stop[rows] & ~stopped_R).tolist():
                 stopped_R[row] = self._ends_with_stop(row)
-        done_R = stopped_R | (seats.num_sampled[rows] >= seats.max_sampled[rows])
+        done_R = stopped_R | (running.num_sampled[rows] >= running.max_sampled[rows])
         if not done_R.any():
             return []
         done = np.flatnonzero(done_R).tolist()
@@ -357,31 +357,31 @@ class TransformersBackend:
         for sampled in finished:
             self._sampled_by_finished[sampled.lease_id] += len(sampled.token_ids)
         self._leave(done)
-        alive = {o.lease.lease_id for o in seats.occupants} | {w.lease.lease_id for w in self._waiting}
+        alive = {o.lease.lease_id for o in running.sequences} | {w.lease.lease_id for w in self._waiting}
         for lease_id in {s.lease_id for s in finished} - alive:
             del self._sampled_by_finished[lease_id]
         return finished
 
     def _ends_with_stop(self, row: int) -> bool:
         """Whether the newest token completed a stop string; older ones would have ended the row before."""
-        stop = self._seats.occupants[row].lease.sampling.stop
+        stop = self._running.sequences[row].lease.sampling.stop
         window = _TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1)
-        tail = self._decoded(self._seats.last_tokens(row, window))
+        tail = self._decoded(self._running.last_tokens(row, window))
         return any(text in tail for text in stop)
 
     def _sampled(self, row: int, finish_reason: FinishReason) -> Sampled:
-        occupant = self._seats.occupants[row]
-        token_ids, logprobs, versions = self._seats.sampled(row)
+        sequence = self._running.sequences[row]
+        token_ids, logprobs, versions = self._running.sampled(row)
         return Sampled(
-            lease_id=occupant.lease.lease_id,
-            index=occupant.index,
-            prompt_ids=occupant.prompt_ids,
+            lease_id=sequence.lease.lease_id,
+            index=sequence.index,
+            prompt_ids=sequence.prompt_ids,
             token_ids=token_ids,
             logprobs=logprobs,
             versions=versions,
             finish_reason=finish_reason,
             text=self._decoded(token_ids),
-            kept=join(occupant.kept) if occupant.kept and occupant.lease.wants_kept else None,
+            kept=join(sequence.kept) if sequence.kept and sequence.lease.wants_kept else None,
         )
 
     def _decoded(self, token_ids: np.ndarray) -> str:
@@ -389,7 +389,7 @@ class TransformersBackend:
 
     def _leave(self, rows: Sequence[int]) -> None:
         if rows:
-            sources, destinations = self._seats.stand_up(rows)
+            sources, destinations = self._running.remove(rows)
             self._cache.move(sources, destinations)
             self._plan = None
 

@@ -1,7 +1,7 @@
-"""Who sits where: the running sequences of the transformers backend as columns of arrays. Numpy only.
+"""The running sequences of the transformers backend as columns of arrays. Numpy only.
 
-Seats 0 to ``num_rows - 1`` are occupied; when a sequence leaves, the last one takes its seat, so that a decode step
-computes no empty seat. One step's bookkeeping is a handful of array operations, whatever the number of rows.
+Rows 0 to ``num_rows - 1`` are in use; when a sequence leaves, the last one takes its row, so that a decode step
+computes no empty row. One step's bookkeeping is a handful of array operations, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from async_rl.sampling_mask import KeptTokens, split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Occupant:
-    """The sequence in one seat: sample ``index`` of the lease.
+class RunningSequence:
+    """One running sequence: sample ``index`` of the lease.
 
     ``kept`` grows by a set for each token; None if the lease's sampling ``keeps_all``.
     """
@@ -29,8 +29,8 @@ class Occupant:
     kept: list[KeptTokens] | None
 
 
-class SeatTable:
-    """Columns, each [num_seats]; only the first ``num_rows`` entries mean anything.
+class RunningSequences:
+    """Columns, each [max_running]; only the first ``num_rows`` entries mean anything.
 
     Attributes:
         next_ids: int64, the token to feed next; position: int64, where it goes.
@@ -38,22 +38,22 @@ class SeatTable:
         temperature, top_p: float64; top_k: int64; has_stop: bool.
     """
 
-    def __init__(self, num_seats: int) -> None:
+    def __init__(self, max_running: int) -> None:
         self.num_rows = 0
-        self.occupants: list[Occupant] = []
-        self.next_ids = np.zeros(num_seats, np.int64)
-        self.position = np.zeros(num_seats, np.int64)
-        self.num_sampled = np.zeros(num_seats, np.int64)
-        self.max_sampled = np.zeros(num_seats, np.int64)
-        self.key = np.zeros(num_seats, np.uint64)
-        self.temperature = np.zeros(num_seats, np.float64)
-        self.top_p = np.zeros(num_seats, np.float64)
-        self.top_k = np.zeros(num_seats, np.int64)
-        self.has_stop = np.zeros(num_seats, np.bool_)
-        self._tokens = np.zeros((num_seats, 64), np.int32)
-        self._logprobs = np.zeros((num_seats, 64), np.float32)
-        self._versions = np.zeros((num_seats, 64), np.int32)
-        self._row_index = np.arange(num_seats)
+        self.sequences: list[RunningSequence] = []
+        self.next_ids = np.zeros(max_running, np.int64)
+        self.position = np.zeros(max_running, np.int64)
+        self.num_sampled = np.zeros(max_running, np.int64)
+        self.max_sampled = np.zeros(max_running, np.int64)
+        self.key = np.zeros(max_running, np.uint64)
+        self.temperature = np.zeros(max_running, np.float64)
+        self.top_p = np.zeros(max_running, np.float64)
+        self.top_k = np.zeros(max_running, np.int64)
+        self.has_stop = np.zeros(max_running, np.bool_)
+        self._tokens = np.zeros((max_running, 64), np.int32)
+        self._logprobs = np.zeros((max_running, 64), np.float32)
+        self._versions = np.zeros((max_running, 64), np.int32)
+        self._row_index = np.arange(max_running)
 
     @property
     def num_free(self) -> int:
@@ -70,14 +70,14 @@ class SeatTable:
         rows = slice(0, self.num_rows)
         return int((self.position[rows] + self.max_sampled[rows] - self.num_sampled[rows]).max()) + 1
 
-    def sit_down(self, lease: Lease, prompt_ids: np.ndarray, first_index: int, count: int) -> int:
-        """Seat samples ``first_index`` and on of the lease; the first row they took."""
+    def add(self, lease: Lease, prompt_ids: np.ndarray, first_index: int, count: int) -> int:
+        """Add samples ``first_index`` and on of the lease; the first row they took."""
         first_row = self.num_rows
         rows = slice(first_row, first_row + count)
         self.num_rows += count
         keeps_all = lease.sampling.keeps_all
-        self.occupants.extend(
-            Occupant(lease, first_index + i, prompt_ids, None if keeps_all else []) for i in range(count)
+        self.sequences.extend(
+            RunningSequence(lease, first_index + i, prompt_ids, None if keeps_all else []) for i in range(count)
         )
         # The prompt's last token is fed by the first decode step, so the prefix in the cache is one shorter.
         self.next_ids[rows] = prompt_ids[-1]
@@ -109,7 +109,7 @@ class SeatTable:
 
     def record_kept(self, kept: KeptTokens) -> None:
         """Note what the newest tokens were chosen from: a set for each row that does not keep all, in order."""
-        sets = [occupant.kept for occupant in self.occupants if occupant.kept is not None]
+        sets = [sequence.kept for sequence in self.sequences if sequence.kept is not None]
         for of_row, newest in zip(sets, split(kept, [1] * len(sets)), strict=True):
             of_row.append(newest)
 
@@ -123,8 +123,8 @@ class SeatTable:
         end = int(self.num_sampled[row])
         return self._tokens[row, max(0, end - count) : end]
 
-    def stand_up(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Free these seats; the (sources, destinations) by which the last rows filled the gaps."""
+    def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Remove these rows; the (sources, destinations) by which the last rows filled the gaps."""
         leaving = set(rows)
         remaining = self.num_rows - len(leaving)
         gaps = sorted(row for row in leaving if row < remaining)
@@ -135,7 +135,7 @@ class SeatTable:
         ):  # fmt: skip
             column[gaps] = column[movers]
         for source, destination in zip(movers, gaps, strict=True):
-            self.occupants[destination] = self.occupants[source]
-        del self.occupants[remaining:]
+            self.sequences[destination] = self.sequences[source]
+        del self.sequences[remaining:]
         self.num_rows = remaining
         return movers, gaps

@@ -1,6 +1,6 @@
-"""KV caches of the transformers backend: one slot a seat for decoding, and a collector for prefill.
+"""KV caches of the transformers backend: one slot a slot for decoding, and a collector for prefill.
 
-Shape letters: L = layers, S = seats, R = running rows (always the first R seats), H = KV heads, C = capacity in
+Shape letters: L = layers, S = slots, R = running rows (always the first R slots), H = KV heads, C = capacity in
 tokens, D = head dimension, P = prefix tokens.
 """
 
@@ -52,7 +52,7 @@ class PrefillCache(Cache):
 
 
 class _Window(NamedTuple):
-    """What one layer's update writes and reads: lines of D numbers, one a seat, head and token; views [R, H, N, D]."""
+    """What one layer's update writes and reads: lines of D numbers, one a slot, head and token; views [R, H, N, D]."""
 
     key_lines: Tensor
     value_lines: Tensor
@@ -63,7 +63,7 @@ class _Window(NamedTuple):
 class SlotCache(Cache):
     """Keys [L, S, H, C, D] and values, written at each row's own position, read up to the longest row.
 
-    The running rows are always the first R, so that a read is a view and empty seats cost nothing. ``C`` grows by
+    The running rows are always the first R, so that a read is a view and empty slots cost nothing. ``C`` grows by
     doubling, no further than the longest row can get.
 
     Attributes:
@@ -71,10 +71,10 @@ class SlotCache(Cache):
             was begun last).
     """
 
-    def __init__(self, num_layers: int, num_seats: int, device: torch.device) -> None:
+    def __init__(self, num_layers: int, max_running: int, device: torch.device) -> None:
         super().__init__(layers=[])
         self._num_layers = num_layers
-        self._num_seats = num_seats
+        self._max_running = max_running
         self._granule = _GRANULES.get(device.type, _GRANULE)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -90,7 +90,7 @@ class SlotCache(Cache):
         return -(-length // self._granule) * self._granule
 
     def reserve(self, length: int, max_length: int) -> None:
-        """Have room for ``length`` tokens in every seat; ``max_length`` is the most that running rows can need."""
+        """Have room for ``length`` tokens in every slot; ``max_length`` is the most that running rows can need."""
         if length <= self._capacity:
             return
         self._capacity = self.padded(max(length, min(2 * self._capacity, max_length)))
@@ -165,7 +165,7 @@ class SlotCache(Cache):
 
     def _allocated(self, like: Tensor) -> Tensor:
         # Zeros: masked positions are read, and what they hold is multiplied by 0, so it must be finite.
-        return like.new_zeros((self._num_layers, self._num_seats, like.shape[1], self._capacity, like.shape[3]))
+        return like.new_zeros((self._num_layers, self._max_running, like.shape[1], self._capacity, like.shape[3]))
 
 
 def _refuse_unlike(keys: Tensor, values: Tensor, first_keys: Tensor, first_values: Tensor) -> None:

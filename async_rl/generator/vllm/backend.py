@@ -2,7 +2,7 @@
 
 The engine runs by itself in processes of its own; ``step`` collects what it said. Rollouts are requests of their own
 under one prompt and one salt, so a group's prefill is shared through the prefix cache, and each has its own seed. A
-rollout enters the engine when there is a seat for it, and is salted by the weights it begins with: no prompt is
+rollout enters the engine when there is a slot for it, and is salted by the weights it begins with: no prompt is
 continued over keys and values of older weights than it was accepted under.
 """
 
@@ -27,7 +27,7 @@ from async_rl.generator.hf.causal_model import WeightTable, describe_model, end_
 from async_rl.generator.parity import Way
 from async_rl.generator.vllm.arguments import engine_arguments
 from async_rl.generator.vllm.engine import Piece, VllmEngine, check_installed, prepare_environment
-from async_rl.generator.vllm.kv_cache_capacity import SeatEstimate
+from async_rl.generator.vllm.kv_cache_capacity import KvCacheCapacity
 from async_rl.generator.vllm.sampling import (
     Gathered,
     logprob_of,
@@ -54,7 +54,7 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
-    """Sample ``index`` of a lease, running or in line for a seat."""
+    """Sample ``index`` of a lease, running or in line for a slot."""
 
     lease: Lease
     index: int
@@ -84,7 +84,7 @@ class VllmBackend:
         table: WeightTable,
         *,
         eos_ids: frozenset[int],
-        num_seats: int,
+        max_running: int,
         max_length: int,
         recompute: bool,
         prepares: bool,
@@ -97,7 +97,7 @@ class VllmBackend:
         self._prepares = prepares
         self._preparing: tuple[int, Mapping[str, Any]] | None = None
         self._is_set_up = False
-        self._estimate = SeatEstimate(num_seats)
+        self._capacity = KvCacheCapacity(max_running)
         self._staging = SharedStaging()
         self._version = NO_VERSION
         self._num_activations = 0
@@ -135,7 +135,7 @@ class VllmBackend:
             tokenizer,
             WeightTable(model),
             eos_ids=end_of_sequence_ids(directory, model.config, tokenizer),
-            num_seats=config.generator.batch_size,
+            max_running=config.generator.batch_size,
             max_length=max_length,
             recompute=config.generator.kv_after_swap == "recompute",
             # Elsewhere a version is copied into the tensors that are there: compiled graphs hold their addresses.
@@ -143,8 +143,8 @@ class VllmBackend:
         )
 
     @property
-    def num_seats(self) -> int:
-        return self._estimate.seats
+    def max_running(self) -> int:
+        return self._capacity.max_running
 
     @property
     def num_running(self) -> int:
@@ -184,7 +184,7 @@ class VllmBackend:
             parameters = sampling_parameters(sampling, seed, listed=listed, eos_ids=self._eos_ids)
             gathered = Gathered(vocab_size if lease.wants_kept else None)
             self._waiting.append(_Rollout(lease, index, prompt_ids, parameters, gathered))
-        self._seat_waiting()
+        self._admit_waiting()
 
     def cancel(self, lease_id: str) -> None:
         self._waiting = deque(r for r in self._waiting if r.lease.lease_id != lease_id)
@@ -193,7 +193,7 @@ class VllmBackend:
                 del self._running[request_id]
             self._engine.abort(list(progress.running))
             self._early = [piece for piece in self._early if piece.request_id not in progress.running]
-        self._seat_waiting()
+        self._admit_waiting()
 
     def step(self) -> list[Sampled]:
         """See ``backend.Backend``. Waits for news of the engine, for a few hundredths of a second.
@@ -206,8 +206,8 @@ class VllmBackend:
         pieces = [*early, *self._engine.poll(0.0 if early else _STEP_S)]
         finished = [sampled for piece in pieces if (sampled := self._take(piece)) is not None]
         load = self._engine.load
-        self._estimate.observe(load.num_running, load.kv_usage)
-        self._seat_waiting()
+        self._capacity.observe(load.num_running, load.kv_usage)
+        self._admit_waiting()
         return finished
 
     def progress(self) -> dict[str, int]:
@@ -332,8 +332,8 @@ class VllmBackend:
         self._engine.close()
         self._staging.close()
 
-    def _seat_waiting(self) -> None:
-        while self._waiting and len(self._running) < self._estimate.seats:
+    def _admit_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._capacity.max_running:
             rollout = self._waiting.popleft()
             self._num_requests += 1
             # vLLM makes the two parts of a request's name unique by itself, but we look it up by ours.

@@ -12,15 +12,15 @@ _FORGET = 0.995
 """What remains, from one step to the next, of the largest need of a sequence that was seen."""
 
 
-class SeatEstimate:
-    """At most ``most`` seats; fewer as soon as the cache would not hold so many of what runs."""
+class KvCacheCapacity:
+    """At most ``most`` sequences; fewer as soon as the cache would not hold so many of what runs."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._need = 0.0
 
     @property
-    def seats(self) -> int:
+    def max_running(self) -> int:
         """At least 1."""
         if self._need * self._most <= _FILL:
             return self._most

@@ -1,7 +1,7 @@
 """Where the learner's time goes, and how busy the generators were meanwhile: the step's time metrics.
 
-Overlap efficiency is steps/s over ``1 / max(gen, train)``: gen is the generators' busy seat-seconds of a step over
-their seats, train the learner's busy seconds of a step. 1.0 means that nothing waited for anything but the slower side.
+Overlap efficiency is steps/s over ``1 / max(gen, train)``: gen is the generators' busy sequence-seconds of a step over
+their slots, train the learner's busy seconds of a step. 1.0 means that nothing waited for anything but the slower side.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ class StepClock:
         self, roster: Sequence[str], now: GeneratorStats, wall: float, learner_busy: float
     ) -> dict[str, float]:
         # Without two readings of the same generators there is no difference to speak of: leave the keys out. Equal
-        # names and seats are not enough: a generator that was restarted under its name counts from 0 again.
-        if self._generators is None or now.seats == 0 or tuple(roster) != tuple(self._generators[0]):
+        # names and slots are not enough: a generator that was restarted under its name counts from 0 again.
+        if self._generators is None or now.max_running == 0 or tuple(roster) != tuple(self._generators[0]):
             return {}
         before = self._generators[1]
         shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__struct_fields__)
-        if shrunk or now.seats != before.seats or now.wall_s <= before.wall_s:
+        if shrunk or now.max_running != before.max_running or now.wall_s <= before.wall_s:
             return {}
         # Readings come with heartbeats, which may be rarer than steps: what they tell of is a rate, never this step's
         # own count. ``each_s`` is the time between the two readings of one generator, on average.
         each_s = (now.wall_s - before.wall_s) / len(roster)
-        generate = (now.busy_seat_s - before.busy_seat_s) / (now.seats * each_s) * wall
+        generate = (now.busy_sequence_s - before.busy_sequence_s) / (now.max_running * each_s) * wall
         activations = now.num_activations - before.num_activations
         return {
             "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / (now.wall_s - before.wall_s), 0.0), 1.0),

@@ -115,7 +115,7 @@ def stop_waiting(state: QueueState) -> None:
 def _cancel_left_behind(state: QueueState, learner: LearnerSide) -> None:
     """Cancel the leases that the step at the learner's version makes stale and that are not in its batch.
 
-    That is certain once the batch is taken. Sampling on while it trains would keep seats and room in the bound from
+    That is certain once the batch is taken. Sampling on while it trains would keep slots and room in the bound from
     what the next steps need: at a bound of 1, a tenth of the steps/s (``benchmarks/on_stale.py``). Should the optimizer
     step be skipped, they were cancelled for nothing, and come again.
     """

@@ -1,4 +1,4 @@
-"""The seat table against a plain list of sequences, under any order of arrivals, steps and departures."""
+"""The running sequences against a plain list of sequences, under any order of arrivals, steps and departures."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.generator.counter_random import rollout_keys, uniforms
-from async_rl.generator.hf.running_sequences import SeatTable
+from async_rl.generator.hf.running_sequences import RunningSequences
 from tests.generator.leases import make_lease
 
-SEATS = 6
+MAX_RUNNING = 6
 ACTIONS = st.one_of(
-    st.tuples(st.just("arrive"), st.integers(1, SEATS)),
+    st.tuples(st.just("arrive"), st.integers(1, MAX_RUNNING)),
     st.tuples(st.just("step"), st.integers(1, 40)),
-    st.tuples(st.just("leave"), st.sets(st.integers(0, SEATS - 1))),
+    st.tuples(st.just("leave"), st.sets(st.integers(0, MAX_RUNNING - 1))),
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ACTIONS, max_size=25))
 def test_every_sequence_keeps_its_own_tokens_wherever_it_is_moved(actions):
-    table = SeatTable(SEATS)
+    table = RunningSequences(MAX_RUNNING)
     expected: dict[tuple[str, int], list[int]] = {}
     prompts: dict[str, int] = {}
     clock = 0
@@ -30,30 +30,30 @@ def test_every_sequence_keeps_its_own_tokens_wherever_it_is_moved(actions):
             lease_id, length = str(len(prompts)), 1 + len(prompts) % 5
             prompts[lease_id] = length
             count = min(value, table.num_free)
-            table.sit_down(make_lease(lease_id, seed=length), np.arange(length, dtype=np.int32), 0, count)
+            table.add(make_lease(lease_id, seed=length), np.arange(length, dtype=np.int32), 0, count)
             expected |= {(lease_id, index): [] for index in range(count)}
         elif name == "step" and table.num_rows:
             for _ in range(value):
-                tokens = clock * SEATS + np.arange(table.num_rows)
-                for occupant, token in zip(table.occupants, tokens.tolist(), strict=True):
-                    expected[occupant.lease.lease_id, occupant.index].append(token)
+                tokens = clock * MAX_RUNNING + np.arange(table.num_rows)
+                for sequence, token in zip(table.sequences, tokens.tolist(), strict=True):
+                    expected[sequence.lease.lease_id, sequence.index].append(token)
                 table.record(tokens, -tokens.astype(np.float64), clock)
                 clock += 1
         elif name == "leave":
             leaving = [row for row in sorted(value) if row < table.num_rows]
             for row in leaving:
-                del expected[table.occupants[row].lease.lease_id, table.occupants[row].index]
-            sources, gaps = table.stand_up(leaving)
+                del expected[table.sequences[row].lease.lease_id, table.sequences[row].index]
+            sources, gaps = table.remove(leaving)
             assert not set(sources) & set(gaps)
-        assert {(o.lease.lease_id, o.index) for o in table.occupants} == expected.keys()
-        for row, occupant in enumerate(table.occupants):
+        assert {(o.lease.lease_id, o.index) for o in table.sequences} == expected.keys()
+        for row, sequence in enumerate(table.sequences):
             tokens, logprobs, versions = table.sampled(row)
-            assert tokens.tolist() == expected[occupant.lease.lease_id, occupant.index]
+            assert tokens.tolist() == expected[sequence.lease.lease_id, sequence.index]
             assert logprobs.tolist() == (-tokens).tolist()
-            assert versions.tolist() == (tokens // SEATS).tolist()
-            length = prompts[occupant.lease.lease_id]
+            assert versions.tolist() == (tokens // MAX_RUNNING).tolist()
+            length = prompts[sequence.lease.lease_id]
             assert table.position[row] == length - 1 + len(tokens)
-            assert table.key[row] == rollout_keys(length, np.array([occupant.index]))[0]
+            assert table.key[row] == rollout_keys(length, np.array([sequence.index]))[0]
 
 
 def test_random_numbers_are_a_function_of_seed_rollout_and_token_and_look_uniform():
