@@ -45,8 +45,8 @@ def check_parity(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _compared(config: Config, stack: ExitStack) -> list[Finding]:
-    from async_rl.learner.fsdp_engine import FsdpEngine
-    from async_rl.learner.parallel import compute_dtype, init_ranks
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+    from async_rl.learner.engine.ranks import compute_dtype, init_ranks
     from async_rl.learner.parity import cause_of_sampled, given_of, joined, to_train
 
     directory = stack.enter_context(scratch_directory())

@@ -200,14 +200,14 @@ def _write(out: Path, found: Sequence[Evaluated], answered: Answered, decode: De
 
 def _model_directory(model: str, stack: ExitStack) -> Path:
     """Where the model's files lie; a checkpoint is exported to a directory that goes when ``stack`` closes."""
-    from async_rl.learner.checkpoint import resolve_checkpoint
+    from async_rl.learner.checkpoint.directory import resolve_checkpoint
 
     path = Path(model)
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
         raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none")
     if path.is_dir() and not (path / "config.json").exists():
         checkpoint = resolve_checkpoint(path)
-        from async_rl.learner.export import export_checkpoint
+        from async_rl.learner.checkpoint.export import export_checkpoint
 
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-eval-")))
         export_checkpoint(checkpoint, scratch / "model")

@@ -111,7 +111,8 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
     prompt costs little balance. Largest part first, each to the emptiest micro-batch (LPT), with as few micro-batches
     a rank as that fits; any two then differ by at most the largest part. Micro-batches of similar size get the same
     index on all ranks, since ranks wait for each other at every layer. Inside one, sequences go from long to short, so
-    that padding attention (``attention.py``) finds similar lengths side by side. Deterministic: ties keep the order.
+    that padding attention (``engine/attention.py``) finds similar lengths side by side. Deterministic: ties keep the
+    order.
 
     A rank that would have nothing in a round gets a dummy: one token, no predictions, id -1.
 

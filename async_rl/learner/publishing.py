@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from async_rl.config.config import Config
 from async_rl.learner.batch import sampling_versions
-from async_rl.learner.engine import Engine
+from async_rl.learner.engine.protocol import Engine
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.state import TrainerState
 from async_rl.learner.weights_plane import WeightsPlane

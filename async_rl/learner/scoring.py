@@ -13,7 +13,7 @@ import numpy as np
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.batch import PreparedBatch
-from async_rl.learner.engine import Engine
+from async_rl.learner.engine.protocol import Engine
 from async_rl.learner.packing import TrainSequence
 
 Logprobs = Mapping[int, np.ndarray]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from async_rl.config.config import Config
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.learner.losses.diagnostics import summarise
 
 OVERLOADED_STEPS = 2

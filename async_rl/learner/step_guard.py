@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine.protocol import UpdateStats
 
 
 def count_skipped(skipped_in_a_row: int, updates: Sequence[UpdateStats | None]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.queue.messages import TakenGroup, TrainedFacts
 
 

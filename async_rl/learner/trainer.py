@@ -19,9 +19,9 @@ from typing import Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
-from async_rl.learner.advantages import with_advantages
+from async_rl.learner.advantages.step_advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, check_staleness, prepare_batch
-from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.engine.protocol import Engine, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.metrics.recorder import RowWriter, StepRecorder
 from async_rl.learner.metrics.timing import WaitLog

@@ -32,13 +32,13 @@ from async_rl.data.dataset import load_rows
 from async_rl.generator.backend import Sampled
 from async_rl.generator.grading import graded_rollouts
 from async_rl.generator.hf.backend import TransformersBackend
-from async_rl.learner.checkpoint import latest_checkpoint
-from async_rl.learner.estimators import group_normalised
-from async_rl.learner.fsdp_engine import FsdpEngine
+from async_rl.learner.advantages.estimators import group_normalised
+from async_rl.learner.checkpoint.directory import latest_checkpoint
+from async_rl.learner.checkpoint.training_state import load_tensors
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence
-from async_rl.learner.parallel import init_ranks
-from async_rl.learner.sft import run_sft
-from async_rl.learner.training_state import load_tensors
+from async_rl.learner.sft.train import run_sft
 from async_rl.net.keys import make_keys
 from async_rl.queue.core.admission import BufferSettings, train_sampling
 from async_rl.queue.core.prompt_stream import PromptStream

@@ -15,7 +15,7 @@ from async_rl.config.environment import EnvironmentConfig
 from async_rl.config.loss import LossConfig
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.grading import Graded
-from async_rl.learner.advantages import with_advantages
+from async_rl.learner.advantages.step_advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
 from async_rl.net.codec import encode_group
 from async_rl.queue.core.group_summary import read_facts, why_unfit

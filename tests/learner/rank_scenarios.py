@@ -16,10 +16,10 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine.protocol import UpdateStats
+from async_rl.learner.engine.ranks import Ranks, init_ranks
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
 from async_rl.learner.packing import TrainSequence
-from async_rl.learner.parallel import Ranks, init_ranks
 from tests.learner.tiny import random_sequences, tiny_config, with_behavior
 
 # Budgets that leave one rank idle, split unevenly, and take everything at once.
@@ -106,7 +106,7 @@ def plain_stats(stats: UpdateStats) -> dict[str, Any]:
 
 def updates(directory: Path) -> None:
     """For every variant two steps, the second on one sequence alone, saved; then a load of one rank's checkpoint."""
-    from async_rl.learner.fsdp_engine import FsdpEngine
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
     ranks = init_ranks(engine_config(directory, {}))
     for name, variant in VARIANTS.items():
@@ -134,8 +134,8 @@ def losses(directory: Path) -> None:
 
     Writes gradients and statistics by loss, and the scores of both models, into ``ranks_<world size>``.
     """
-    from async_rl.learner.fsdp_engine import FsdpEngine
-    from async_rl.learner.objective import policy_objective
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+    from async_rl.learner.losses.objective import policy_objective
 
     ranks = init_ranks(loss_config(directory, {}))
     # The loss that loads a reference, and a budget that makes several micro-batches a rank.
@@ -180,7 +180,7 @@ def adapted_config(directory: Path, variant: dict[str, Any]) -> Config:
 
 def adapted(directory: Path) -> None:
     """For every variant two steps of adapters, the second on one sequence alone; weights, scores and a checkpoint."""
-    from async_rl.learner.fsdp_engine import FsdpEngine
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
     ranks = init_ranks(adapted_config(directory, {}))
     for name, variant in ADAPTED.items():
@@ -289,7 +289,7 @@ def follower_is_killed(directory: Path) -> None:
 
 def supervised(directory: Path) -> None:
     from async_rl.config.loading import load_config
-    from async_rl.learner.sft import run_sft
+    from async_rl.learner.sft.train import run_sft
 
     run_sft(load_config(directory / "sft.toml"))
 

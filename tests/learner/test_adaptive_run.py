@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.learner.losses.diagnostics import COLUMNS
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.staleness_control import BoundState

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.objective import update_stats
+from async_rl.learner.losses.objective import update_stats
 from async_rl.learner.staleness_control import (
     HEALTHY_STEPS,
     OVERLOADED_STEPS,
@@ -23,7 +23,7 @@ from async_rl.learner.staleness_control import (
 )
 from async_rl.net.codec import decode_group
 from async_rl.queue.messages import NotReady
-from tests.learner.test_objective import STEPPED, sums_of
+from tests.learner.losses.test_objective import STEPPED, sums_of
 from tests.queue.builders import ack, groups_of, make_buffer, take
 from tests.queue.test_bounds import fill
 

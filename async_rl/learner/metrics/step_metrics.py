@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_rl.learner.batch import PreparedBatch
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.learner.losses.diagnostics import Summary, summarise, swap_effect
 from async_rl.learner.step_result import StepResult
 from async_rl.queue.messages import QueueStats, TakenGroup

@@ -20,7 +20,7 @@ from async_rl.config.loss import (
 )
 from async_rl.config.section import look_up
 from async_rl.errors import ConfigError
-from async_rl.learner import estimators
+from async_rl.learner.advantages import estimators
 from async_rl.learner.losses import aggregation, corrections, kl, surrogate
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.metrics.step_metrics import turn_metrics, update_metrics

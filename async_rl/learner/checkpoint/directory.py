@@ -1,0 +1,207 @@
+"""Checkpoint directories: whole or not there. No torch; what lies inside is the engine's (``training_state.py``).
+
+::
+
+    checkpoints/
+        latest           the name of the newest committed checkpoint, one line
+        step-000100/     engine files, extra.msgpack (plain data of the trainer), hf/ (config and tokenizer)
+        .partial-*/      being written, or left by a dead process; removed by the next commit
+
+A commit writes under a temporary name, flushes, renames, then replaces ``latest``. A process killed anywhere leaves
+the previous ``latest`` naming a whole checkpoint. Only ``latest`` makes a checkpoint count: a step directory beyond it
+is the remains of a commit that did not finish.
+
+Called by the trainer and by ``sft/train.py`` on rank 0; ``export.py`` and the start of a run read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgpack
+
+from async_rl.errors import RunError
+from async_rl.learner.engine.protocol import Engine
+from async_rl.process.fault_points import fault_point
+
+MODEL_FILES = "hf"
+"""Where a checkpoint keeps the model's config and tokenizer."""
+
+_EXTRA = "extra.msgpack"
+_LATEST = "latest"
+_PARTIAL = ".partial-"
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """The directory's name of the checkpoint after ``step`` steps."""
+    return f"step-{step:06d}"
+
+
+def write_checkpoint(engine: Engine, run_dir: Path, step: int, extra: Mapping[str, Any], *, keep_last: int) -> Path:
+    """Save the engine and ``extra`` as the checkpoint of ``step``; its directory, committed.
+
+    Afterwards only the newest ``keep_last`` are left.
+
+    Args:
+        extra: plain data (numbers, text, bytes, lists, maps), given back by ``read_extra``.
+        keep_last: at least 1.
+
+    Raises:
+        RunError: ``latest`` is at this step, or beyond.
+        TypeError: ``extra`` is not plain data.
+    """
+    root = run_dir / "checkpoints"
+    newest = latest_checkpoint(run_dir)
+    if newest is not None and _step(newest.name) >= step:
+        raise RunError(
+            f"expected a checkpoint beyond {newest}, got one of step {step}; another learner may be writing to this "
+            f"run.dir, end it first"
+        )
+    target = root / checkpoint_name(step)
+    partial = root / f"{_PARTIAL}{target.name}"
+    for remains in (partial, target):
+        _remove(remains)
+    partial.mkdir(parents=True)
+    engine.save(partial, extra)
+    _flush(partial)
+    os.rename(partial, target)
+    _flush_directory(root)
+    fault_point("learner.checkpoint_written")
+    commit_latest(root, target.name)
+    _prune(root, step, keep_last)
+    return target
+
+
+def commit_latest(root: Path, name: str) -> None:
+    """Make ``latest`` name the checkpoint ``name``, at once and durably."""
+    partial = root / f"{_PARTIAL}{_LATEST}"
+    partial.write_text(f"{name}\n", encoding="utf-8")
+    _flush_file(partial)
+    os.replace(partial, root / _LATEST)
+    _flush_directory(root)
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest committed checkpoint of a run; None if it has none yet.
+
+    Raises:
+        RunError: ``latest`` names no checkpoint.
+    """
+    root = run_dir / "checkpoints"
+    try:
+        name = (root / _LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    if _STEP.fullmatch(name) is None or not (root / name).is_dir():
+        there = sorted(p.name for p in root.iterdir() if _STEP.fullmatch(p.name)) or ["none"]
+        raise RunError(
+            f"{root / _LATEST}: expected the name of a checkpoint beside it, got {name!r} (there: {', '.join(there)}); "
+            f"write the name of a whole one into it"
+        )
+    return root / name
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """The checkpoint that the user means: its directory itself, ``checkpoints/latest``, or a run directory's latest.
+
+    Raises:
+        RunError: there is none.
+    """
+    if (path / _EXTRA).is_file():
+        return path
+    run_dir = {_LATEST: path.parent.parent, "checkpoints": path.parent}.get(path.name, path)
+    newest = latest_checkpoint(run_dir)
+    if newest is not None:
+        return newest
+    raise RunError(f"expected a checkpoint, or a run directory that has one, got {path}")
+
+
+def write_extra(directory: Path, extra: Mapping[str, Any]) -> None:
+    """Write the trainer's plain data into a checkpoint that is being written.
+
+    Raises:
+        TypeError: it is not plain.
+    """
+    packed = cast(bytes, msgpack.packb(dict(extra), use_bin_type=True))
+    (directory / _EXTRA).write_bytes(packed)
+
+
+def read_extra(directory: Path) -> dict[str, Any]:
+    """What ``write_extra`` wrote.
+
+    Raises:
+        RunError: it is missing or damaged.
+    """
+    path = directory / _EXTRA
+    try:
+        extra = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
+    except (OSError, ValueError, msgpack.UnpackException) as error:
+        raise RunError(f"can't read {path}: {type(error).__name__}: {error}; is {directory} a checkpoint?") from error
+    if not isinstance(extra, dict):
+        raise RunError(f"{path}: expected a map, got {type(extra).__name__}")
+    return extra
+
+
+def write_model_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Keep the model's config and tokenizer files beside the weights."""
+    target = directory / MODEL_FILES
+    target.mkdir()
+    for name, content in files.items():
+        (target / name).write_bytes(content)
+
+
+def _step(name: str) -> int:
+    match = _STEP.fullmatch(name)
+    if match is None:
+        raise ValueError(f"expected a name like {checkpoint_name(0)}, got {name!r}")
+    return int(match[1])
+
+
+def _prune(root: Path, newest_step: int, keep_last: int) -> None:
+    steps = {p: _step(p.name) for p in root.iterdir() if _STEP.fullmatch(p.name)}
+    committed = sorted((step, path) for path, step in steps.items() if step <= newest_step)
+    for _, path in committed[:-keep_last]:
+        _remove(path)
+    for path in root.iterdir():
+        if path.name.startswith(_PARTIAL) or steps.get(path, 0) > newest_step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        # Renamed first: half a checkpoint must not stand under a checkpoint's name, if we die here.
+        doomed = path if path.name.startswith(_PARTIAL) else path.with_name(f"{_PARTIAL}removed-{path.name}")
+        if doomed != path:
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(directory: Path) -> None:
+    """Everything below ``directory`` to the disk, files before the directories that name them."""
+    for parent, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _flush_file(Path(parent) / name)
+        _flush_directory(Path(parent))
+
+
+def _flush_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""A checkpoint to a Hugging Face model directory: config, tokenizer, safetensors. One process, no process group.
+
+Called by ``async-rl export`` and at the end of a run and of ``async-rl sft``. It needs nothing but the checkpoint;
+one of adapters (``lora.rank``) also the model that they belong to, into which they are merged.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from async_rl.data.chat import quiet_progress_bars
+from async_rl.errors import ModelError, RunError
+from async_rl.learner.checkpoint.directory import MODEL_FILES, resolve_checkpoint
+from async_rl.learner.checkpoint.training_state import load_tensors
+from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""peft's name for them."""
+
+
+def check_export_target(out_dir: Path) -> None:
+    """Refuse what an export would overwrite.
+
+    Raises:
+        RunError: something is at ``out_dir``, and it is not an empty directory.
+    """
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise RunError(f"expected no directory (or an empty one) at {out_dir}, got one with files; choose another")
+
+
+def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
+    """Write the checkpoint's model to ``out_dir``, whole or not at all, for ``from_pretrained`` to load.
+
+    Args:
+        checkpoint_dir: a checkpoint's directory, or a run directory (its latest).
+
+    Weights get the dtype that the model's own config names (float32 if it names none).
+
+    Raises:
+        RunError: there is no such checkpoint, or ``out_dir`` is not empty; or the checkpoint's adapters belong to other
+            weights than those that are there.
+        ModelError: the checkpoint's weights don't fit its config; or the model that its adapters belong to is gone.
+    """
+    _export(checkpoint_dir, out_dir, _write)
+
+
+def export_adapter(checkpoint_dir: Path, out_dir: Path) -> None:
+    """Write the checkpoint's adapters alone to ``out_dir``, whole or not at all, in peft's format.
+
+    Raises:
+        RunError: as ``export_checkpoint``; or the checkpoint has no adapters.
+    """
+    _export(checkpoint_dir, out_dir, _write_adapter)
+
+
+def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path], None]) -> None:
+    checkpoint_dir = resolve_checkpoint(Path(checkpoint_dir))
+    out_dir = Path(out_dir)
+    check_export_target(out_dir)
+    partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir(parents=True)
+    try:
+        write(checkpoint_dir, partial)
+        if out_dir.exists():
+            out_dir.rmdir()
+        os.rename(partial, out_dir)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_adapter(checkpoint_dir: Path, target: Path) -> None:
+    if not has_adapters(checkpoint_dir):
+        raise RunError(
+            f"expected a checkpoint of adapters (lora.rank), got one of all weights: {checkpoint_dir}; export it "
+            f"without --adapter"
+        )
+    save_file(peft_names(load_tensors(checkpoint_dir)), target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    shutil.copy2(checkpoint_dir / ADAPTER_CONFIG, target / ADAPTER_CONFIG)
+
+
+def _write(checkpoint_dir: Path, target: Path) -> None:
+    """By the model's own ``save_pretrained``, for it knows how names on disk differ from names in memory."""
+    from transformers import AutoConfig
+
+    quiet_progress_bars()
+    files = checkpoint_dir / MODEL_FILES
+    try:
+        config = AutoConfig.from_pretrained(files)
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"expected the model's config in {files}, but can't read it: {error}") from error
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    model = (_merged if has_adapters(checkpoint_dir) else _whole)(checkpoint_dir, config, dtype)
+    model.save_pretrained(target)
+    for path in sorted(files.iterdir()):
+        if not (target / path.name).exists():
+            shutil.copy2(path, target / path.name)
+
+
+def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that the adapters belong to, with them in its weights."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
+    merge_into(model, checkpoint_dir, load_tensors(checkpoint_dir))
+    return model
+
+
+def _whole(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model, its weights all out of the checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    buffers = {name for name, _ in model.named_buffers()}
+    state = {
+        name: tensor if name in buffers else tensor.to(dtype) for name, tensor in load_tensors(checkpoint_dir).items()
+    }
+    wrong = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if absent or wrong.unexpected_keys:
+        raise ModelError(
+            f"the weights in {checkpoint_dir} don't fit its config: missing {absent[:3]}, unknown "
+            f"{list(wrong.unexpected_keys)[:3]}"
+        )
+    return model

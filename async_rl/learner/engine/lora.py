@@ -1,0 +1,300 @@
+"""LoRA (arXiv:2106.09685): low-rank adapters beside frozen weights, W x + alpha / rank * B (A x), made by peft.
+
+peft puts the adapters into the model's linear layers; everything else here is what the rest of async-rl needs of them.
+Generators and exports get *merged* weights, W + alpha / rank * B A, under the model's own names: for them a version of
+a LoRA run is one like any other. Checkpoints hold the adapters only, peft's ``adapter_config.json``, and where the
+frozen weights are, with their digest: adapters beside other weights would be noise. There is no dropout: a ratio pi/mu
+means nothing under it.
+
+Called by ``fsdp_engine.py`` and ``checkpoint/export.py``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from async_rl.config.config import Config
+from async_rl.config.model import LoraConfig
+from async_rl.data.chat import model_directory
+from async_rl.errors import ModelError, RunError
+from async_rl.learner.engine.model import PolicyModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""peft's description of the adapters, in a checkpoint that holds some, and in an exported adapter."""
+
+_BASE = "adapter_base.json"
+_ADAPTER = "default"
+_PEFT_PREFIX = "base_model.model."
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """Where in the adapted model's state dict the parts of one adapted weight are."""
+
+    weight: str
+    a: str
+    b: str
+
+
+class Adapters:
+    """The adapters of one model, added when it is made."""
+
+    def __init__(self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, is_leader: bool) -> None:
+        """Freeze ``policy``, keep its parameters in the ``dtype`` they compute in, and add float32 adapters.
+
+        They begin as no change at all (B is 0), with the same A on every rank. The leader alone reads the weights'
+        files once more, for their digest.
+
+        Raises:
+            ModelError: ``lora.targets`` names a layer that there is not, or that can't have an adapter.
+        """
+        from peft import inject_adapter_in_model
+
+        lora, model = config.lora, policy.causal_lm
+        assert lora.rank is not None
+        _check_targets(model, policy.decoder_layers, lora)
+        self._model = model
+        self._scale = lora.alpha / lora.rank
+        self._peft_config = _peft_config(lora, config.model.path)
+        self._base = BaseWeights.of(config.model.path) if is_leader else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.run.seed)
+            inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                # No update needs more of it. Not model.to(dtype): buffers keep theirs.
+                parameter.data = parameter.data.to(dtype)
+        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        self.names = list(trained)
+        if is_leader:
+            logger.info(
+                "adapters of rank %d in %d layers: %d of %d parameters are trained", lora.rank, len(trained) // 2,
+                sum(trained.values()), sum(p.numel() for p in model.parameters()),
+            )  # fmt: skip
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model computes as if it had none."""
+        from peft.tuners.lora import LoraLayer
+
+        layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            # Not peft's own switch: that unfreezes and freezes parameters, behind FSDP's back.
+            layer.set_scale(_ADAPTER, 0.0)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.set_scale(_ADAPTER, 1.0)
+
+    @torch.no_grad()
+    def merged(self, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of ``names``, the model's own without adapters, whole and merged; parameters in ``dtype``.
+
+        All ranks must exhaust it: it runs collectives.
+        """
+        state = self._model.state_dict()
+        parameters = {name for name, _ in self._model.named_parameters()}
+        for name in names:
+            place = _place(name, state)
+            if place is None:
+                own_name = _weight_name(name, state)
+                tensor = _whole(state[own_name])
+                yield name, tensor.to(dtype) if own_name in parameters else tensor
+                continue
+            parts = [_whole(state[part]) for part in (place.weight, place.a, place.b)]
+            yield name, merge(*parts, scale=self._scale).to(dtype)
+
+    def save_config(self, directory: Path) -> None:
+        """Leader: write into a checkpoint what the adapters are and what they belong to."""
+        assert self._base is not None
+        self._peft_config.save_pretrained(directory)
+        (directory / _BASE).write_text(json.dumps(asdict(self._base)), encoding="utf-8")
+
+    def check(self, directory: Path) -> None:
+        """Raise ``RunError``, on the leader, unless the adapters in ``directory`` belong to these weights."""
+        if self._base is not None:
+            _check_same(directory, self._base)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """The frozen weights: a directory or hub id, and the digest of all its safetensors files."""
+
+    path: str
+    digest: str
+
+    @classmethod
+    def of(cls, path: str) -> BaseWeights:
+        """Reads every byte: seconds for 15 GB that were just loaded.
+
+        Raises:
+            ModelError: there is no such model.
+        """
+        directory = model_directory(path, weights=True)
+        hasher = xxhash.xxh3_128()
+        for file in sorted(directory.glob("*.safetensors")):
+            hasher.update(file.name.encode())
+            with file.open("rb") as content:
+                while piece := content.read(_PIECE_BYTES):
+                    hasher.update(piece)
+        # From wherever a checkpoint is used; a hub id stays one.
+        return cls(str(Path(path).resolve()) if Path(path).is_dir() else path, hasher.hexdigest())
+
+
+def _check_same(directory: Path, found: BaseWeights) -> None:
+    began = base_weights(directory)
+    if began.digest != found.digest:
+        raise RunError(
+            f"the adapters in {directory} belong to other weights than those in {found.path}: expected digest "
+            f"{began.digest}, got {found.digest}; put the model back that the run began with ({began.path})"
+        )
+
+
+def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
+    """``W + scale * B A``, float32 [O, I]."""
+    return weight_OI.float() + scale * (b_OR.float() @ a_RI.float())
+
+
+def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, Tensor]) -> None:
+    """Merge the ``adapters`` of the checkpoint in ``directory`` into the base model's weights, in their own dtype.
+
+    Raises:
+        RunError: they don't fit the model.
+    """
+    settings = _read(directory, ADAPTER_CONFIG)
+    scale = settings["lora_alpha"] / settings["r"]
+    parameters = dict(model.named_parameters())
+    for name_of_a in [name for name in adapters if f".lora_A.{_ADAPTER}." in name]:
+        module = name_of_a.partition(".lora_A.")[0]
+        weight = parameters.get(f"{module}.weight")
+        a, b = adapters[name_of_a], adapters[name_of_a.replace(".lora_A.", ".lora_B.")]
+        if weight is None or weight.shape != (b.shape[0], a.shape[1]):
+            raise RunError(
+                f"{directory}: the adapter of {module} is for a weight of [{b.shape[0]}, {a.shape[1]}], got "
+                f"{'none' if weight is None else list(weight.shape)}"
+            )
+        weight.data = merge(weight.data, a, b, scale=scale).to(weight.dtype)
+
+
+def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's adapters under the names that peft has in its files."""
+    return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in adapters.items()}
+
+
+def has_adapters(directory: Path) -> bool:
+    """Whether the checkpoint in ``directory`` is one of adapters."""
+    return (directory / ADAPTER_CONFIG).is_file()
+
+
+def base_weights(directory: Path) -> BaseWeights:
+    """What a checkpoint's adapters belong to.
+
+    Raises:
+        RunError: it does not say.
+    """
+    found = _read(directory, _BASE)
+    return BaseWeights(str(found["path"]), str(found["digest"]))
+
+
+def check_base(directory: Path) -> Path:
+    """Where the weights are that a checkpoint's adapters belong to.
+
+    Raises:
+        ModelError: there is nothing any more.
+        RunError: there are others.
+    """
+    began = base_weights(directory)
+    try:
+        where = model_directory(began.path, weights=True)
+    except ModelError as error:
+        raise ModelError(
+            f"{directory} holds adapters only, and the model that they belong to is gone: {error}; put it back at "
+            f"{began.path}"
+        ) from error
+    _check_same(directory, BaseWeights.of(began.path))
+    return where
+
+
+def _read(directory: Path, name: str) -> dict[str, Any]:
+    path = directory / name
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"can't read {path}: {error}; is {directory} a checkpoint of a run with lora.rank?") from error
+
+
+def _peft_config(lora: LoraConfig, model_path: str) -> Any:
+    from peft import LoraConfig as PeftLoraConfig
+
+    base = Path(model_path)
+    return PeftLoraConfig(
+        r=cast(int, lora.rank),
+        lora_alpha=cast(Any, lora.alpha),
+        target_modules=list(lora.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        # From wherever the checkpoint is used; a hub id stays one.
+        base_model_name_or_path=str(base.resolve()) if base.is_dir() else model_path,
+    )
+
+
+def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConfig) -> None:
+    inside = {id(module) for module in layers.modules()}
+    for target in lora.targets:
+        named = {n: m for n, m in model.named_modules() if n.rpartition(".")[2] == target}
+        if not named:
+            linear = {n.rpartition(".")[2] for n, m in layers.named_modules() if isinstance(m, nn.Linear)}
+            raise ModelError(
+                f"lora.targets: {type(model).__name__} has no layer named {target!r}; its decoder's linear layers are "
+                f"{', '.join(sorted(linear)) or 'none'}"
+            )
+        for name, module in named.items():
+            if id(module) not in inside:
+                raise ModelError(
+                    f"lora.targets: {name} is no part of a decoder layer; an adapter on the embedding or the output "
+                    f"head (which may be tied to it) is not supported, take {target!r} out"
+                )
+            if not isinstance(module, nn.Linear):
+                raise ModelError(
+                    f"lora.targets: expected linear layers, but {name} is a {type(module).__name__}; take {target!r} "
+                    f"out"
+                )
+
+
+def _weight_name(name: str, state: Mapping[str, Tensor]) -> str:
+    """Where the adapted model keeps what was called ``name``: peft puts a target's own tensors one level down."""
+    module, _, kind = name.rpartition(".")
+    moved = f"{module}.base_layer.{kind}"
+    return moved if moved in state else name
+
+
+def _place(name: str, state: Mapping[str, Tensor]) -> _Adapted | None:
+    """The parts of an adapted weight; None if ``name`` is no such weight."""
+    module, _, _ = name.rpartition(".")
+    a, b = (f"{module}.lora_{letter}.{_ADAPTER}.weight" for letter in "AB")
+    is_weight = name.endswith(".weight") and a in state
+    return _Adapted(_weight_name(name, state), a, b) if is_weight else None
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -1,0 +1,198 @@
+"""The policy as the engine trains it: a Hugging Face causal LM in, log-probabilities of the trained tokens out.
+
+``load_model`` reads it with float32 master weights; ``PolicyModel`` runs the decoder on packed rows and the head only
+where there is a loss. Called by ``fsdp_engine.py``. Shape letters: T = packed tokens, N = trained tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from async_rl.config.config import Config
+from async_rl.config.model import ModelConfig
+from async_rl.data.chat import check_precision, model_directory
+from async_rl.errors import ModelError
+from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
+from async_rl.learner.engine.logprobs import Kept, TokenLogprobs, token_logprobs
+from async_rl.learner.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Models that scale or cap their logits after the head do so under one of these names, with this neutral value.
+_PLAIN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch:
+    """A ``MicroBatch`` on the model's device: the same fields as tensors, and its attention layout.
+
+    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``kept`` is None where nothing was left out.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    layout: PackedLayout
+    predict_index: Tensor
+    targets: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    reference_logprobs: Tensor
+    proximal_logprobs: Tensor
+    kept: Kept | None
+    temperatures: Tensor
+    versions: Tensor
+    after_swap: Tensor
+    sequence_index: Tensor
+    num_sequences: int
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
+    """``batch`` as tensors on ``device``; on the CPU they share its memory."""
+
+    def moved(name: str) -> Tensor:
+        return torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
+
+    return DeviceBatch(
+        token_ids=moved("token_ids"),
+        position_ids=moved("position_ids"),
+        layout=packed_layout(batch.cu_seqlens, batch.token_index, device),
+        predict_index=moved("predict_index"),
+        targets=moved("targets"),
+        behavior_logprobs=moved("behavior_logprobs"),
+        advantages=moved("advantages"),
+        reference_logprobs=moved("reference_logprobs"),
+        proximal_logprobs=moved("proximal_logprobs"),
+        kept=Kept(moved("kept_sizes"), moved("kept_words")) if len(batch.kept_sizes) else None,
+        temperatures=moved("temperatures"),
+        versions=moved("versions"),
+        after_swap=moved("after_swap"),
+        sequence_index=moved("sequence_index"),
+        num_sequences=len(batch.sequence_ids),
+    )
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """The causal LM of ``model.path`` on the host, every parameter float32 and trainable, attending packed rows.
+
+    Raises:
+        ModelError: it isn't there, isn't a causal LM, lacks weights, has quantised ones, or can't be trained on packed
+            rows.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # it fills log files with control characters
+    directory = model_directory(config.path, weights=True)
+    check_precision(directory, config.dtype)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, trust_remote_code=config.trust_remote_code, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unfit directories
+        raise ModelError(
+            f"model.path: can't load a causal LM from {directory}: {type(error).__name__}: {error}; expected what "
+            f"save_pretrained writes (config.json and safetensors)"
+        ) from error
+    model, info = loaded
+    missing = [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
+    if missing:
+        # transformers would go on with random numbers in their place.
+        raise ModelError(
+            f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}"
+        )
+    unfit = [n for n, plain in _PLAIN_HEAD.items() if getattr(model.config, n, plain) not in (None, plain)]
+    if unfit:
+        raise ModelError(f"model.path: {type(model).__name__} transforms its logits ({unfit[0]}); not supported")
+    use_packed_attention(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
+    """The frozen model that KL is measured against: ``loss.kl_reference``, else the one that the run began from.
+
+    Its parameters are kept in the ``dtype`` they compute in: no update needs more of them.
+
+    Raises:
+        ModelError: as ``load_model``.
+    """
+    path = config.loss.kl_reference or config.model.path
+    settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
+    try:
+        model = PolicyModel(load_model(settings))
+    except ModelError as error:
+        raise ModelError(f"the reference model {path} (loss.kl_reference): {error}") from error
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        # Not model.to(dtype): buffers keep theirs, as the policy's do.
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+class PolicyModel(nn.Module):
+    """A causal LM that gives log-probabilities of chosen tokens of a packed row.
+
+    Dropout is off, for a ratio pi/mu means nothing under it.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.eval()
+        if causal_lm.is_gradient_checkpointing:
+            for layer in self.decoder_layers:
+                # The layer itself, not its children: transformers recomputes activations in training mode only.
+                layer.training = True
+
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        """The layers that FSDP shards one by one.
+
+        Raises:
+            ModelError: the model keeps them elsewhere than ``base_model.layers``.
+        """
+        layers = getattr(self.causal_lm.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ModelError(f"{type(self.causal_lm).__name__}: expected its decoder layers under base_model.layers")
+        return layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head: token ids that the model gives a probability."""
+        return cast(nn.Linear, self.causal_lm.get_output_embeddings()).weight.shape[0]
+
+    def tensor_names(self) -> list[str]:
+        """Hugging Face state-dict names of every parameter and persistent buffer, tied ones once, in a fixed order."""
+        kept = {name for name, _ in self.causal_lm.named_parameters()}
+        tied = {name for name, _ in self.causal_lm.named_parameters(remove_duplicate=False)} - kept
+        return [name for name in self.causal_lm.state_dict() if name not in tied]
+
+    def forward(self, batch: DeviceBatch, *, entropy_grad: bool = False) -> TokenLogprobs:
+        """Log-probabilities (with grad) and entropies of the distribution sampled from, float32 [N], nats.
+
+        Hidden states are computed for the whole row, logits only at ``predict_index``.
+        """
+        hidden_1Td = self.causal_lm.base_model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            packed_layout=batch.layout,
+        ).last_hidden_state
+        return token_logprobs(
+            hidden_1Td[0].index_select(0, batch.predict_index),
+            cast(nn.Linear, self.causal_lm.get_output_embeddings()),
+            batch.targets,
+            batch.temperatures,
+            vocab_size=self.vocab_size,
+            kept=batch.kept,
+            entropy_grad=entropy_grad,
+        )

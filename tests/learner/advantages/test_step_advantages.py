@@ -1,0 +1,364 @@
+"""From a prepared step to the advantages of its tokens: what enters the baselines, in which order, and what leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.config.loss import LossConfig
+from async_rl.errors import TrainingError
+from async_rl.learner.advantages.step_advantages import with_advantages
+from async_rl.learner.batch import PreparedBatch, prepare_batch
+from async_rl.learner.step_result import trained_facts
+from async_rl.queue.messages import TakenGroup
+from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
+
+
+def rollout(
+    reward: float, num_tokens: int | Sequence[int] = 1, finish: FinishReason = "stop", *, logprob: float = -1.0
+) -> Rollout:
+    """Two prompt tokens, then the sampled ones; several sequences for several numbers."""
+    counts = [num_tokens] if isinstance(num_tokens, int) else num_tokens
+    sequences = tuple(
+        TokenSequence(
+            token_ids=np.arange(num + 2, dtype=np.int32),
+            loss_mask=np.array([False, False] + [True] * num),
+            behavior_logprobs=np.array([0.0, 0.0] + [logprob] * num, dtype=np.float32),
+            versions=np.array([-1, -1] + [5] * num, dtype=np.int32),
+        )
+        for num in counts
+    )
+    return Rollout(sequences, {"correct": reward}, float(reward > 0), finish)
+
+
+def prepare(*groups: Sequence[Rollout], num_updates: int = 1, unknown: Sequence[int] = ()) -> PreparedBatch:
+    taken = [
+        TakenGroup(Group("lease", "train", index, "g", "l", 1.0, tuple(rollouts)), Prompt(index, 0, 0, (), {}), 0.0, 5)
+        for index, rollouts in enumerate(groups)
+    ]
+    return prepare_batch(
+        taken,
+        mask_truncated=True,
+        num_updates=num_updates,
+        known_weights=lambda group: group.position not in unknown,
+    )
+
+
+def loss(**keys: Any) -> LossConfig:
+    return LossConfig.model_validate(keys)
+
+
+def advantages(prepared: PreparedBatch) -> dict[int, float]:
+    """By rollout; each must have one advantage for all of its trained tokens."""
+    found: dict[int, float] = {}
+    for sequence in (s for update in prepared.updates for s in update):
+        values = set(sequence.advantages[sequence.loss_mask].tolist())
+        index = prepared.rollout_of[sequence.sequence_id]
+        assert len(values) == 1
+        assert found.setdefault(index, min(values)) == min(values)
+    return found
+
+
+def token_advantages(prepared: PreparedBatch) -> list[list[float]]:
+    return [s.advantages[s.loss_mask].tolist() for update in prepared.updates for s in update]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        # Rewards [1, 0 | 2, 0, 1, 1]. Within groups: means 0.5 and 1, unbiased std sqrt(0.5) and sqrt(2 / 3).
+        ({"advantage": "group_norm"}, [0.70701, -0.70701, 1.22459, -1.22459, 0, 0]),
+        ({"advantage": "group_mean"}, [0.5, -0.5, 1, -1, 0, 0]),
+        ({"advantage": "leave_one_out"}, [1, -1, 4 / 3, -4 / 3, 0, 0]),
+        # Of the step: mean 5/6; squares (1 + 25 + 49 + 25 + 1 + 1) / 36 = 2.8333, over 5: std 0.75277.
+        ({"advantage": "global_norm"}, [0.22137, -1.10687, 1.54961, -1.10687, 0.22137, 0.22137]),
+        # Group means off, then over tokens (one each): mean 0, std sqrt((0.25 + 0.25 + 1 + 1) / 6) = 0.64550.
+        ({"advantage": "reinforce_pp"}, [0.77448, -0.77448, 1.54895, -1.54895, 0, 0]),
+    ],
+)
+def test_every_estimator_on_one_step_by_hand(keys: Mapping[str, Any], expected: list[float]):
+    step = prepare([rollout(1), rollout(0)], [rollout(2), rollout(0), rollout(1), rollout(1)])
+    got = advantages(with_advantages(step, loss(**keys)))
+    np.testing.assert_allclose([got[i] for i in range(6)], expected, atol=1e-5)
+
+
+def test_all_sequences_of_a_rollout_share_its_advantage_and_prompts_get_none():
+    step = with_advantages(prepare([rollout(1, [2, 3]), rollout(0)]), loss(advantage="group_mean"))
+    assert [s.advantages.tolist() for s in step.updates[0]] == [
+        [0, 0, 0.5, 0.5],
+        [0, 0, 0.5, 0.5, 0.5],
+        [0, 0, -0.5],
+    ]
+    assert step.updates[0][0].advantages.dtype == np.float32
+
+
+def test_reinforce_pp_whitens_over_tokens_of_all_updates_so_long_answers_count_more():
+    # A = 0.5 on 3 tokens, -0.5 on 1: mean 0.25, variance (3 * 0.0625 + 0.5625) / 4 = 0.1875, std 0.43301.
+    # The second update's group has no signal, but its 4 tokens count: mean 0.125, var = 1/8 - 1/64, std 0.33072.
+    step = prepare([rollout(1, 3), rollout(0, 1)], [rollout(1, 2), rollout(1, 2)], num_updates=2)
+    whole = with_advantages(step, loss(advantage="reinforce_pp"))
+    np.testing.assert_allclose(
+        [values[0] for values in token_advantages(whole)],
+        np.array([0.375, -0.625, -0.125, -0.125]) / (math.sqrt(1 / 8 - 1 / 64) + 1e-4),
+        rtol=1e-6,
+    )
+    alone = with_advantages(prepare([rollout(1, 3), rollout(0, 1)]), loss(advantage="reinforce_pp"))
+    np.testing.assert_allclose(
+        [values[0] for values in token_advantages(alone)],
+        np.array([0.25, -0.75]) / (math.sqrt(0.1875) + 1e-4),
+        rtol=1e-6,
+    )
+
+
+def test_a_truncated_rollout_counts_in_the_baseline_and_a_failed_one_does_not():
+    # With the truncated one's 0 the mean is 0.5; a failure's 0 would make it 0.25.
+    step = prepare([rollout(1), rollout(0, 1, "length"), rollout(0.5), rollout(0, 1, "error")])
+    got = advantages(with_advantages(step, loss(advantage="group_mean")))
+    assert got == {0: 0.5, 2: 0.0}
+
+
+def test_groups_of_unknown_weights_stay_out_of_the_step_s_baseline():
+    one = advantages(with_advantages(prepare([rollout(1), rollout(0)]), loss(advantage="global_norm")))
+    step = prepare([rollout(1), rollout(0)], [rollout(9), rollout(9)], unknown=[1])
+    assert advantages(with_advantages(step, loss(advantage="global_norm"))) == one
+
+
+@pytest.mark.parametrize("advantage", ["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"])
+def test_a_step_without_a_signal_has_zeros_and_an_empty_one_has_nothing(advantage: str):
+    for group in ([rollout(0.1)], [rollout(0.1), rollout(0.1), rollout(0.1)]):
+        assert set(advantages(with_advantages(prepare(group), loss(advantage=advantage))).values()) == {0.0}
+    cut = prepare([rollout(1, 1, "length"), rollout(0, 1, "length")])
+    assert with_advantages(cut, loss(advantage=advantage)).updates == ((),)
+    # With nothing to train on, the reference was not asked.
+    assert with_advantages(cut, loss(advantage=advantage, kl_coef=0.1, kl_placement="reward")).updates == ((),)
+
+
+def test_the_length_bonus_changes_the_reward_before_the_baseline():
+    # Rewards 1 + 0.1, 1 + 0 and 0: mean 0.7.
+    step = prepare([rollout(1, 10), rollout(1, 20), rollout(0, 5)])
+    got = advantages(with_advantages(step, loss(advantage="group_mean", length_bonus=0.1)))
+    np.testing.assert_allclose([got[0], got[1], got[2]], [0.4, 0.3, -0.7], rtol=1e-6)
+
+
+def test_best_k_keeps_the_best_after_the_baseline_of_all():
+    # The baseline 0.5 is of all four. Of the two best, the first 0 precedes the second.
+    step = with_advantages(
+        prepare([rollout(0), rollout(1), rollout(0), rollout(1)], [rollout(0), rollout(0)]),
+        loss(advantage="group_mean", best_k=1),
+    )
+    assert advantages(step) == {1: 0.5, 4: 0.0}
+    assert step.masked == {0: "best_k", 2: "best_k", 3: "best_k", 5: "best_k"}
+
+
+def test_masked_rollouts_take_no_place_among_the_best():
+    step = prepare([rollout(2, 1, "length"), rollout(1), rollout(0), rollout(0, 1, "error")])
+    assert advantages(with_advantages(step, loss(advantage="group_mean", best_k=2))) == {1: 0.0, 2: -1.0}
+
+
+def test_what_best_k_leaves_out_is_accounted_for_once_with_its_stale_tokens():
+    versions = np.array([-1, 1, 5], dtype=np.int32)
+    mask = np.array([False, True, True])
+    half_stale = Rollout(
+        (TokenSequence(np.arange(3, dtype=np.int32), mask, np.zeros(3, np.float32), versions),),
+        {"correct": 0.0},
+        0.0,
+        "stop",
+    )
+    group = Group("lease", "train", 0, "g", "l", 1.0, (half_stale, rollout(1, 3)))
+    step = prepare_batch(
+        [TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, 5)],
+        mask_truncated=True,
+        num_updates=1,
+        known_weights=lambda group: True,
+        oldest_version=4,
+    )
+    facts = trained_facts(with_advantages(step, loss(best_k=1)), [], stepped=[True])
+    assert (facts.rollouts_trained, dict(facts.rollouts_masked)) == (1, {"best_k": 1})
+    assert (facts.tokens_trained, dict(facts.tokens_masked)) == (3, {"best_k": 2})
+
+
+def reference(step: PreparedBatch, *values: float) -> dict[int, np.ndarray]:
+    """The reference's logprobs: one value for all tokens of each sequence."""
+    counts = [step.sequence_tokens[i] for i in range(len(values))]
+    return {i: np.full(counts[i], value, dtype=np.float32) for i, value in enumerate(values)}
+
+
+def test_kl_in_the_reward_is_summed_over_a_rollout_before_the_baseline():
+    # log mu = -1. Tokens 2 and 1; k1 = -1 - ref: 0.5 each and -0.25, so sums 1 and -0.25, times 0.1.
+    # Rewards 1 - 0.1 and 0 + 0.025: mean 0.4625.
+    step = prepare([rollout(1, 2), rollout(0, 1)])
+    settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
+    penalised = with_advantages(step, settings, reference(step, -1.5, -0.75))
+    got = advantages(penalised)
+    np.testing.assert_allclose([got[0], got[1]], [0.4375, -0.4375], rtol=1e-6)
+    assert penalised.reference_kl == pytest.approx((2 * 0.5 - 0.25) / 3)
+
+
+def test_a_rollout_that_was_not_scored_counts_with_its_group_s_mean_kl():
+    # KL sums 1 and 3; the truncated one gets 2. Rewards 1 - 0.1, 0 - 0.3, 0 - 0.2: mean 0.4 / 3.
+    step = prepare([rollout(1), rollout(0), rollout(0, 1, "length")])
+    settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
+    got = advantages(with_advantages(step, settings, reference(step, -2.0, -4.0)))
+    np.testing.assert_allclose([got[0], got[1]], [0.9 - 0.4 / 3, -0.3 - 0.4 / 3], rtol=1e-5)
+
+
+def test_kl_in_the_advantage_is_taken_off_each_token_after_the_estimator():
+    # Advantages 0.5 and -0.5, less 0.1 * k1 of each token: d = [0.5, -1] and [2].
+    step = prepare([rollout(1, 2), rollout(0, 1)])
+    scores = {0: np.array([-1.5, 0.0], np.float32), 1: np.array([-3.0], np.float32)}
+    settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="advantage")
+    got = token_advantages(with_advantages(step, settings, scores))
+    np.testing.assert_allclose(got[0], [0.45, 0.6], rtol=1e-6)
+    np.testing.assert_allclose(got[1], [-0.7], rtol=1e-6)
+
+
+def test_reinforce_pp_whitens_after_the_kl():
+    # The three values above, [0.45, 0.6, -0.7]: mean 0.11667, variance (0.11111 + 0.23361 + 0.66694) / 3 = 0.33722.
+    step = prepare([rollout(1, 2), rollout(0, 1)])
+    scores = {0: np.array([-1.5, 0.0], np.float32), 1: np.array([-3.0], np.float32)}
+    settings = loss(advantage="reinforce_pp", kl_coef=0.1, kl_placement="advantage", kl_estimator="k1")
+    got = token_advantages(with_advantages(step, settings, scores))
+    std = math.sqrt(0.3372222) + 1e-4
+    np.testing.assert_allclose(got[0], [(0.45 - 0.35 / 3) / std, (0.6 - 0.35 / 3) / std], rtol=1e-5)
+    np.testing.assert_allclose(got[1], [(-0.7 - 0.35 / 3) / std], rtol=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+@pytest.mark.parametrize("advantage", ["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"])
+def test_ragged_steps_with_random_masks_match_plain_loops(advantage: str, placement: str):
+    generator = np.random.default_rng(7)
+    for _ in range(10):
+        groups = [
+            [
+                rollout(
+                    float(generator.normal()),
+                    generator.integers(1, 5, size=generator.integers(1, 3)).tolist(),
+                    ("stop", "stop", "stop", "length")[generator.integers(4)],
+                    logprob=float(generator.normal()),
+                )
+                for _ in range(generator.integers(1, 6))
+            ]
+            for _ in range(4)
+        ]
+        step = prepare(*groups, num_updates=2)
+        scores = {i: generator.normal(size=num).astype(np.float32) for i, num in step.sequence_tokens.items()}
+        for estimator in ("k1", "k2", "k3"):
+            settings = loss(advantage=advantage, kl_coef=0.05, kl_placement=placement, kl_estimator=estimator)
+            got = token_advantages(with_advantages(step, settings, scores))
+            expected = plain_advantages(step, settings, scores)
+            assert len(got) == len(expected)
+            for got_values, expected_values in zip(got, expected, strict=True):
+                np.testing.assert_allclose(got_values, expected_values, rtol=1e-6, atol=1e-6)
+
+
+def plain_advantages(step: PreparedBatch, settings: LossConfig, scores: Mapping[int, np.ndarray]) -> list[list[float]]:
+    """Token advantages of each sequence, written as loops over one number at a time."""
+    sequences = [s for update in step.updates for s in update]
+    kl: dict[int, list[float]] = {}
+    for sequence in sequences:
+        behavior = [float(v) for v, m in zip(sequence.behavior_logprobs, sequence.loss_mask, strict=True) if m]
+        pairs = zip(behavior, scores[sequence.sequence_id].tolist(), strict=True)
+        kl[sequence.sequence_id] = [_plain_kl(mu - ref, settings.kl_estimator) for mu, ref in pairs]
+    rewards = step.rewards.tolist()
+    groups, start = [], 0
+    for size in step.group_sizes:
+        groups.append(list(range(start, start + size)))
+        start += size
+    if settings.kl_placement == "reward":
+        for group in groups:
+            sums = {
+                i: sum(sum(kl[s.sequence_id]) for s in sequences if step.rollout_of[s.sequence_id] == i)
+                for i in group
+                if i not in step.masked
+            }
+            for i in group:
+                own = sums.get(i, sum(sums.values()) / len(sums) if sums else 0.0)
+                rewards[i] -= settings.kl_coef * own
+    by_rollout = _plain_estimates(rewards, groups, settings.advantage)
+    tokens = [
+        [
+            by_rollout[step.rollout_of[s.sequence_id]]
+            - (settings.kl_coef * value if settings.kl_placement == "advantage" else 0.0)
+            for value in kl[s.sequence_id]
+        ]
+        for s in sequences
+    ]
+    return _plain_whitening(tokens) if settings.advantage == "reinforce_pp" else tokens
+
+
+def _plain_kl(d: float, estimator: str) -> float:
+    return {"k1": d, "k2": d * d / 2, "k3": d + math.exp(-d) - 1}[estimator]
+
+
+def _plain_estimates(rewards: list[float], groups: list[list[int]], advantage: str) -> dict[int, float]:
+    if advantage == "global_norm":
+        groups = [[i for group in groups for i in group]]
+    estimates: dict[int, float] = {}
+    for group in groups:
+        mean = sum(rewards[i] for i in group) / len(group)
+        for i in group:
+            if len(group) == 1:
+                estimates[i] = 0.0
+            elif advantage == "leave_one_out":
+                estimates[i] = rewards[i] - sum(rewards[j] for j in group if j != i) / (len(group) - 1)
+            elif advantage in ("group_norm", "global_norm"):
+                variance = sum((rewards[j] - mean) ** 2 for j in group) / (len(group) - 1)
+                estimates[i] = (rewards[i] - mean) / (math.sqrt(variance) + 1e-4)
+            else:
+                estimates[i] = rewards[i] - mean
+    return estimates
+
+
+def _plain_whitening(tokens: list[list[float]]) -> list[list[float]]:
+    values = [value for sequence in tokens for value in sequence]
+    if len(values) < 2 or min(values) == max(values):
+        return [[0.0] * len(sequence) for sequence in tokens]
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    return [[(value - mean) / (std + 1e-4) for value in sequence] for sequence in tokens]
+
+
+def test_the_order_of_groups_and_a_fully_masked_group_change_nothing():
+    one, two = [rollout(1, 2), rollout(0, 3)], [rollout(3, 1), rollout(1, 4), rollout(0, 1)]
+    masked = [rollout(1, 1, "error"), rollout(0, 1, "error")]
+    for advantage in ("group_norm", "global_norm", "reinforce_pp"):
+        settings = loss(advantage=advantage)
+        plain = token_advantages(with_advantages(prepare(one, two), settings))
+        turned = token_advantages(with_advantages(prepare(two, one), settings))
+        more = token_advantages(with_advantages(prepare(one, masked, two), settings))
+        for left, right in zip(plain, turned[3:] + turned[:3], strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-6)
+        for left, right in zip(plain, more, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-6)
+
+
+def test_a_nan_among_behavior_logprobs_reaches_no_other_rollout():
+    settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
+    step = prepare([rollout(1), rollout(0), rollout(0, 1, logprob=math.nan)])
+    got = advantages(with_advantages(step, settings, reference(step, -2.0, -4.0, -1.0)))
+    assert np.isfinite(list(got.values())).all()
+    settings = loss(advantage="reinforce_pp", kl_coef=0.1, kl_placement="advantage")
+    got = advantages(with_advantages(step, settings, reference(step, -2.0, -4.0, -1.0)))
+    assert np.isfinite(list(got.values())).all()
+
+
+def test_what_the_reference_owes_is_refused_by_name():
+    settings = loss(kl_coef=0.1, kl_placement="reward")
+    step = prepare([rollout(1), rollout(0)])
+    with pytest.raises(ValueError, match="needs the reference's logprobs"):
+        with_advantages(step, settings)
+    with pytest.raises(ValueError, match="of its 1 trained tokens, got 2"):
+        with_advantages(step, settings, {0: np.zeros(2), 1: np.zeros(1)})
+    with pytest.raises(TrainingError, match=r"loss\.kl_reference"):
+        with_advantages(step, settings, reference(step, math.nan, 0.0))
+
+
+def test_kl_in_the_loss_leaves_the_advantages_alone():
+    step = prepare([rollout(1), rollout(0)])
+    assert advantages(with_advantages(step, loss(kl_coef=0.1, kl_placement="loss"))) == advantages(
+        with_advantages(step, loss())
+    )

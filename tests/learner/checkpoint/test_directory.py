@@ -1,0 +1,128 @@
+"""Checkpoints are whole or not there, whenever the process dies. The engine here is a file and a moment to die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from async_rl.errors import RunError
+from async_rl.learner.checkpoint import directory
+from async_rl.learner.checkpoint.directory import (
+    latest_checkpoint,
+    read_extra,
+    resolve_checkpoint,
+    write_checkpoint,
+    write_extra,
+)
+from async_rl.learner.engine.protocol import Engine
+
+
+class FileEngine:
+    """Writes one file as its weights."""
+
+    def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
+        (directory / "weights.bin").write_bytes(b"weights")
+        write_extra(directory, extra)
+
+
+def write(run_dir: Path, step: int, *, keep_last: int = 2) -> Path:
+    return write_checkpoint(cast(Engine, FileEngine()), run_dir, step, {"step": step}, keep_last=keep_last)
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_and_die(run_dir: Path, moment: str) -> None:
+    """Commit step 1, then die inside the commit of step 2. Runs in a process of its own."""
+    write(run_dir, 1)
+    if moment == "saving":
+        FileEngine.save = die
+    else:
+        # The commit's steps in order: flush, rename, flush, replace latest, prune.
+        setattr(*{"renaming": (os, "rename", die), "replacing": (os, "replace", die),
+                  "pruning": (directory, "_prune", die)}[moment])  # fmt: skip
+    write(run_dir, 2)
+
+
+@pytest.mark.parametrize(
+    ("moment", "latest"),
+    [("saving", "step-000001"), ("renaming", "step-000001"), ("replacing", "step-000001"), ("pruning", "step-000002")],
+)
+def test_a_kill_at_any_moment_leaves_a_whole_latest_and_the_next_commit_cleans_up(
+    tmp_path: Path, moment: str, latest: str
+):
+    program = (
+        f"from tests.learner.checkpoint.test_directory import *; write_and_die(Path({str(tmp_path)!r}), {moment!r})"
+    )
+    repository = Path(__file__).resolve().parents[3]
+    assert subprocess.run([sys.executable, "-c", program], cwd=repository).returncode == -signal.SIGKILL
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == latest
+    assert (found / "weights.bin").read_bytes() == b"weights"
+    assert read_extra(found) == {"step": int(latest[-1])}
+    write(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["latest", "step-000003"]
+
+
+def test_extra_comes_back_with_bytes_and_integer_keys(tmp_path: Path):
+    extra = {"snapshot": b"\x00\xff", "digests": {3: "ab"}, "position": 17, "nested": [1, 2.5, None, "x"]}
+    target = write_checkpoint(cast(Engine, FileEngine()), tmp_path, 1, extra, keep_last=1)
+    assert read_extra(target) == extra
+
+
+def test_extra_that_is_not_plain_commits_nothing(tmp_path: Path):
+    with pytest.raises(TypeError):
+        write_checkpoint(cast(Engine, FileEngine()), tmp_path, 1, {"path": tmp_path}, keep_last=1)
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_only_the_newest_are_kept(tmp_path: Path):
+    for step in (1, 2, 3, 10):
+        write(tmp_path, step, keep_last=2)
+    assert names(tmp_path) == ["latest", "step-000003", "step-000010"]
+
+
+def test_a_step_that_is_committed_already_is_refused(tmp_path: Path):
+    write(tmp_path, 5)
+    with pytest.raises(RunError, match="expected a checkpoint beyond"):
+        write(tmp_path, 5)
+
+
+def test_a_latest_that_names_nothing_is_refused_with_what_is_there(tmp_path: Path):
+    write(tmp_path, 5)
+    (tmp_path / "checkpoints" / "latest").write_text("step-000006\n")
+    with pytest.raises(RunError, match=r"'step-000006' \(there: step-000005\)"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_is_found_by_its_directory_its_run_or_its_latest(tmp_path: Path):
+    target = write(tmp_path, 5)
+    for path in (target, tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "latest"):
+        assert resolve_checkpoint(path) == target
+
+
+def test_a_directory_that_holds_no_checkpoint_is_refused(tmp_path: Path):
+    write(tmp_path, 5)
+    for path in (tmp_path / "nowhere", tmp_path / "checkpoints" / "step-000004"):
+        with pytest.raises(RunError, match="expected a checkpoint"):
+            resolve_checkpoint(path)
+
+
+def test_a_damaged_extra_is_refused_by_name(tmp_path: Path):
+    target = write(tmp_path, 5)
+    (target / "extra.msgpack").write_bytes(b"\xc1")
+    with pytest.raises(RunError, match=r"extra\.msgpack"):
+        read_extra(target)

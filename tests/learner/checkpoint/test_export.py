@@ -1,0 +1,79 @@
+"""A checkpoint becomes a directory that transformers loads, with equal logits, or nothing at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.errors import RunError
+from async_rl.learner.checkpoint import export
+from async_rl.learner.checkpoint.directory import write_checkpoint
+from async_rl.learner.checkpoint.export import export_checkpoint
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
+
+TOKEN_IDS = torch.arange(4, 20)[None]
+
+
+def trained_checkpoint(root: Path, *, tied: bool = True) -> tuple[FsdpEngine, Path]:
+    tiny_model(root / "model", tied=tied)
+    config = tiny_config(root, "model", optimizer={"lr": 1e-2})
+    engine = FsdpEngine(config, init_ranks(config))
+    assert engine.update(random_sequences(4, 12), version=0).stepped
+    return engine, write_checkpoint(engine, root / "run", 1, {}, keep_last=1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_loads_with_the_logits_of_the_engine_and_its_tokenizer(tmp_path: Path, tied: bool):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    engine, checkpoint = trained_checkpoint(tmp_path, tied=tied)
+    export_checkpoint(checkpoint, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    untrained = reference(TOKEN_IDS).logits
+    missing = reference.load_state_dict(dict(engine.gather()), strict=False)
+    assert missing.missing_keys == (["lm_head.weight"] if tied else [])
+    with torch.no_grad():
+        assert torch.equal(exported(TOKEN_IDS).logits, reference(TOKEN_IDS).logits)
+    assert not torch.equal(exported(TOKEN_IDS).logits, untrained)
+    assert exported.config.tie_word_embeddings is tied
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template
+    assert tokenizer("a+b=")["input_ids"] == AutoTokenizer.from_pretrained(tmp_path / "model")("a+b=")["input_ids"]
+
+
+def test_a_run_directory_exports_its_latest(tmp_path: Path):
+    trained_checkpoint(tmp_path)
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_directory_with_files_is_refused_and_left_alone(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    _, checkpoint = trained_checkpoint(tmp_path)
+    with pytest.raises(RunError, match="got one with files"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["precious.txt"]
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path: Path):
+    with pytest.raises(RunError, match="expected a checkpoint"):
+        export_checkpoint(tmp_path / "nothing", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_halfway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    _, checkpoint = trained_checkpoint(tmp_path)
+    monkeypatch.setattr(export.shutil, "copy2", fails)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(OSError, match="no space"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == before

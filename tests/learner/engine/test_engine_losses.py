@@ -1,0 +1,173 @@
+"""The gradient of a step under every kind of loss: the same however the batch is cut, ordered, packed or spread.
+
+fp32 to 1e-5 of the largest entry. Gradients are read where AdamW keeps them (``rank_scenarios.PLAIN``).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.losses.objective import policy_objective
+from async_rl.learner.packing import TrainSequence
+from tests.learner.engine.test_fsdp_engine import Tensors, assert_same_stats
+from tests.learner.rank_scenarios import (
+    LOSSES,
+    VERSION,
+    loss_config,
+    off_policy_sequences,
+    plain_stats,
+    with_reference,
+)
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import tiny_model
+
+WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+class OneRank:
+    """One engine with a reference, whose loss and budget of tokens are exchanged; no step moves its weights."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        config = loss_config(root, LOSSES["grpo with KL in the loss"])
+        self.engine = FsdpEngine(config, init_ranks(config))
+        self.sequences = with_reference(self.engine, off_policy_sequences())
+        self.whole = cache(self._whole)
+
+    def gradient(self, loss: str, sequences: list[TrainSequence], *, max_tokens: int = 4096) -> Tensors:
+        config = loss_config(self.root, LOSSES[loss], max_tokens=max_tokens)
+        self.engine._config, self.engine._objective = config, policy_objective(config)
+        self.stats = self.engine.update(sequences, version=VERSION)
+        assert self.stats.stepped, self.stats.reason
+        return {n: t.clone() for n, t in self.engine._optimizer_tensors().items() if n.startswith("exp_avg.")}
+
+    def _whole(self, loss: str) -> Tensors:
+        """Of all sequences in one micro-batch."""
+        return self.gradient(loss, self.sequences)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("losses")
+    tiny_model(root / "model")
+    tiny_model(root / "reference", seed=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def one(root: Path) -> OneRank:
+    return OneRank(root)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(root: Path) -> Any:
+    """The scenario's folder for a world size, run once."""
+
+    @cache
+    def run(world_size: int) -> Path:
+        run_ranks("losses", root, world_size=world_size)
+        return root / f"ranks_{world_size}"
+
+    return run
+
+
+def assert_same_gradient(left: Tensors, right: Tensors) -> None:
+    assert left.keys() == right.keys()
+    largest = max(float(t.abs().max()) for t in right.values())
+    assert largest > 0
+    for name in left:
+        worst = float((left[name] - right[name]).abs().max())
+        assert worst <= 1e-5 * largest, f"{name}: differs by {worst:.2e}, largest entry {largest:.2e}"
+
+
+def optimizer_state(directory: Path, name: str) -> Tensors:
+    with np.load(directory / f"{name}.npz") as stored:
+        return {key: torch.from_numpy(stored[key]) for key in stored}
+
+
+def gradient_on(directory: Path, name: str) -> Tensors:
+    return {key: t for key, t in optimizer_state(directory, name).items() if key.startswith("exp_avg.")}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(order=st.permutations(range(7)), max_tokens=st.integers(30, 160))
+@settings(max_examples=6, deadline=None, derandomize=True)
+def test_gradient_is_the_same_in_any_order_and_any_cut(one: OneRank, loss: str, order: list[int], max_tokens: int):
+    ours = one.gradient(loss, [one.sequences[i] for i in order], max_tokens=max_tokens)
+    assert_same_gradient(ours, one.whole(loss))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_masked_sequence_and_a_skipped_one_change_nothing(one: OneRank, loss: str):
+    # Number 3 is far above the skip threshold, number 5 has no trained token.
+    assert_same_gradient(one.gradient(loss, [one.sequences[i] for i in (0, 1, 2, 4, 6)]), one.whole(loss))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_stands_off_the_mask_never_reaches_the_gradient(one: OneRank, loss: str):
+    names = ("behavior_logprobs", "advantages", "reference_logprobs", "proximal_logprobs")
+
+    def poisoned(sequence: TrainSequence) -> TrainSequence:
+        values = {name: np.where(sequence.loss_mask, getattr(sequence, name), np.nan) for name in names}
+        return replace(sequence, **{name: value.astype(np.float32) for name, value in values.items()})
+
+    assert_same_gradient(one.gradient(loss, [poisoned(s) for s in one.sequences]), one.whole(loss))
+
+
+def test_the_losses_differ(one: OneRank):
+    # Else the invariances would say little.
+    flat = [torch.cat([t.flatten() for t in one.whole(loss).values()]) for loss in LOSSES]
+    for left, right in combinations(flat, 2):
+        assert float((left - right).norm()) > 1e-3 * float(right.norm())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ranks_have_the_gradient_of_one(one: OneRank, on_ranks: Any, world_size: int, loss: str):
+    assert_same_gradient(gradient_on(on_ranks(world_size), f"{loss}, 7"), one.whole(loss))
+    # One trained sequence and a masked one: other ranks have nothing to do, and join.
+    two = one.gradient(loss, [one.sequences[0], one.sequences[5]])
+    assert_same_gradient(gradient_on(on_ranks(world_size), f"{loss}, 2"), two)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_ranks_score_as_one(one: OneRank, on_ranks: Any, world_size: int):
+    for of in ("policy", "reference"):
+        expected = one.engine.score(one.sequences, of=of)
+        with np.load(on_ranks(world_size) / f"{of}.npz") as stored:
+            assert {int(name) for name in stored} == expected.keys()
+            for name in stored:
+                np.testing.assert_allclose(stored[name], expected[int(name)], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_ranks_skip_a_step_together_and_leave_the_optimizer_as_it_was(on_ranks: Any, world_size: int):
+    directory = on_ranks(world_size)
+    before = optimizer_state(directory, f"{list(LOSSES)[-1]}, 2")
+    stats = json.loads((directory / "guarded, 7.json").read_text())
+    assert not stats["stepped"]
+    assert "loss.min_ess = 0.999" in stats["reason"]
+    after = optimizer_state(directory, "guarded, 7")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ranks_report_the_statistics_of_one(one: OneRank, on_ranks: Any, world_size: int, loss: str):
+    one.gradient(loss, one.sequences)
+    mine = json.loads(json.dumps(plain_stats(one.stats)))
+    theirs = json.loads((on_ranks(world_size) / f"{loss}, 7.json").read_text())
+    assert_same_stats(mine, theirs)

@@ -1,0 +1,367 @@
+"""The engine against plain autograd, against itself cut differently, on one rank and on two real ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.config.loss import LossConfig
+from async_rl.errors import ModelError, RunError
+from async_rl.learner.checkpoint.training_state import OPTIMIZER, load_tensors
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.protocol import ScoredBy, UpdateStats
+from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.losses.objective import policy_objective
+from async_rl.learner.packing import TrainSequence
+from tests.learner.rank_scenarios import PLAIN, VARIANTS, batch_for, engine_config, plain_stats, save, with_reference
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens, with_behavior
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, what one rank made of it (``one/``), and what two ranks did (``two/<variant>/``)."""
+    root = tmp_path_factory.mktemp("engine")
+    tiny_model(root / "model")
+    engine = make_engine(root, {"learner": {"max_tokens": 4096}})
+    stats = [engine.update(batch_for(0), version=0)]
+    save(engine, root / "one" / "first", 1)
+    stats.append(engine.update(batch_for(1)[:1], version=0))
+    save(engine, root / "one" / "second", 2)
+    (root / "one" / "stats.json").write_text(json.dumps([plain_stats(s) for s in stats]))
+    return root
+
+
+@pytest.fixture(scope="module")
+def two_ranks(directory: Path) -> Path:
+    run_ranks("updates", directory)
+    return directory / "two"
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> dict[str, Any]:
+    """The ``[loss]`` of a run with a KL to another model."""
+    tiny_model(directory / "reference", seed=1)
+    return {"kl_coef": 0.1, "kl_placement": "loss", "kl_reference": str(directory / "reference")}
+
+
+def make_engine(root: Path, variant: dict[str, Any] | None = None) -> FsdpEngine:
+    config = engine_config(root, variant or {})
+    return FsdpEngine(config, init_ranks(config))
+
+
+def gradients(checkpoint: Path) -> Tensors:
+    """The last step's gradients: with beta1 = 0 they are AdamW's first moment."""
+    tensors = load_tensors(checkpoint, OPTIMIZER)
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg.")}
+
+
+def gradient_of(engine: FsdpEngine, sequences: list[TrainSequence], directory: Path) -> tuple[UpdateStats, Tensors]:
+    stats = engine.update(sequences, version=0)
+    save(engine, directory, 1)
+    return stats, gradients(directory)
+
+
+def assert_near(left: Tensors, right: Tensors) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_same_stats(left: dict[str, Any], right: dict[str, Any]) -> None:
+    for key in left:
+        if isinstance(left[key], float):
+            assert left[key] == pytest.approx(right[key], rel=1e-4, abs=1e-6), key
+        elif key == "by_lag":
+            np.testing.assert_allclose(left[key], right[key], rtol=1e-4, atol=1e-5)
+        elif key == "mismatch_kl":
+            for (sum_left, n_left), (sum_right, n_right) in zip(left[key].values(), right[key].values(), strict=True):
+                assert (n_left, sum_left) == (n_right, pytest.approx(sum_right, rel=1e-4, abs=1e-6))
+        else:
+            assert left[key] == right[key] or list(left[key]) == list(right[key]), key
+
+
+def weights_of(engine: FsdpEngine) -> Tensors:
+    return {name: tensor.clone() for name, tensor in engine.gather()}
+
+
+def test_gradient_equals_plain_autograd_one_unpacked_sequence_at_a_time(directory: Path, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    sequences = random_sequences(5, 12, spread=6)
+    _, ours = gradient_of(make_engine(directory), sequences, tmp_path / "ours")
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    for sequence in sequences:
+        token_ids = torch.from_numpy(sequence.token_ids).long()
+        logprobs = model(input_ids=token_ids[None]).logits[0, :-1].log_softmax(-1)
+        logprobs = logprobs.gather(-1, token_ids[1:, None])[:, 0]
+        ratio = (logprobs - torch.from_numpy(sequence.behavior_logprobs[1:])).exp()
+        advantages = torch.from_numpy(sequence.advantages[1:])
+        loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+        (loss[torch.from_numpy(sequence.loss_mask[1:])].sum() / trained_tokens(sequences)).backward()
+    plain = {f"exp_avg.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_near(ours, plain)
+
+
+@pytest.mark.parametrize("max_tokens", [30, 64, 4096])
+def test_update_is_the_same_for_any_micro_batch_size(directory: Path, tmp_path: Path, max_tokens: int):
+    engine = make_engine(directory, {"learner": {"max_tokens": max_tokens}})
+    stats, ours = gradient_of(engine, batch_for(0), tmp_path / "checkpoint")
+    assert_near(ours, gradients(directory / "one" / "first"))
+    assert_near(load_tensors(tmp_path / "checkpoint"), load_tensors(directory / "one" / "first"))
+    assert_same_stats(plain_stats(stats), json.loads((directory / "one" / "stats.json").read_text())[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_take_the_steps_of_one(directory: Path, two_ranks: Path, variant: str):
+    # The second step has one sequence, so the second rank joins it with nothing to do.
+    for step in ("first", "second"):
+        assert_near(gradients(two_ranks / variant / step), gradients(directory / "one" / step))
+        assert_near(load_tensors(two_ranks / variant / step), load_tensors(directory / "one" / step))
+    one = json.loads((directory / "one" / "stats.json").read_text())
+    two = json.loads((two_ranks / variant / "stats.json").read_text())
+    for left, right in zip(one, two, strict=True):
+        assert_same_stats(left, right)
+
+
+def test_an_error_of_rank_0_between_two_commands_reaches_the_others(two_ranks: Path):
+    assert (two_ranks / "cause.txt").read_text() == "rank 0: StaleRolloutError: group 5f3a is too old"
+
+
+def test_a_sequence_above_the_skip_threshold_changes_neither_gradient_nor_denominator(directory: Path, tmp_path: Path):
+    sequences = random_sequences(4, 15)
+    # At about -3.7 nats a token, a behavior logprob of -12 makes the mean ratio e^8.3, far above 20.
+    far = replace(with_behavior(random_sequences(1, 15, seed=9)[0], -12.0), sequence_id=77)
+    _, without = gradient_of(make_engine(directory), sequences, tmp_path / "without")
+    stats, with_far = gradient_of(make_engine(directory), [*sequences, far], tmp_path / "with")
+    assert_near(with_far, without)
+    assert stats.skipped_sequence_ids == (77,)
+    assert stats.skipped_tokens == trained_tokens([far])
+    assert stats.tokens_trained == trained_tokens(sequences)
+
+
+def test_a_step_with_nothing_left_is_skipped_and_changes_nothing(directory: Path):
+    engine = make_engine(directory)
+    before = weights_of(engine)
+    stats = engine.update([with_behavior(s, -12.0) for s in random_sequences(3, 10)], version=0)
+    assert not stats.stepped
+    assert "nothing is left" in stats.reason
+    assert stats.skipped_sequence_ids == (0, 1, 2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_one_is_clean(directory: Path, tmp_path: Path):
+    engine = make_engine(directory)
+    before = weights_of(engine)
+    poisoned = [replace(s, advantages=np.full_like(s.advantages, 3e38)) for s in random_sequences(3, 10)]
+    stats = engine.update(poisoned, version=0)
+    assert not stats.stepped
+    assert "gradient norm" in stats.reason
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+    _, ours = gradient_of(engine, random_sequences(3, 10), tmp_path / "after")
+    _, fresh = gradient_of(make_engine(directory), random_sequences(3, 10), tmp_path / "fresh")
+    assert_near(ours, fresh)
+
+
+@pytest.mark.parametrize("limit", [{"min_ess": 0.999}, {"max_kl": 1e-6}])
+def test_a_step_past_a_limit_leaves_weights_optimizer_and_schedule_untouched(
+    directory: Path, tmp_path: Path, limit: dict[str, float]
+):
+    optimizer = PLAIN["optimizer"] | {"beta1": 0.9, "warmup_steps": 4, "weight_decay": 0.1}
+    guarded = make_engine(directory, {"optimizer": optimizer, "loss": limit})
+    free = make_engine(directory, {"optimizer": optimizer})
+    lenient, strict = policy_objective(guarded._config.model_copy(update={"loss": LossConfig()})), guarded._objective
+    for engine in (guarded, free):
+        engine._objective = lenient
+        assert engine.update(batch_for(0), version=0).stepped
+    guarded._objective = strict
+    skipped = guarded.update(batch_for(1), version=0)
+    assert not skipped.stepped
+    assert f"loss.{next(iter(limit))}" in skipped.reason
+    assert skipped.grad_norm > 0
+    guarded._objective = lenient
+    after, straight = (engine.update(batch_for(2), version=0) for engine in (guarded, free))
+    assert after.lr == straight.lr
+    for engine, name in ((guarded, "guarded"), (free, "free")):
+        save(engine, tmp_path / name, 1)
+    for prefix in ("", OPTIMIZER):
+        expected = load_tensors(tmp_path / "free", *([prefix] if prefix else []))
+        found = load_tensors(tmp_path / "guarded", *([prefix] if prefix else []))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def plain_logprobs(model_directory: Path, sequence: TrainSequence, temperature: float) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    token_ids = torch.from_numpy(sequence.token_ids).long()
+    with torch.no_grad():
+        logprobs = (model(input_ids=token_ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+    return logprobs.gather(-1, token_ids[1:, None])[:, 0].numpy()[sequence.loss_mask[1:]]
+
+
+@pytest.mark.parametrize(("of", "model"), [("policy", "model"), ("reference", "reference")])
+@pytest.mark.parametrize("max_tokens", [30, 4096])
+def test_scores_are_tempered_logprobs_of_the_trained_tokens(
+    directory: Path, reference: dict[str, Any], of: ScoredBy, model: str, max_tokens: int
+):
+    engine = make_engine(directory, {"loss": reference, "learner": {"max_tokens": max_tokens}})
+    sequences = [replace(s, temperature=0.7) for s in random_sequences(5, 20, spread=10)]
+    sequences[2] = replace(sequences[2], loss_mask=np.zeros_like(sequences[2].loss_mask))
+    scores = engine.score(sequences, of=of)
+    assert scores.keys() == set(range(5))
+    for sequence in sequences:
+        expected = plain_logprobs(directory / model, sequence, 0.7)
+        assert scores[sequence.sequence_id].dtype == np.float32
+        np.testing.assert_allclose(scores[sequence.sequence_id], expected, atol=1e-5, rtol=0)
+
+
+def test_scoring_changes_nothing_and_the_reference_never_changes(
+    directory: Path, tmp_path: Path, reference: dict[str, Any]
+):
+    engine = make_engine(directory, {"loss": reference | {"kl_placement": "reward"}})
+    sequences = random_sequences(3, 10)
+    policy, frozen = engine.score(sequences, of="policy"), engine.score(sequences, of="reference")
+    _, ours = gradient_of(engine, sequences, tmp_path / "scored")
+    _, plain = gradient_of(make_engine(directory), sequences, tmp_path / "plain")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in plain.items())
+    assert all(not np.array_equal(p, policy[i]) for i, p in engine.score(sequences, of="policy").items())
+    assert all(np.array_equal(r, frozen[i]) for i, r in engine.score(sequences, of="reference").items())
+    # Neither is it published or saved.
+    assert (
+        load_tensors(tmp_path / "scored").keys() == load_tensors(tmp_path / "plain").keys() == weights_of(engine).keys()
+    )
+
+
+def test_the_reference_is_the_model_that_the_run_began_from_unless_another_is_named(directory: Path):
+    engine = make_engine(directory, {"loss": {"kl_coef": 0.1, "kl_placement": "loss"}})
+    engine.load(directory / "one" / "first")
+    sequences = random_sequences(2, 10)
+    expected = make_engine(directory).score(sequences, of="policy")
+    for sequence_id, logprobs in engine.score(sequences, of="reference").items():
+        np.testing.assert_array_equal(logprobs, expected[sequence_id])
+
+
+def test_without_a_kl_coefficient_no_reference_is_loaded(directory: Path):
+    engine = make_engine(directory)
+    assert engine._reference is None
+    with pytest.raises(ValueError, match=r"none is loaded: loss.kl_coef is 0"):
+        engine.score(random_sequences(1, 10), of="reference")
+
+
+def test_a_reference_that_is_missing_or_has_another_vocabulary_is_refused(
+    directory: Path, tmp_path: Path, reference: dict[str, Any]
+):
+    with pytest.raises(ModelError, match=r"\(loss.kl_reference\)"):
+        make_engine(directory, {"loss": reference | {"kl_reference": str(tmp_path / "nothing")}})
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model(tmp_path / "other")
+    wider = AutoModelForCausalLM.from_pretrained(model)
+    wider.resize_token_embeddings(64)
+    wider.save_pretrained(model)
+    with pytest.raises(ModelError, match=r"loss.kl_reference: expected a model of the policy's vocabulary, 45 tokens"):
+        make_engine(directory, {"loss": reference | {"kl_reference": str(model)}})
+
+
+def test_clipping_bounds_the_gradient_and_reports_the_norm_before_it(directory: Path, tmp_path: Path):
+    optimizer = PLAIN["optimizer"] | {"max_grad_norm": 0.01}
+    stats, ours = gradient_of(
+        make_engine(directory, {"optimizer": optimizer}), random_sequences(3, 10), tmp_path / "clipped"
+    )
+    norm = torch.cat([g.flatten() for g in ours.values()]).norm().item()
+    assert norm == pytest.approx(0.01, rel=1e-3)
+    assert stats.grad_norm > 0.01
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gather_gives_hugging_face_names_once_and_survives_a_caller_that_stops(tmp_path: Path, tied: bool):
+    from safetensors.torch import load_file
+
+    tiny_model(tmp_path / "model", tied=tied)
+    engine = make_engine(tmp_path)
+    for _ in engine.gather():
+        break
+    gathered = weights_of(engine)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert gathered.keys() == stored.keys()
+    assert ("lm_head.weight" in gathered) is not tied
+    assert all(torch.equal(gathered[name], tensor) for name, tensor in stored.items())
+
+
+def test_a_restored_engine_goes_on_bit_for_bit(directory: Path):
+    first = make_engine(directory)
+    first.load(directory / "one" / "first")
+    first.update(batch_for(1)[:1], version=0)
+    expected = load_tensors(directory / "one" / "second")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(first).items())
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_back(directory: Path, two_ranks: Path):
+    engine = make_engine(directory)
+    engine.load(two_ranks / "large" / "first")
+    saved = load_tensors(two_ranks / "large" / "first")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights_of(engine).items())
+    assert engine.update(batch_for(1)[:1], version=0).stepped
+    # Adam's second step from a saved state, on other ranks than those that saved it.
+    assert_near(weights_of(engine), load_tensors(directory / "one" / "second"))
+    assert_near(load_tensors(two_ranks / "large" / "from_one"), load_tensors(directory / "one" / "second"))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_tensor_that_differs(directory: Path, tmp_path: Path):
+    tiny_model(tmp_path / "model", hidden_size=24)
+    with pytest.raises(RunError, match=r"another model's: .* has shape"):
+        make_engine(tmp_path).load(directory / "one" / "first")
+
+
+def test_a_missing_checkpoint_is_refused(directory: Path, tmp_path: Path):
+    with pytest.raises(RunError, match="can't read the checkpoint"):
+        make_engine(directory).load(tmp_path / "nothing")
+
+
+def test_bfloat16_rounds_neither_temperatures_nor_the_references_buffers(directory: Path, reference: dict[str, Any]):
+    config = tiny_config(directory, "model", model={"dtype": "bfloat16"}, loss=reference)
+    ranks = init_ranks(config)
+    try:
+        engine = FsdpEngine(config, ranks)
+        assert engine._reference is not None
+        assert {p.dtype for p in engine._reference.parameters()} == {torch.bfloat16}
+        assert {b.dtype for b in engine._reference.buffers()} == {torch.float32}
+        sequences = random_sequences(2, 10)
+        for of in ("policy", "reference"):
+            # 1.001 is 1 in bfloat16.
+            warmer = engine.score([replace(s, temperature=1.001) for s in sequences], of=of)
+            assert all(np.abs(warmer[i] - plain).max() > 0 for i, plain in engine.score(sequences, of=of).items())
+            exact = {
+                s.sequence_id: plain_logprobs(directory / {"policy": "model"}.get(of, of), s, 1.0) for s in sequences
+            }
+            for sequence_id, logprobs in engine.score(sequences, of=of).items():
+                np.testing.assert_allclose(logprobs, exact[sequence_id], atol=0.05)
+        assert engine.update(with_reference(engine, sequences), version=0).stepped
+    finally:
+        ranks.close()
+
+
+def test_bfloat16_compute_keeps_float32_master_weights(directory: Path, tmp_path: Path):
+    config = tiny_config(directory, "model", model={"dtype": "bfloat16"}, **PLAIN)
+    ranks = init_ranks(config)
+    try:
+        engine = FsdpEngine(config, ranks)
+        stats, ours = gradient_of(engine, random_sequences(3, 10), tmp_path / "bfloat16")
+        assert {tensor.dtype for _, tensor in engine.gather()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in load_tensors(tmp_path / "bfloat16").values()} == {torch.float32}
+        _, exact = gradient_of(make_engine(directory), random_sequences(3, 10), tmp_path / "float32")
+        for name, gradient in exact.items():
+            assert torch.nn.functional.cosine_similarity(ours[name].flatten(), gradient.flatten(), dim=0) > 0.99
+        assert stats.stepped
+    finally:
+        ranks.close()

@@ -1,0 +1,132 @@
+"""What ``load_model`` refuses, and what a policy computes and where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from async_rl.config.model import ModelConfig
+from async_rl.data.chat import check_model
+from async_rl.errors import ModelError
+from async_rl.learner.engine.model import PolicyModel, load_model, to_device
+from async_rl.learner.packing import pack
+from tests.learner.tiny import random_sequences, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="no directory"):
+        load_model(ModelConfig(path=str(tmp_path / "nothing")))
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path):
+    tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="can't load a causal LM"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_missing_weights_are_refused_by_name_instead_of_drawn_at_random(tmp_path: Path):
+    tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 tensors: model\.norm\.weight"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="final_logit_softcapping"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_quantised_weights_are_refused_by_the_name_of_their_method_before_they_are_read(
+    tmp_path: Path, is_nested: bool
+):
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config |= {"text_config": quantised} if is_nested else quantised
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    for check in (lambda: load_model(ModelConfig(path=str(tmp_path))), lambda: check_model(tmp_path)):
+        with pytest.raises(ModelError, match=r"model.path: .* quantization_config \(gptq\).* the unquantised model"):
+            check()
+
+
+@pytest.mark.parametrize(
+    ("head", "dtype", "is_fit"),
+    [
+        ("float32", "auto", False), ("float32", "bfloat16", False), ("bfloat16", "float32", False),
+        ("float32", "float32", True), ("model", "auto", True), (None, "bfloat16", True),
+    ],
+)  # fmt: skip
+def test_a_head_of_a_precision_of_its_own_is_refused(tmp_path: Path, head: str | None, dtype: Any, is_fit: bool):
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"head_dtype": head}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_fit:
+        check_model(tmp_path, dtype=dtype)
+        return
+    for check in (
+        lambda: load_model(ModelConfig(path=str(tmp_path), dtype=dtype)),
+        lambda: check_model(tmp_path, dtype=dtype),
+    ):
+        with pytest.raises(ModelError, match=rf'has head_dtype = \'{head}\'.* set model.dtype = "float32"'):
+            check()
+
+
+def test_master_weights_are_float32_whatever_the_file_holds(tmp_path: Path):
+    tiny_model(tmp_path)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(ModelConfig(path=str(tmp_path)))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_packed_logprobs_are_those_of_each_sequence_alone_at_its_temperature(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    tiny_model(tmp_path)
+    policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sequences = random_sequences(4, 12, spread=5)
+    ((micro_batch,),) = pack(sequences, max_tokens=1000, num_ranks=1)
+    batch = to_device(micro_batch, CPU)
+    scored = policy(replace(batch, temperatures=batch.temperatures * 0.7))
+    for place, sequence_id in enumerate(micro_batch.sequence_ids):
+        sequence = sequences[sequence_id]
+        token_ids = torch.from_numpy(sequence.token_ids).long()
+        with torch.no_grad():
+            logprobs_TV = (plain(input_ids=token_ids[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        chosen = torch.from_numpy(np.flatnonzero(sequence.loss_mask) - 1)
+        mine = torch.from_numpy(np.flatnonzero(micro_batch.sequence_index == place))
+        torch.testing.assert_close(
+            scored.logprobs[mine], logprobs_TV[chosen, token_ids[chosen + 1]], atol=1e-5, rtol=1e-5
+        )
+        entropies = -(logprobs_TV.exp() * logprobs_TV).sum(-1)[chosen]
+        torch.testing.assert_close(scored.entropies[mine], entropies, atol=1e-5, rtol=1e-5)
+
+
+def test_the_head_runs_only_where_there_is_a_loss(tmp_path: Path):
+    tiny_model(tmp_path)
+    policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
+    rows: list[int] = []
+    policy.causal_lm.get_submodule("lm_head").register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    ((micro_batch,),) = pack(random_sequences(2, 12), max_tokens=1000, num_ranks=1)
+    batch = to_device(micro_batch, CPU)
+    policy(batch)
+    # Two sequences of 12 tokens, the last 8 of each trained on.
+    assert rows == [16]

@@ -1,0 +1,149 @@
+"""Supervised warm start from a config to a Hugging Face directory: it learns, resumes exactly, and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
+from async_rl.errors import ConfigError, DataError, RunError
+from async_rl.learner.sft import train
+from async_rl.learner.sft.train import batch_of, run_sft
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
+
+
+def sft_config(root: Path, **settings: Any) -> Config:
+    """Ten rows of adding digits; 12 steps of 4 rows, a checkpoint every 5."""
+    if not (root / "model").exists():
+        tiny_model(root / "model")
+        rows = [
+            {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]}
+            for n in range(8)
+        ]
+        rows += [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+        (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {
+        "data": str(root / "rows.jsonl"),
+        "out": str(root / "out"),
+        "steps": 12,
+        "batch_size": 4,
+        "lr": 1e-2,
+        "checkpoint_every": 5,
+        **settings,
+    }
+    return tiny_config(root, "model", sft=section)
+
+
+def metrics(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "run" / "sft" / "metrics.jsonl").read_text().splitlines()]
+
+
+def exported(root: Path) -> dict[str, torch.Tensor]:
+    return load_file(root / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_training_lowers_the_loss_and_writes_a_model_and_metrics(tmp_path: Path, aggregation: str):
+    from transformers import AutoModelForCausalLM
+
+    run_sft(sft_config(tmp_path, aggregation=aggregation, steps=40, schedule="constant"))
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    # About ln(45) = 3.8 nats at random; 40 steps get well below half of that.
+    assert rows[0]["loss"] > 3.0
+    assert rows[-1]["loss"] < 1.9
+    assert {"loss", "lr", "tokens"} <= rows[0].keys()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_run_that_dies_and_resumes_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+    run_sft(sft_config(tmp_path / "whole"))
+    real_batch_of = train.batch_of
+
+    def dies_in_step_8(rows: Any, step: int, **settings: Any) -> Any:
+        if step == 7:
+            raise KeyboardInterrupt
+        return real_batch_of(rows, step, **settings)
+
+    monkeypatch.setattr(train, "batch_of", dies_in_step_8)
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(sft_config(tmp_path / "broken"))
+    assert len(metrics(tmp_path / "broken")) == 7
+    monkeypatch.setattr(train, "batch_of", real_batch_of)
+    run_sft(sft_config(tmp_path / "broken"))
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
+    expected = exported(tmp_path / "whole")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(tmp_path / "broken").items())
+
+
+def test_two_ranks_learn_what_one_learns(tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    run_sft(sft_config(tmp_path / "one"))
+    (tmp_path / "two" / "sft.toml").write_text(config_to_toml(sft_config(tmp_path / "two")))
+    run_ranks("supervised", tmp_path / "two")
+    expected = exported(tmp_path / "one")
+    for name, tensor in exported(tmp_path / "two").items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-3, rtol=1e-3)
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
+    config = sft_config(tmp_path, steps=2)
+    run_sft(config)
+    before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    run_sft(config)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
+    assert len(metrics(tmp_path)) == 2
+
+
+def test_a_changed_setting_is_refused_by_name(tmp_path: Path):
+    run_sft(sft_config(tmp_path, steps=2))
+    with pytest.raises(RunError, match=r"sft\.lr: 0\.01 -> 0\.02"):
+        run_sft(sft_config(tmp_path, steps=2, lr=0.02))
+
+
+@pytest.mark.parametrize("key", ["data", "out"])
+def test_a_config_without_data_or_out_is_refused(tmp_path: Path, key: str):
+    with pytest.raises(ConfigError, match=rf"sft\.{key}"):
+        run_sft(sft_config(tmp_path, **{key: ""}))
+
+
+def test_an_out_directory_with_files_is_refused_before_training(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    with pytest.raises(RunError, match="got one with files"):
+        run_sft(sft_config(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_row_stops_the_command_with_file_and_line(tmp_path: Path):
+    config = sft_config(tmp_path)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": 3}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:11: "):
+        run_sft(config)
+
+
+def test_a_row_that_fits_no_micro_batch_is_refused_by_both_keys(tmp_path: Path):
+    config = sft_config(tmp_path)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"max_tokens": 6})})
+    with pytest.raises(ConfigError, match=r"learner\.max_tokens: .* sft\.max_length"):
+        run_sft(config)
+
+
+def test_every_epoch_holds_every_row_once_in_another_order():
+    rows = random_sequences(10, 4)
+    stream = [row.sequence_id for step in range(5) for row in batch_of(rows, step, batch_size=4, seed=1)]
+    first, second = stream[:10], stream[10:]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert stream != [row.sequence_id for step in range(5) for row in batch_of(rows, step, batch_size=4, seed=2)]
