@@ -19,7 +19,7 @@ from async_rl.queue.core.changes import Changes
 from async_rl.queue.core.group_summary import read_facts
 from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedFacts
-from async_rl.queue.storage.journal import Journal, pack
+from async_rl.queue.storage.journal import Journal
 from async_rl.records import Sampling
 from benchmarks.queue_product import GROUP_SIZE, PROMPT_TOKENS, make_group, rollouts, tokens_for
 
@@ -40,7 +40,7 @@ class _Queue:
     version: int = 0
 
     def commit(self) -> None:
-        self.journal.commit(self.changes.drain(), {"queue": pack(self.buffer.save())})
+        self.journal.commit(self.changes.drain(), {"queue": self.buffer.save()})
 
     def announce(self) -> None:
         self.buffer.announce(Announcement(_LINEAGE, self.version, "digest", "tcp://127.0.0.1:1"))

@@ -8,17 +8,19 @@ from typing import Any, get_args
 
 import pytest
 
+from async_rl.net.wire import pack_plain
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.changes import Changes, Kind
 from async_rl.queue.core.group_summary import GroupFacts
 from async_rl.queue.core.leases import HeldLease, LeaseTable
-from async_rl.queue.core.ledger import Ledger
+from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
 from async_rl.queue.messages import NotReady, StepAck, TrainedFacts
 from async_rl.queue.storage.payloads import MemoryBodies
 from async_rl.records import Lease
 from tests.queue.builders import LINEAGE, announce, leases, make_buffer, rows, settings
+from tests.queue.witness import written
 
 NUM_FEW, NUM_MANY = 100, 100_000
 NUM_CYCLES = 8
@@ -35,20 +37,19 @@ def put(buffer: Buffer, lease: Lease, version: int) -> None:
 def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
     """Loaded as after a restart. Bound and bytes leave room for all that is queued and one step more."""
     plain: dict[str, Any] = {"max_staleness": num_queued // 2 + 1, "max_bytes": 1 << 50, "on_stale": on_stale}
-    small, bodies = make_buffer(num_steps=NUM_MANY, **plain).save(), MemoryBodies()
-    small["position"] = num_queued
+    saved, bodies = decode_state(make_buffer(num_steps=NUM_MANY, **plain).save()), MemoryBodies()
+    saved.cursor.position = num_queued
     # 2 rollouts a group, 3 tokens a rollout.
-    ledger = Ledger()
+    ledger = saved.ledger
     for account, each in ((ledger.groups, 1), (ledger.rollouts, 2), (ledger.tokens, 6)):
         account.entered = account.queued = each * num_queued
-    small["ledger"] = ledger.save()
     groups = {}
     for i in range(num_queued):
         held = HeldGroup(f"lease-{i}", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, bodies.keep(b"body"))
-        groups[held.lease_id] = GroupEntry(held).facts()
+        groups[held.lease_id] = written(GroupEntry(held))
     buffer = Buffer(settings(**plain), rows(100), PromptStream(100, seed=0), bodies=bodies)
     entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
-    buffer.load({**entries, "group": groups}, small, {}, {}, 0.0)
+    buffer.load({**entries, "group": groups}, pack_plain(saved), {}, {}, 0.0)
     return buffer
 
 

@@ -86,7 +86,8 @@ def test_no_mutant_breaks_the_books_even_with_every_right():
         answered += handle(handlers, frames, sizes, number * 0.01)
         buffer: Buffer = handlers.buffer
         buffer.check()
-        assert pack({"buffer": buffer.save(), "handlers": handlers.save()})
+        assert buffer.save()
+        assert pack({"handlers": handlers.save()})
         json.dumps(buffer.status(number * 0.01), allow_nan=False)
         json.dumps(buffer.ledger_file(), allow_nan=False)
     assert answered > 1000

@@ -1,7 +1,7 @@
 """Pins: what a snapshot needs stays until nothing pins it."""
 
 from async_rl.queue.core.changes import Changes
-from async_rl.queue.core.snapshot_refs import Pins, snapshot_key
+from async_rl.queue.core.snapshot_refs import Pin, Pins, snapshot_key
 from tests.queue.test_shelf import held, ids
 
 
@@ -24,7 +24,7 @@ def test_a_snapshot_made_again_replaces_the_one_of_its_name():
     pins, (a, b) = make_pins(), (held(name, i) for i, name in enumerate("ab"))
     pins.add("line/1", [a, b])
     assert ids(pins.add("line/1", [b])) == ["a"]
-    assert [(key, ids(pin.groups)) for key, pin in pins] == [("line/1", ["b"])]
+    assert [(key, pin.lease_ids) for key, pin in pins] == [("line/1", ("b",))]
 
 
 def test_a_group_pinned_twice_is_listed_once():
@@ -38,6 +38,6 @@ def test_pins_are_written_down_and_crossed_out():
     changes = Changes()
     pins = Pins(changes)
     pins.add(snapshot_key("line", 1), [held("a", 0)])
-    assert [tuple(change) for change in changes.drain()] == [("pin", "line/1", {"lease_ids": ["a"]})]
+    assert [tuple(change) for change in changes.drain()] == [("pin", "line/1", Pin(("a",)))]
     pins.release_all_but("line/2")
     assert [tuple(change) for change in changes.drain()] == [("pin", "line/1", None)]

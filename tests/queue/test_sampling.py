@@ -7,7 +7,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from async_rl.errors import ConfigError
-from async_rl.queue.core import saved
+from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.buffer import Buffer
 from tests.queue.builders import SAMPLING, ack, group, leases, make_buffer, make_config, put, settings, take
@@ -57,7 +57,7 @@ def test_a_restarted_queue_gives_its_leases_the_temperature_they_had():
     for lease in leases(buffer, 1, version=0) + leases(buffer, 1, version=1):
         held = buffer._state.leases.get(lease.lease_id)
         assert held is not None
-        assert saved._held_lease(buffer._state, lease.lease_id, held.facts()).lease == lease
+        assert persistence.build_active_lease(buffer._state, lease.lease_id, held.facts()).lease == lease
 
 
 # 2 rollouts a group, 8 + 8 tokens of 13 bytes each, 1024 bytes a rollout and 4096 a group: 6560 without kept tokens.

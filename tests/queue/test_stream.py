@@ -1,4 +1,4 @@
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompt_stream import PromptStream, StreamCursor
 
 
 def draw_all(stream: PromptStream, count: int) -> list[int]:
@@ -14,7 +14,7 @@ def test_every_epoch_is_an_order_of_all_rows_and_no_two_are_alike():
 
 def test_a_position_names_the_same_row_in_another_process():
     first, second = PromptStream(50, seed=3), PromptStream(50, seed=3)
-    second.restore(120, ())
+    second.cursor = StreamCursor(120)
     assert [first.locate(p) for p in (120, 7, 49)] == [second.locate(p) for p in (120, 7, 49)]
 
 

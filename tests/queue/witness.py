@@ -7,17 +7,16 @@ where prompts ended.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from async_rl.config.queue import OnStale
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.changes import Changes, Kind
 from async_rl.queue.core.group_summary import GroupFacts
-from async_rl.queue.core.ledger import Ledger
+from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.core.state import LearnerSide
+from async_rl.queue.core.state import LearnerSide, PersistedState
 from async_rl.queue.messages import Verdict
 from async_rl.queue.storage.journal import pack, unpack
 from async_rl.queue.storage.payloads import MemoryBodies, Place
@@ -95,21 +94,25 @@ class Witness:
         )  # fmt: skip
 
     def _remember(self) -> None:
-        self._revision, self._small = self.buffer.revision, {**self.buffer.save(), "now": None}
+        self._revision, self._small = self.buffer.revision, self._saved()
+
+    def _saved(self) -> PersistedState:
+        """As it comes back from a disk; without the clock, which runs while nothing changes."""
+        return replace(decode_state(self.buffer.save()), now=0.0)
 
     def reload(self, clock: float) -> None:
         """The server dies; another, whose clock may be any, goes on from its records."""
-        entries: dict[Kind, dict[str, Any]] = {kind: _written(fields) for kind, fields in self.entries.items()}
-        small, depth, bodies = _written(self.buffer.save()), self.buffer.stats().depth, self.bodies
+        entries: dict[Kind, dict[str, Any]] = {kind: written(fields) for kind, fields in self.entries.items()}
+        saved, depth, bodies = self.buffer.save(), self.buffer.stats().depth, self.bodies
         self.now = clock
         self.start_server(bodies)
-        places = self.buffer.load(entries, small, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
+        places = self.buffer.load(entries, saved, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
         assert len(set(places)) == len(places) == len(bodies)
         for change in self.changes.drain():
             assert change.fields is not None
-            assert _written(change.fields) == entries[change.kind][change.key]
+            assert written(change.fields) == entries[change.kind][change.key]
         self.entries = entries
-        assert _written(self.buffer.save()) == small
+        assert decode_state(self.buffer.save()) == decode_state(saved)
         assert self.buffer.stats().depth == depth
         self._remember()
         self.settle()
@@ -144,7 +147,7 @@ class Witness:
         """Write down what changed, as the server does, and hold the buffer against the books."""
         self.is_sound = False
         changes = self.changes.drain()
-        small = {**self.buffer.save(), "now": None}
+        small = self._saved()
         if self.buffer.revision == self._revision:
             # The server writes nothing down, and wakes nobody, while the revision stands still.
             assert not changes
@@ -153,23 +156,23 @@ class Witness:
             if change.fields is None:
                 self.entries[change.kind].pop(change.key, None)
             else:
-                self.entries[change.kind][change.key] = change.fields
+                self.entries[change.kind][change.key] = written(change.fields)
         self._revision, self._small = self.buffer.revision, small
         self.buffer.check()
         self._check_prompts(small)
         self._check_bodies()
         self.is_sound = True
 
-    def _check_prompts(self, small: Mapping[str, Any]) -> None:
+    def _check_prompts(self, small: PersistedState) -> None:
         """Every prompt drawn is at one place, or ended in one way."""
-        held = [fields["position"] for fields in self.entries["group"].values() if fields["is_held"]]
+        held = [fields["group"]["position"] for fields in self.entries["group"].values() if fields["is_held"]]
         in_flight = [f["position"] for f in self.entries["lease"].values() if f["evaluation"] is None]
-        places = [*small["again"], *held, *in_flight, *self.books.ended]
+        places = [*small.cursor.requeued, *held, *in_flight, *self.books.ended]
         assert len(set(places)) == len(places), "a prompt is at two places"
-        assert all(position < small["position"] for position in places)
-        dropped = Ledger.load(small["ledger"]).as_dict()["groups"]["dropped"]
+        assert all(position < small.cursor.position for position in places)
+        dropped = small.ledger.groups.dropped
         set_aside = dropped["poison"] + dropped["too_slow"] + dropped["unused_at_end"]
-        assert len(places) + set_aside == small["position"], "a prompt got lost"
+        assert len(places) + set_aside == small.cursor.position, "a prompt got lost"
 
     def _check_bodies(self) -> None:
         """Every body is needed, and readable; those in use and those to come fit into ``queue.max_bytes``."""
@@ -178,8 +181,8 @@ class Witness:
         assert groups.keys() == self.held_ids | pinned
         assert len(self.bodies) == len(groups) + sum(answer["place"] is not None for answer in answers)
         for lease_id in pinned:
-            assert self.bodies.read(Place(**groups[lease_id]["place"])) == self.sent[lease_id][1]
-        in_use = sum(groups[lease_id]["place"]["length"] for lease_id in self.held_ids)
+            assert self.bodies.read(Place(**groups[lease_id]["group"]["place"])) == self.sent[lease_id][1]
+        in_use = sum(groups[lease_id]["group"]["place"]["length"] for lease_id in self.held_ids)
         num_training = len(self.lease_versions)
         assert in_use + num_training * WORST_CASE <= self.settings.max_bytes
 
@@ -201,6 +204,6 @@ class Witness:
         return "filtered" if self.knobs.is_filtered and self.knobs.refill and facts.accuracy != 1 else "queued"
 
 
-def _written(plain: Mapping[str, Any]) -> dict[str, Any]:
+def written(plain: Any) -> dict[str, Any]:
     """As it comes back from a disk."""
     return unpack(pack(plain))

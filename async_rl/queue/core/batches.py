@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_rl.errors import QueueError
-from async_rl.queue.core import report, restore
+from async_rl.queue.core import persistence, report
 from async_rl.queue.core.state import LearnerSide, QueueState
 from async_rl.queue.messages import NotReady, StepAck, TrainedFacts
 from async_rl.queue.storage.payloads import Body
@@ -30,7 +30,7 @@ class TakenBody:
 def take(state: QueueState, lineage: str, step: int, version: int, num_groups: int) -> tuple[TakenBody, ...] | NotReady:
     """As ``Buffer.take``."""
     learner = state.attached(lineage)
-    if learner.taken and step == learner.step + 1:
+    if state.taken and step == learner.step + 1:
         # Sent right behind the ack, which was held up on its way: it will come again.
         return NotReady(f"waits for the ack of step {learner.step}", report.stats(state))
     if (step, version) != (learner.step, learner.version):
@@ -38,30 +38,30 @@ def take(state: QueueState, lineage: str, step: int, version: int, num_groups: i
             f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
             f"version {version}"
         )
-    if not learner.taken:
+    if not state.taken:
         state.drop_too_old(learner)
         if len(state.queued) < num_groups or learner.finished or not learner.steps_left:
             return report.not_ready(state, learner, num_groups)
         if _must_wait(state, learner):
             return report.not_ready(state, learner, num_groups)
-        learner.hold(state.queued.pop_first(num_groups))
-        for group in learner.taken:
+        state.hold_taken(state.queued.pop_first(num_groups))
+        for group in state.taken:
             state.ledger.take(group.num_rollouts, group.num_tokens)
-        learner.waits_since = None
+        state.waits_since = None
         state.revision += 1
         _cancel_left_behind(state, learner)
     return tuple(
         TakenBody(
             state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, state.bodies.read(g.place)
         )
-        for g in learner.taken
+        for g in state.taken
     )
 
 
 def lacks_groups(state: QueueState, lineage: str, step: int, num_groups: int) -> bool:
     """As ``Buffer.lacks_groups``."""
     learner = state.learner
-    if learner is None or (learner.lineage, learner.step) != (lineage, step) or learner.taken:
+    if learner is None or (learner.lineage, learner.step) != (lineage, step) or state.taken:
         return False
     is_over = learner.finished or not learner.steps_left or state.stream.exhausted or state.stop_diagnosis()
     return len(state.queued) < num_groups and not is_over
@@ -72,7 +72,7 @@ def ack(state: QueueState, ack: StepAck) -> bytes | None:
     learner, settings = state.attached(ack.lineage), state.settings
     if learner.acked is not None and learner.acked[0] == ack.step:
         return learner.acked[1]
-    if ack.step != learner.step or not learner.taken:
+    if ack.step != learner.step or not state.taken:
         raise QueueError(f"expected an ack of step {learner.step}, taken before, got one of step {ack.step}")
     oldest = learner.version + ack.trained.stepped
     newest = learner.version + (settings.updates_per_batch if ack.trained.stepped else 0)
@@ -90,16 +90,16 @@ def ack(state: QueueState, ack: StepAck) -> bytes | None:
     if not learner.steps_left:
         state.end_training()
     state.revision += 1
-    learner.acked = (ack.step, restore.save(state, learner) if ack.snapshot else None)
+    learner.acked = (ack.step, persistence.snapshot(state, learner) if ack.snapshot else None)
     return learner.acked[1]
 
 
 def wait_deadline(state: QueueState) -> float | None:
     """When a waiting step goes on without the leases that it waits for; None if none waits."""
     learner = state.learner
-    if learner is None or learner.waits_since is None:
+    if learner is None or state.waits_since is None:
         return None
-    return learner.waits_since + state.settings.wait_s
+    return state.waits_since + state.settings.wait_s
 
 
 def stop_waiting(state: QueueState) -> None:
@@ -109,7 +109,7 @@ def stop_waiting(state: QueueState) -> None:
         return
     _cancel_left_behind(state, learner)
     # Leases given out since a batch is complete are young enough: it is taken next, and waits for nothing again.
-    learner.waits_since = None
+    state.waits_since = None
 
 
 def _cancel_left_behind(state: QueueState, learner: LearnerSide) -> None:
@@ -130,18 +130,18 @@ def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
         return False
     if not state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
         return False
-    if learner.waits_since is None:
-        learner.waits_since = state.now
+    if state.waits_since is None:
+        state.waits_since = state.now
     return True
 
 
 def _settle(state: QueueState, learner: LearnerSide, facts: TrainedFacts) -> None:
     """Book the taken groups: trained as the facts say, or dropped with a skipped optimizer step."""
-    taken = learner.taken
+    taken = state.taken
     if facts.stepped:
         rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)
         state.ledger.train(len(taken), rollouts, tokens, facts)
-    learner.hold(())
+    state.hold_taken(())
     for group in taken:
         state.attempts.pop(group.position, None)
         if facts.stepped:

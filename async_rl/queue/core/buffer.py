@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rl.errors import LineageError, QueueError
-from async_rl.queue.core import batches, ingest, lease_scheduler, report, restore, saved
+from async_rl.queue.core import batches, ingest, lease_scheduler, persistence, report
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.batches import TakenBody
 from async_rl.queue.core.changes import Changes, Kind
-from async_rl.queue.core.evals import EvalBook, EvalKey, Evaluation, Row
+from async_rl.queue.core.evals import EvalBook, EvalKey, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.group_summary import GroupFacts
 from async_rl.queue.core.leases import GeneratorTable, LeaseTable
 from async_rl.queue.core.prompt_stream import PromptStream
@@ -75,19 +75,20 @@ class Buffer:
             pins=Pins(changes),
         )
 
-    def save(self) -> dict[str, Any]:
-        """Everything small that is not noted in ``changes``, as plain data."""
-        return saved.save(self._state)
+    def save(self) -> bytes:
+        """Everything small that is not noted in ``changes``, for the journal."""
+        return persistence.save(self._state)
 
-    def load(self, entries: Mapping[Kind, Mapping[str, Mapping[str, Any]]], small: Mapping[str, Any],
-        eval_rows: Mapping[str, Sequence[Row]], eval_samplings: Mapping[str, Sampling],
-        now: float) -> list[Place]:  # fmt: skip
+    def load(
+        self, entries: Mapping[Kind, Mapping[str, Any]], saved: bytes, eval_rows: Mapping[str, Sequence[Row]],
+        eval_samplings: Mapping[str, Sampling], now: float,
+    ) -> list[Place]:  # fmt: skip
         """Go on from what an earlier process wrote down, on an empty buffer; the places of the bodies in use.
 
         Raises:
             QueueError: it is not understood.
         """
-        return saved.load(self._state, entries, small, eval_rows, eval_samplings, now)
+        return persistence.load(self._state, entries, saved, eval_rows, eval_samplings, now)
 
     # The learner.
 
@@ -113,12 +114,16 @@ class Buffer:
             return
         if lineage in state.old_lineages:
             raise LineageError(f"lineage {lineage} no longer owns the queue; a newer learner has taken over")
-        saved = None if snapshot is None else restore.read(state, snapshot, step=step, version=fork_version)
+        found = None
+        if snapshot is not None:
+            found = persistence.read_snapshot(state, snapshot, step=step, version=fork_version)
         state.old_lineages |= {parent} if parent else set()
         state.old_lineages |= {state.learner.lineage} if state.learner is not None else set()
-        restore.void_leases(state)
-        restore.restore(state, saved)
-        bound = state.settings.max_staleness if saved is None else saved.lease_bound
+        state.void_leases()
+        persistence.restore(state, found)
+        before = None if found is None else found.state.learner
+        bound = state.settings.max_staleness if before is None else before.lease_bound
+        state.waits_since = None
         state.learner = LearnerSide(lineage, step, num_steps, fork_version, fork_version, bound)
         state.drop_too_old(state.learner)
         state.revision += 1
@@ -144,8 +149,9 @@ class Buffer:
         exclusive: bool,
     ) -> None:  # fmt: skip
         """Ask for an evaluation. ``exclusive``: no training lease until it is done."""
-        evaluation = Evaluation((dataset, step), rows, num_samples, sampling, min_version, exclusive)
-        if self._state.evals.add(evaluation):
+        record = EvaluationRecord(dataset, step, num_samples, min_version, exclusive)
+        evaluation = Evaluation(record, rows, sampling)
+        if evaluation.key not in self._state.received_evals and self._state.evals.add(evaluation):
             self._state.revision += 1
 
     def eval_results(self, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalBodies]:
@@ -156,6 +162,7 @@ class Buffer:
             evaluation = state.evals.confirm(key)
             if evaluation is None:
                 continue
+            state.received_evals.add(key)
             for answer in evaluation.answers.values():
                 if answer.place is not None:
                     state.eval_ledger.deliver(answer.rollouts, answer.tokens)
@@ -220,12 +227,12 @@ class Buffer:
         learner = state.attached(lineage)
         if learner.finished:
             return
-        for group in learner.hold(()):
+        for group in state.hold_taken(()):
             state.drop_group(group, "taken", "unused_at_end")
         state.end_training()
         for held in state.leases:
             state.lose_lease(held, "unused_at_end", again=False)
-        restore.drop_undelivered(state, "unused_at_end")
+        persistence.drop_undelivered(state, "unused_at_end")
         learner.finished = True
         state.revision += 1
 
@@ -235,7 +242,7 @@ class Buffer:
         state.at(now)
         learner = state.attached(lineage)
         state.revision += 1
-        return restore.save(state, learner)
+        return persistence.snapshot(state, learner)
 
     # The generators.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
 
 from async_rl.queue.core.changes import Changes
 from async_rl.queue.storage.payloads import BodyStore, Place
@@ -31,37 +32,42 @@ EvalKey = tuple[str, int]
 """Dataset name and the learner's step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """Where one row's encoded group lies, and what the ledger knows of it. Without a place it was given up."""
 
     place: Place | None
     rollouts: int = 0
     tokens: int = 0
 
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
+    def facts(self) -> Answer:
+        return self
 
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """The inverse of ``facts``."""
-        return cls(**{**facts, "place": Place(**facts["place"]) if facts["place"] is not None else None})
+
+class EvaluationRecord(msgspec.Struct):
+    """What was asked for, and how often each row was lost. ``exclusive``: no training lease until it is done."""
+
+    dataset: str
+    step: int
+    num_samples: int
+    min_version: int
+    exclusive: bool
+    attempts: dict[int, int] = {}
 
 
 @dataclass(slots=True)
 class Evaluation:
     """One dataset at one step. ``todo`` are rows without lease or answer."""
 
-    key: EvalKey
+    record: EvaluationRecord
     rows: Sequence[Row]
-    num_samples: int
     sampling: Sampling
-    min_version: int
-    exclusive: bool
     todo: list[int] = field(default_factory=list)
-    attempts: Counter[int] = field(default_factory=Counter)
     answers: dict[int, Answer] = field(default_factory=dict)
     delivered: bool = False
+
+    @property
+    def key(self) -> EvalKey:
+        return self.record.dataset, self.record.step
 
     @property
     def done(self) -> bool:
@@ -76,22 +82,14 @@ class Evaluation:
 
     def lose(self, row: int, *, max_attempts: int, again: bool) -> bool:
         """A row's lease ended without an answer; whether it is to be given up."""
-        self.attempts[row] += 1
-        if again and self.attempts[row] < max_attempts:
+        attempts = self.record.attempts[row] = self.record.attempts.get(row, 0) + 1
+        if again and attempts < max_attempts:
             heapq.heappush(self.todo, row)
             return False
         return True
 
-    def facts(self) -> dict[str, Any]:
-        """Plain data, without rows, sampling and answers."""
-        return {
-            "dataset": self.key[0],
-            "step": self.key[1],
-            "num_samples": self.num_samples,
-            "min_version": self.min_version,
-            "exclusive": self.exclusive,
-            "attempts": dict(self.attempts),
-        }
+    def facts(self) -> EvaluationRecord:
+        return self.record
 
     @property
     def progress_line(self) -> str:
@@ -109,7 +107,6 @@ class EvalBook:
     def __init__(self, changes: Changes, bodies: BodyStore) -> None:
         self._changes, self._bodies = changes, bodies
         self._open: dict[EvalKey, Evaluation] = {}
-        self._received: set[EvalKey] = set()
         self.num_bytes = 0
 
     def __iter__(self) -> Iterator[Evaluation]:
@@ -117,7 +114,7 @@ class EvalBook:
 
     def add(self, evaluation: Evaluation) -> bool:
         """Ask for an evaluation; whether it is new."""
-        if evaluation.key in self._open or evaluation.key in self._received:
+        if evaluation.key in self._open:
             return False
         evaluation.todo = [row for row in range(len(evaluation.rows)) if row not in evaluation.answers]
         self._open[evaluation.key] = evaluation
@@ -142,7 +139,6 @@ class EvalBook:
         evaluation = self._open.get(key)
         if evaluation is None or not evaluation.done:
             return None
-        self._received.add(key)
         self._forget(evaluation)
         return evaluation
 
@@ -150,15 +146,6 @@ class EvalBook:
         """A new learner asks anew."""
         for evaluation in list(self._open.values()):
             self._forget(evaluation)
-        self._received.clear()
-
-    def restore_received(self, keys: Iterable[EvalKey]) -> None:
-        """Evaluations that the learner has."""
-        self._received = set(keys)
-
-    @property
-    def received(self) -> list[EvalKey]:
-        return sorted(self._received)
 
     @property
     def finished(self) -> list[Evaluation]:
@@ -171,7 +158,7 @@ class EvalBook:
     @property
     def exclusive(self) -> Evaluation | None:
         """An unfinished evaluation that no training lease may overtake."""
-        return next((e for e in self.unfinished if e.exclusive), None)
+        return next((e for e in self.unfinished if e.record.exclusive), None)
 
     def _forget(self, evaluation: Evaluation) -> None:
         del self._open[evaluation.key]

@@ -70,7 +70,7 @@ def _receive_answer(state: QueueState, held: HeldLease, group: GroupFacts, body:
     if evaluation is None:
         _lose_returned(state, held, "refused", group.num_tokens)
         return "unknown_lease"
-    if group.num_tokens and group.oldest_version < evaluation.min_version:
+    if group.num_tokens and group.oldest_version < evaluation.record.min_version:
         _lose_returned(state, held, "stale", group.num_tokens)
         return "stale"
     state.leases.close(held.lease.lease_id, _RETURNED)

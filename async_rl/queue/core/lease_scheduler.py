@@ -58,12 +58,11 @@ def _grant_evals(
     for evaluation in state.evals.unfinished:
         if not evaluation.todo:
             continue
-        if version < evaluation.min_version:
-            reason = (
-                f"evaluation {evaluation.progress_line} wants version {evaluation.min_version}, active is {version}"
-            )
+        wanted = evaluation.record.min_version
+        if version < wanted:
+            reason = f"evaluation {evaluation.progress_line} wants version {wanted}, active is {version}"
             announced = learner.announced_version
-            can_activate = announced is not None and announced >= evaluation.min_version
+            can_activate = announced is not None and announced >= wanted
             answer = answer or LeasesGranted((), reason, activate=announced if can_activate else None)
             continue
         while evaluation.todo and len(leases) < max_leases:
@@ -136,10 +135,10 @@ def _issue_eval(
     row = heapq.heappop(evaluation.todo)
     lease = build_lease(
         state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
-        min_version=evaluation.min_version, attempt=evaluation.attempts[row] + 1, version=version,
+        min_version=evaluation.record.min_version, attempt=evaluation.record.attempts.get(row, 0) + 1, version=version,
     )  # fmt: skip
     state.leases.add(HeldLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
-    state.eval_ledger.issue(evaluation.num_samples)
+    state.eval_ledger.issue(evaluation.record.num_samples)
     return lease
 
 
@@ -163,7 +162,7 @@ def build_lease(
         lease_id=lease_id,
         kind=kind,
         prompt=state.prompt(position) if evaluation is None else evaluation.prompt(position),
-        group_size=settings.group_size if evaluation is None else evaluation.num_samples,
+        group_size=settings.group_size if evaluation is None else evaluation.record.num_samples,
         sampling=settings.sampling_at(max(version, min_version)) if evaluation is None else evaluation.sampling,
         lineage=lineage,
         min_version=min_version,

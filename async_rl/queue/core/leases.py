@@ -18,6 +18,22 @@ _REMEMBERED = 65_536
 """Closed leases whose fate is remembered, to tell a repeated return from an unknown one."""
 
 
+class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
+    """What the journal keeps of a lease in flight: what does not follow from the settings and the rows.
+
+    Its progress is left out: after a restart every lease may grow anew.
+    """
+
+    position: int
+    min_version: int
+    lineage: str
+    attempt: int
+    generator_id: str
+    version: int
+    issued_at: float
+    evaluation: tuple[str, int] | None
+
+
 @dataclass(slots=True)
 class HeldLease:
     """A lease in flight. ``version`` is the generator's active one when it asked; ``reserved`` bytes."""
@@ -36,19 +52,12 @@ class HeldLease:
         """No token of it can be older: a generator activates the lease's oldest version before it samples."""
         return max(self.version, self.lease.min_version)
 
-    def facts(self) -> dict[str, Any]:
-        """Plain data: what can't be had from the settings and the rows. Its progress isn't worth writing down."""
+    def facts(self) -> LeaseRecord:
         lease = self.lease
-        return {
-            "position": lease.prompt.position,
-            "min_version": lease.min_version,
-            "lineage": lease.lineage,
-            "attempt": lease.attempt,
-            "generator_id": self.generator_id,
-            "version": self.version,
-            "issued_at": self.issued_at,
-            "evaluation": self.evaluation,
-        }
+        return LeaseRecord(
+            lease.prompt.position, lease.min_version, lease.lineage, lease.attempt, self.generator_id, self.version,
+            self.issued_at, self.evaluation,
+        )  # fmt: skip
 
 
 class Fate(msgspec.Struct, frozen=True, gc=False):
@@ -57,8 +66,8 @@ class Fate(msgspec.Struct, frozen=True, gc=False):
     fate: str
     number: int
 
-    def facts(self) -> dict[str, Any]:
-        return {"fate": self.fate, "number": self.number}
+    def facts(self) -> Fate:
+        return self
 
 
 class LeaseTable:

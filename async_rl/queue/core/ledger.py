@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
+
+import msgspec
 
 from async_rl.errors import QueueError
 from async_rl.queue.messages import DROP_CAUSES, DropCause, TrainedFacts
 
 Place = Literal["in_flight", "queued", "taken"]
+Outcome = Literal["received", "trained", "filtered", "dropped", "cancelled"]
 _PLACES = ("in_flight", "queued", "taken")
 _NONE_DROPPED: dict[str, int] = dict.fromkeys(DROP_CAUSES, 0)
 
 
-@dataclass(slots=True)
-class Account:
+class Account(msgspec.Struct, array_like=True):
     """One unit's counters. ``entered`` is what was issued (groups, rollouts) or received (tokens)."""
 
     entered: int = 0
@@ -32,22 +32,8 @@ class Account:
     done: int = 0
     filtered: int = 0
     failed: int = 0
-    masked: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def save(self) -> list[Any]:
-        """The terms in their order, as plain data."""
-        return [
-            self.entered, self.in_flight, self.queued, self.taken, self.done, self.filtered, self.failed,
-            dict(self.masked), dict(self.dropped),
-        ]  # fmt: skip
-
-    @classmethod
-    def load(cls, plain: Sequence[Any]) -> Self:
-        """The inverse of ``save``."""
-        account = cls(*plain)
-        account.masked, account.dropped = Counter(account.masked), Counter(account.dropped)
-        return account
+    masked: Counter[str] = msgspec.field(default_factory=Counter)
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)
 
     @property
     def accounted(self) -> int:
@@ -71,12 +57,13 @@ class Account:
         self.dropped["rolled_back"] += lost
 
 
-class Ledger:
+class Ledger(msgspec.Struct, array_like=True):
     """Groups, rollouts and tokens. ``final`` names the good end: ``trained``, or ``delivered`` for evaluations."""
 
-    def __init__(self, final: str = "trained") -> None:
-        self.groups, self.rollouts, self.tokens = Account(), Account(), Account()
-        self._final = final
+    final: str = "trained"
+    groups: Account = msgspec.field(default_factory=Account)
+    rollouts: Account = msgspec.field(default_factory=Account)
+    tokens: Account = msgspec.field(default_factory=Account)
 
     def issue(self, rollouts: int) -> None:
         """A lease is given out."""
@@ -163,14 +150,14 @@ class Ledger:
             "groups": {
                 "issued": groups.entered,
                 **{place: getattr(groups, place) for place in _PLACES},
-                self._final: groups.done,
+                self.final: groups.done,
                 "filtered": groups.filtered,
                 "dropped": _by_cause(groups),
             },
             "rollouts": {
                 "issued": rollouts.entered,
                 **{place: getattr(rollouts, place) for place in _PLACES},
-                self._final: rollouts.done,
+                self.final: rollouts.done,
                 "masked": dict(rollouts.masked),
                 "failed": rollouts.failed,
                 "filtered": rollouts.filtered,
@@ -180,43 +167,12 @@ class Ledger:
                 "received": tokens.entered,
                 "queued": tokens.queued,
                 "taken": tokens.taken,
-                self._final: tokens.done,
+                self.final: tokens.done,
                 "masked": dict(tokens.masked),
                 "filtered": tokens.filtered,
                 "dropped": _by_cause(tokens),
             },
         }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any], final: str = "trained") -> Self:
-        """The inverse of ``as_dict``."""
-        ledger = cls(final)
-        for name, entered in (("groups", "issued"), ("rollouts", "issued"), ("tokens", "received")):
-            terms = plain[name]
-            account = Account(
-                entered=terms[entered],
-                in_flight=terms.get("in_flight", 0),
-                queued=terms["queued"],
-                taken=terms["taken"],
-                done=terms[final],
-                filtered=terms["filtered"],
-                failed=terms.get("failed", 0),
-                masked=Counter(terms.get("masked", {})),
-                dropped=Counter(terms["dropped"]),
-            )
-            setattr(ledger, name, account)
-        return ledger
-
-    def save(self) -> list[Any]:
-        """As ``as_dict``, but without names: written with every commit."""
-        return [self.groups.save(), self.rollouts.save(), self.tokens.save()]
-
-    @classmethod
-    def load(cls, plain: Sequence[Any], final: str = "trained") -> Self:
-        """The inverse of ``save``."""
-        ledger = cls(final)
-        ledger.groups, ledger.rollouts, ledger.tokens = map(Account.load, plain)
-        return ledger
 
     def _leave(self, source: Place, rollouts: int, tokens: int, groups: int = 1) -> None:
         self.groups.move(source, groups)
@@ -234,8 +190,7 @@ def _by_cause(account: Account) -> dict[str, int]:
     return {**_NONE_DROPPED, **account.dropped}
 
 
-@dataclass(slots=True)
-class Sums:
+class Sums(msgspec.Struct, array_like=True):
     """Over groups; ``reward`` and ``accuracy`` are summed over their rollouts."""
 
     groups: int = 0
@@ -245,36 +200,26 @@ class Sums:
     accuracy: float = 0.0
 
 
-class Outcomes:
+class Outcomes(msgspec.Struct, array_like=True):
     """Sums over groups by what became of them, so that a bias in what is dropped can be seen. Additive.
 
     What is ``cancelled`` was not received: its tokens are those reported before, its reward and accuracy are unknown.
     """
 
-    FATES = ("received", "trained", "filtered", "dropped", "cancelled")
+    received: Sums = msgspec.field(default_factory=Sums)
+    trained: Sums = msgspec.field(default_factory=Sums)
+    filtered: Sums = msgspec.field(default_factory=Sums)
+    dropped: Sums = msgspec.field(default_factory=Sums)
+    cancelled: Sums = msgspec.field(default_factory=Sums)
 
-    def __init__(self) -> None:
-        self._sums = {fate: Sums() for fate in self.FATES}
-
-    def add(self, fate: str, *, rollouts: int, tokens: int, reward: float, accuracy: float) -> None:
+    def add(self, outcome: Outcome, *, rollouts: int, tokens: int, reward: float, accuracy: float) -> None:
         """One group; ``reward`` and ``accuracy`` are sums over its rollouts."""
-        sums = self._sums[fate]
+        sums: Sums = getattr(self, outcome)
         sums.groups += 1
         sums.rollouts += rollouts
         sums.tokens += tokens
         sums.reward += reward
         sums.accuracy += accuracy
 
-    def save(self) -> list[list[float]]:
-        """The sums of each fate in their order."""
-        return [[s.groups, s.rollouts, s.tokens, s.reward, s.accuracy] for s in self._sums.values()]
-
-    @classmethod
-    def load(cls, plain: Sequence[Sequence[Any]]) -> Self:
-        """The inverse of ``save``."""
-        outcomes = cls()
-        outcomes._sums = {fate: Sums(*sums) for fate, sums in zip(cls.FATES, plain, strict=True)}
-        return outcomes
-
     def as_dict(self) -> dict[str, dict[str, float]]:
-        return {fate: {name: getattr(sums, name) for name in Sums.__slots__} for fate, sums in self._sums.items()}
+        return {outcome: msgspec.structs.asdict(getattr(self, outcome)) for outcome in self.__struct_fields__}

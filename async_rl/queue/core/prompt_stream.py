@@ -7,9 +7,19 @@ buffer draws positions; those it puts back (expired, dropped, rolled back) come 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
+import msgspec
 import numpy as np
+
+
+class StreamCursor(msgspec.Struct):
+    """How far a stream was drawn.
+
+    ``position`` is the next one that was never drawn; ``requeued`` is a heap of those to draw again first.
+    """
+
+    position: int = 0
+    requeued: list[int] = []
 
 
 class PromptStream:
@@ -25,33 +35,32 @@ class PromptStream:
         self.num_rows = num_rows
         self._seed, self._shuffle = seed, shuffle
         self._end = None if epochs is None else epochs * num_rows
-        self._position = 0
-        self._again: list[int] = []
+        self.cursor = StreamCursor()
         self._orders: dict[int, np.ndarray] = {}
 
     @property
     def position(self) -> int:
         """The next position that was never drawn."""
-        return self._position
+        return self.cursor.position
 
     @property
     def again(self) -> list[int]:
         """Positions that wait to be drawn again, ascending."""
-        return sorted(self._again)
+        return sorted(self.cursor.requeued)
 
     @property
     def num_again(self) -> int:
-        return len(self._again)
+        return len(self.cursor.requeued)
 
     @property
     def epoch(self) -> int:
         """The epoch of the newest position drawn (0 before the first)."""
-        return max(0, self._position - 1) // self.num_rows
+        return max(0, self.cursor.position - 1) // self.num_rows
 
     @property
     def exhausted(self) -> bool:
         """Whether nothing is left to draw."""
-        return not self._again and self._end is not None and self._position >= self._end
+        return not self.cursor.requeued and self._end is not None and self.cursor.position >= self._end
 
     def locate(self, position: int) -> tuple[int, int]:
         """(row, epoch) of a position."""
@@ -60,21 +69,16 @@ class PromptStream:
 
     def draw(self) -> int | None:
         """The next position; None at the end of the last epoch."""
-        if self._again:
-            return heapq.heappop(self._again)
+        if self.cursor.requeued:
+            return heapq.heappop(self.cursor.requeued)
         if self.exhausted:
             return None
-        self._position += 1
-        return self._position - 1
+        self.cursor.position += 1
+        return self.cursor.position - 1
 
     def put_back(self, position: int) -> None:
         """Let a drawn position come again."""
-        heapq.heappush(self._again, position)
-
-    def restore(self, position: int, again: Iterable[int]) -> None:
-        """Go on from ``position``, with ``again`` to be drawn first."""
-        self._position = position
-        self._again = sorted(again)
+        heapq.heappush(self.cursor.requeued, position)
 
     def _order(self, epoch: int) -> np.ndarray:
         order = self._orders.get(epoch)

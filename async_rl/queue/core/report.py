@@ -115,9 +115,9 @@ def not_ready(state: QueueState, learner: LearnerSide, num_groups: int) -> NotRe
     if state.stream.exhausted and not in_flight:
         line = f"the data has ended with {len(state.queued)} groups left, a step needs {num_groups}"
         return NotReady(line, stats(state), exhausted=True)
-    if learner.waits_since is not None:
+    if state.waits_since is not None:
         late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
-        waited_s = state.now - learner.waits_since
+        waited_s = state.now - state.waits_since
         line = f"waits {waited_s:.0f} s (queue.wait_s) for {len(late)} groups that this step would make stale"
         return NotReady(line, stats(state))
     line = f"{who_samples(state)}{len(state.queued)} of {num_groups} groups are queued, {in_flight} in flight"

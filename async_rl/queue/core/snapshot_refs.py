@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 from async_rl.queue.core.changes import Changes
 from async_rl.queue.core.stored_group import HeldGroup
@@ -20,14 +20,13 @@ def snapshot_key(lineage: str, step: int) -> str:
     return f"{lineage}/{step}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(msgspec.Struct, frozen=True, gc=False):
     """The groups of one snapshot."""
 
-    groups: tuple[HeldGroup, ...]
+    lease_ids: tuple[str, ...]
 
-    def facts(self) -> dict[str, Any]:
-        return {"lease_ids": [group.lease_id for group in self.groups]}
+    def facts(self) -> Pin:
+        return self
 
 
 class Pins:
@@ -59,10 +58,10 @@ class Pins:
 
     def add(self, key: str, groups: Iterable[HeldGroup]) -> list[HeldGroup]:
         """Pin a snapshot's groups; those that an older pin of the same name held and that nothing pins any more."""
-        before = self._pins.get(key)
-        self._pins[key] = pin = Pin(tuple(groups))
-        self._groups |= {group.lease_id: group for group in pin.groups}
-        self._counts.update(group.lease_id for group in pin.groups)
+        before, found = self._pins.get(key), list(groups)
+        self._pins[key] = pin = Pin(tuple(group.lease_id for group in found))
+        self._groups |= {group.lease_id: group for group in found}
+        self._counts.update(pin.lease_ids)
         self._changes.put("pin", key, pin)
         return [] if before is None else self._uncount(before)
 
@@ -75,8 +74,8 @@ class Pins:
         return released
 
     def _uncount(self, pin: Pin) -> list[HeldGroup]:
-        self._counts.subtract(group.lease_id for group in pin.groups)
-        gone = [group for group in pin.groups if not self._counts[group.lease_id]]
-        for group in gone:
-            del self._counts[group.lease_id], self._groups[group.lease_id]
-        return gone
+        self._counts.subtract(pin.lease_ids)
+        gone = [lease_id for lease_id in pin.lease_ids if not self._counts[lease_id]]
+        for lease_id in gone:
+            del self._counts[lease_id]
+        return [self._groups.pop(lease_id) for lease_id in gone]

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+import msgspec
 
 from async_rl.errors import LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.changes import Changes
-from async_rl.queue.core.evals import Answer, EvalBook, Row
+from async_rl.queue.core.evals import Answer, EvalBook, EvalKey, Row
 from async_rl.queue.core.group_summary import GroupFacts
 from async_rl.queue.core.leases import GeneratorTable, HeldLease, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompt_stream import PromptStream, StreamCursor
 from async_rl.queue.core.ready_groups import Shelf
 from async_rl.queue.core.snapshot_refs import Pins
 from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
@@ -29,13 +31,11 @@ _NAMED = 100
 """Prompts that were set aside are named up to so many; all are counted."""
 
 
-@dataclass(slots=True)
-class LearnerSide:
-    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken`` belongs to ``step``.
+class LearnerSide(msgspec.Struct):
+    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken_ids`` belong to ``step``.
 
-    ``acked`` is the last acked step with the snapshot that its ack asked for. ``waits_since``: under ``on_stale =
-    "wait"``, when the next batch could have been handed over but for leases that it would make stale. ``lease_bound``
-    is the bound on staleness that leases are given by, as of the last ack: ``max_staleness``, or less.
+    ``acked`` is the last acked step with the snapshot that its ack asked for. ``lease_bound`` is the staleness bound
+    of new leases, as of the last ack: ``max_staleness``, or less.
     """
 
     lineage: str
@@ -45,17 +45,9 @@ class LearnerSide:
     fork_version: int
     lease_bound: int
     announcement: Announcement | None = None
-    taken: tuple[HeldGroup, ...] = ()
-    taken_bytes: int = 0
+    taken_ids: tuple[str, ...] = ()
     acked: tuple[int, bytes | None] | None = None
-    waits_since: float | None = None
     finished: bool = False
-
-    def hold(self, groups: tuple[HeldGroup, ...]) -> tuple[HeldGroup, ...]:
-        """``groups`` are taken from here on; those that were before."""
-        before, self.taken = self.taken, groups
-        self.taken_bytes = sum(group.place.length for group in groups)
-        return before
 
     @property
     def steps_left(self) -> int:
@@ -66,26 +58,50 @@ class LearnerSide:
         return None if self.announcement is None else self.announcement.version
 
 
-@dataclass(slots=True)
-class Attempts:
+class Attempts(msgspec.Struct):
     """How often a prompt was lost: by failing (poison at the limit) and by being too late (too slow at the limit)."""
 
     failed: int = 0
     stale: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class QueueState:
+@dataclass(slots=True, kw_only=True)
+class PersistedState:
+    """What outlives a queue server: the journal and the checkpoint's snapshot hold all fields (``persistence.py``).
+
+    ``now`` is the queue's clock. ``data_digest`` names the training rows, so that a snapshot of other rows is never
+    restored. ``set_aside`` counts an epoch's prompts that were given up; ``set_aside_last`` names the last of them by
+    position, with the cause. ``received_evals`` are the evaluations whose answers the learner has.
+    """
+
+    now: float = 0.0
+    data_digest: str = ""
+    learner: LearnerSide | None = None
+    old_lineages: set[str] = field(default_factory=set)
+    cursor: StreamCursor = field(default_factory=StreamCursor)
+    attempts: dict[int, Attempts] = field(default_factory=dict)
+    set_aside: Counter[int] = field(default_factory=Counter)
+    set_aside_last: dict[int, str] = field(default_factory=dict)
+    filtered_since_step: int = 0
+    filtered_right_since_step: int = 0
+    prompts_too_long: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    received_evals: set[EvalKey] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class QueueState(PersistedState):
     """Everything that changes. ``revision`` grows with every change, so that waiting requests are tried again.
 
-    ``data_digest`` names the training rows, so that a snapshot of other rows is never restored. ``set_aside`` counts an
-    epoch's prompts that were given up; ``set_aside_last`` names the last of them by position, with the cause.
+    ``taken`` are the groups of the learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, when the next
+    batch could have been handed over but for leases that it would make stale.
     """
 
     settings: BufferSettings
     rows: Sequence[Row]
     stream: PromptStream
-    data_digest: str
     instance: str
     bodies: BodyStore
     changes: Changes
@@ -93,22 +109,30 @@ class QueueState:
     generators: GeneratorTable
     evals: EvalBook
     pins: Pins
-    learner: LearnerSide | None = None
-    ledger: Ledger = field(default_factory=Ledger)
-    eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
-    outcomes: Outcomes = field(default_factory=Outcomes)
     queued: Shelf = field(default_factory=Shelf)
-    attempts: dict[int, Attempts] = field(default_factory=dict)
-    set_aside: Counter[int] = field(default_factory=Counter)
-    set_aside_last: dict[int, str] = field(default_factory=dict)
-    old_lineages: set[str] = field(default_factory=set)
-    filtered_since_step: int = 0
-    filtered_right_since_step: int = 0
-    prompts_too_long: int = 0
+    taken: tuple[HeldGroup, ...] = ()
+    taken_bytes: int = 0
+    waits_since: float | None = None
     num_leases: int = 0
     revision: int = 0
-    now: float = 0.0
     clock_ahead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.stream.cursor = self.cursor
+
+    def adopt(self, saved: PersistedState) -> None:
+        """Make every persisted field that of ``saved``."""
+        for persisted in fields(PersistedState):
+            setattr(self, persisted.name, getattr(saved, persisted.name))
+        self.stream.cursor = self.cursor
+
+    def hold_taken(self, groups: tuple[HeldGroup, ...]) -> tuple[HeldGroup, ...]:
+        """``groups`` are taken from here on; those that were before."""
+        before, self.taken = self.taken, groups
+        self.taken_bytes = sum(group.place.length for group in groups)
+        if self.learner is not None:
+            self.learner.taken_ids = tuple(group.lease_id for group in groups)
+        return before
 
     def at(self, now: float) -> None:
         """Time never runs backwards here, whatever order the callers' clocks were read in.
@@ -138,11 +162,7 @@ class QueueState:
     @property
     def group_bytes(self) -> int:
         """Bodies that are queued or taken."""
-        return self.queued.num_bytes + (0 if self.learner is None else self.learner.taken_bytes)
-
-    @property
-    def taken(self) -> tuple[HeldGroup, ...]:
-        return () if self.learner is None else self.learner.taken
+        return self.queued.num_bytes + self.taken_bytes
 
     @property
     def outstanding(self) -> int:
@@ -199,6 +219,12 @@ class QueueState:
             self.stream.put_back(held.lease.prompt.position)
         self.revision += 1
 
+    def void_leases(self) -> None:
+        """Every lease ends here, rolled back; the ledger is the caller's."""
+        for held in self.leases:
+            self.generators.cancel(held)
+            self.leases.close(held.lease.lease_id, "rolled_back")
+
     def refuse_prompt(self, held: HeldLease) -> None:
         """A prompt that is too long is never tried again."""
         if held.evaluation is not None:
@@ -242,9 +268,9 @@ class QueueState:
             if not self.is_held(group.lease_id):
                 self.let_go(group)
 
-    def count_outcome(self, fate: str, group: HeldGroup | GroupFacts) -> None:
+    def count_outcome(self, outcome: ledgers.Outcome, group: HeldGroup | GroupFacts) -> None:
         self.outcomes.add(
-            fate,
+            outcome,
             rollouts=group.num_rollouts,
             tokens=group.num_tokens,
             reward=group.reward,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
-
 import msgspec
 
 from async_rl.queue.storage.payloads import Place
@@ -37,17 +34,6 @@ class HeldGroup(msgspec.Struct, frozen=True, gc=False):
     def order(self) -> tuple[int, int]:
         return self.named_version, self.position
 
-    def facts(self) -> dict[str, Any]:
-        """Plain data."""
-        facts = msgspec.structs.asdict(self)
-        facts["place"] = msgspec.structs.asdict(self.place)
-        return facts
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """The inverse of ``facts``. Raises TypeError or KeyError: something is missing."""
-        return cls(**{**facts, "place": Place(**facts["place"])})
-
 
 class GroupEntry(msgspec.Struct, frozen=True, gc=False):
     """A group as it is written down. ``is_held`` False: it left, and only a snapshot still needs it."""
@@ -55,7 +41,5 @@ class GroupEntry(msgspec.Struct, frozen=True, gc=False):
     group: HeldGroup
     is_held: bool = True
 
-    def facts(self) -> dict[str, Any]:
-        facts = self.group.facts()
-        facts["is_held"] = self.is_held
-        return facts
+    def facts(self) -> GroupEntry:
+        return self

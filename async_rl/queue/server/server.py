@@ -262,7 +262,7 @@ class QueueServer:
         """Write down what changed since the last turn."""
         if self._journal is None or self._committed == self._buffer.revision:
             return
-        state = {"queue": pack(self._buffer.save())}
+        state = {"queue": self._buffer.save()}
         if (key := self._handlers.saved_key) != self._saved_handlers:
             self._saved_handlers = key
             state["handlers"] = pack(self._handlers.save())
@@ -281,7 +281,7 @@ class QueueServer:
         welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
         rows, now = self._handlers.eval_rows, time.monotonic()
         samplings = {name: eval_sampling(self._config, name) for name in rows}
-        journal.adopt(self._buffer.load(found.entries, unpack(found.state["queue"]), rows, samplings, now))
+        journal.adopt(self._buffer.load(found.entries, found.state["queue"], rows, samplings, now))
         self._handlers.load(unpack(found.state["handlers"]), welcome, now)
         self._saved_welcome = self._handlers.welcome
         # Loading is no change of its own.

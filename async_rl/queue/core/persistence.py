@@ -1,0 +1,270 @@
+"""The queue's state as bytes and back: for the journal of a queue server, and for the snapshot in a checkpoint. Pure.
+
+Both hold one record, ``PersistedState``, written by ``_encode`` and read by ``_decode``. The journal has it beside its
+own records of groups, leases and evaluations (``Changes``), and a restarted server goes on with all of it. A snapshot
+has it with the groups that it names; ``restore`` says what of it a new learner brings back.
+
+The checkpoint wins: what the queue did after the snapshot is rolled back, its leases are void, and its prompts come
+again in stream order. Only the ledger remembers it, as ``rolled_back``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import msgspec
+import xxhash
+
+from async_rl.errors import QueueError
+from async_rl.net.wire import pack_plain
+from async_rl.queue.core import lease_scheduler
+from async_rl.queue.core.changes import Kind
+from async_rl.queue.core.evals import Answer, Evaluation, EvaluationRecord, Row
+from async_rl.queue.core.leases import Fate, HeldLease, LeaseRecord
+from async_rl.queue.core.prompt_stream import StreamCursor
+from async_rl.queue.core.ready_groups import Shelf
+from async_rl.queue.core.snapshot_refs import Pin, snapshot_key
+from async_rl.queue.core.state import LearnerSide, PersistedState, QueueState
+from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
+from async_rl.queue.messages import DropCause
+from async_rl.queue.storage.payloads import Place
+from async_rl.records import Sampling
+
+Entries = Mapping[Kind, Mapping[str, Any]]
+
+KEPT_AT_RESTORE = frozenset({"now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals"})
+"""Fields that a restored snapshot leaves as they are: the clock, the rows, what is known of learners and of groups."""
+
+_FIELDS = tuple(field.name for field in fields(PersistedState))
+_DIGEST_BYTES = 16
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The state right after the ack of ``state.learner.step`` steps, with the groups that were queued or taken."""
+
+    state: PersistedState
+    groups: list[HeldGroup]
+
+
+# The record.
+
+
+def persisted(state: QueueState) -> PersistedState:
+    """The fields of ``state`` that outlive its process. They are shared, not copied."""
+    return PersistedState(**{name: getattr(state, name) for name in _FIELDS})
+
+
+def _dec_hook(kind: Any, plain: Any) -> Any:
+    return Counter(plain)
+
+
+_STATE_DECODER = msgspec.msgpack.Decoder(PersistedState, dec_hook=_dec_hook)
+_SNAPSHOT_DECODER = msgspec.msgpack.Decoder(Snapshot, dec_hook=_dec_hook)
+
+
+# The journal.
+
+
+def save(state: QueueState) -> bytes:
+    """The part of the state that the journal rewrites with every commit."""
+    return pack_plain(persisted(state))
+
+
+def decode_state(data: bytes) -> PersistedState:
+    """The inverse of ``save``.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are not such a record.
+    """
+    return _STATE_DECODER.decode(data)
+
+
+def load(
+    state: QueueState, entries: Entries, data: bytes, eval_rows: Mapping[str, Sequence[Row]],
+    eval_samplings: Mapping[str, Sampling], now: float,
+) -> list[Place]:  # fmt: skip
+    """Fill an empty state from a journal's records (``entries``) and ``data``, which ``save`` wrote.
+
+    Time goes on as if none had passed while no server ran, and every lease may grow anew.
+
+    Returns:
+        Where the payloads in use lie.
+
+    Raises:
+        QueueError: they were written for other training rows, or by another version of this code.
+    """
+    try:
+        saved = decode_state(data)
+        if saved.data_digest != state.data_digest and not state.settings.accepts_changed_data:
+            raise _changed_data("the queue's journal was written", saved, state)
+        state.adopt(replace(saved, data_digest=state.data_digest))
+        state.clock_ahead_s = saved.now - now
+        groups = _load_groups(state, entries)
+        places = _load_evaluations(state, entries, eval_rows, eval_samplings)
+        _load_leases(state, entries)
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        raise QueueError(
+            f"the queue's journal is whole but was written by another version: {type(error).__name__}: {error}; "
+            f"start with a new queue.journal_dir"
+        ) from error
+    return [group.place for group in groups] + places
+
+
+def _load_groups(state: QueueState, entries: Entries) -> list[HeldGroup]:
+    records = {lease_id: msgspec.convert(plain, GroupEntry) for lease_id, plain in entries["group"].items()}
+    for key, plain in entries["pin"].items():
+        lease_ids = msgspec.convert(plain, Pin).lease_ids
+        state.pins.add(key, [records[lease_id].group for lease_id in lease_ids])
+    taken_ids = () if state.learner is None else state.learner.taken_ids
+    state.hold_taken(tuple(records[lease_id].group for lease_id in taken_ids))
+    for lease_id, record in records.items():
+        if record.is_held and lease_id not in taken_ids:
+            state.queued.add(record.group)
+    return [record.group for record in records.values()]
+
+
+def _load_evaluations(
+    state: QueueState, entries: Entries, eval_rows: Mapping[str, Sequence[Row]], samplings: Mapping[str, Sampling]
+) -> list[Place]:
+    answers: dict[tuple[str, int], dict[int, Answer]] = {}
+    for key, plain in entries["answer"].items():
+        dataset, step, row = json.loads(key)
+        answers.setdefault((dataset, step), {})[row] = msgspec.convert(plain, Answer)
+    for plain in entries["evaluation"].values():
+        record = msgspec.convert(plain, EvaluationRecord)
+        evaluation = Evaluation(record, eval_rows[record.dataset], samplings[record.dataset])
+        state.evals.add(evaluation)
+        for row, answer in answers.get(evaluation.key, {}).items():
+            evaluation.todo.remove(row)
+            state.evals.answer(evaluation, row, answer)
+    return [a.place for found in answers.values() for a in found.values() if a.place is not None]
+
+
+def _load_leases(state: QueueState, entries: Entries) -> None:
+    for lease_id, plain in entries["lease"].items():
+        record = msgspec.convert(plain, LeaseRecord)
+        evaluation = None if record.evaluation is None else state.evals.get(record.evaluation)
+        if evaluation is not None:
+            evaluation.todo.remove(record.position)
+        state.leases.add(build_active_lease(state, lease_id, record))
+    fates = {lease_id: msgspec.convert(plain, Fate) for lease_id, plain in entries["fate"].items()}
+    for lease_id, fate in sorted(fates.items(), key=lambda item: item[1].number):
+        state.leases.restore_fate(lease_id, fate)
+
+
+def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) -> HeldLease:
+    """The lease that ``record`` was made of, growing anew."""
+    evaluation = None if record.evaluation is None else state.evals.get(record.evaluation)
+    lease = lease_scheduler.build_lease(
+        state, evaluation, record.position, lease_id=lease_id, lineage=record.lineage,
+        min_version=record.min_version, attempt=record.attempt, version=record.version,
+    )  # fmt: skip
+    reserved = 0 if evaluation is not None else state.settings.worst_case_bytes
+    return HeldLease(
+        lease, record.generator_id, record.version, reserved, record.issued_at, state.now,
+        evaluation=record.evaluation,
+    )  # fmt: skip
+
+
+# The snapshot.
+
+
+def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
+    """The state after the last ack; its groups stay readable.
+
+    What is taken counts as queued, what is in flight as not yet drawn.
+    """
+    in_flight = [held.lease.prompt.position for held in state.leases if held.evaluation is None]
+    groups = sorted([*state.taken, *state.queued], key=lambda g: g.order)
+    state.unpin(state.pins.add(snapshot_key(learner.lineage, learner.step), groups))
+    saved = persisted(state)
+    saved.cursor = StreamCursor(state.cursor.position, sorted([*state.cursor.requeued, *in_flight]))
+    saved.learner = msgspec.structs.replace(learner, taken_ids=(), acked=None, announcement=None)
+    frame = pack_plain(Snapshot(saved, groups))
+    return xxhash.xxh3_128_digest(frame) + frame
+
+
+def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) -> Snapshot:
+    """The snapshot in ``data``.
+
+    Raises:
+        QueueError: it is damaged, or of another step or version than the learner says, or of other training rows.
+    """
+    digest, frame = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if xxhash.xxh3_128_digest(frame) != digest:
+        raise QueueError(
+            f"the queue's snapshot of {len(data)} bytes does not match its checksum; resume from another checkpoint"
+        )
+    try:
+        found = _SNAPSHOT_DECODER.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise QueueError(
+            f"the queue's snapshot is whole but was written by another version: {error}; resume with that version"
+        ) from error
+    learner = found.state.learner
+    if learner is None or (learner.step, learner.version) != (step, version):
+        got = "one without a learner" if learner is None else f"one of step {learner.step} at version {learner.version}"
+        raise QueueError(
+            f"expected a snapshot of step {step} at version {version}, got {got}; the checkpoint's parts belong to "
+            f"different steps"
+        )
+    if found.state.data_digest != state.data_digest and not state.settings.accepts_changed_data:
+        raise _changed_data("the checkpoint", found.state, state)
+    return found
+
+
+def restore(state: QueueState, found: Snapshot | None) -> None:
+    """Make the state what a snapshot says; without one, empty. Prompts whose group's payload is gone come again."""
+    saved = PersistedState() if found is None else found.state
+    kept = {name: getattr(state, name) for name in KEPT_AT_RESTORE}
+    ledger, eval_ledger = saved.ledger.restored_over(state.ledger), saved.eval_ledger.restored_over(state.eval_ledger)
+    state.adopt(replace(saved, ledger=ledger, eval_ledger=eval_ledger, **kept))
+    drop_undelivered(state, "rolled_back")
+    _restore_groups(state, found)
+
+
+def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
+    """Queue the snapshot's groups that are still here, keep them for another return to it, let go of all others."""
+    here = {group.lease_id: group for group in (*state.queued, *state.taken)}
+    wanted = [] if found is None else found.groups
+    stored = [here.get(group.lease_id) or state.pins.get(group.lease_id) for group in wanted]
+    kept = [group for group in stored if group is not None]
+    state.queued = Shelf(kept)
+    state.hold_taken(())
+    for group in kept:
+        state.changes.put("group", group.lease_id, GroupEntry(group))
+    key, released = None, []
+    if found is not None and found.state.learner is not None:
+        key = snapshot_key(found.state.learner.lineage, found.state.learner.step)
+        released = state.pins.add(key, kept)
+    released += state.pins.release_all_but(key)
+    state.unpin(released)
+    pinned = {group.lease_id for group in released}
+    for group in here.values():
+        if group.lease_id not in state.queued and group.lease_id not in pinned:
+            state.let_go(group)
+    for group, there in zip(wanted, stored, strict=True):
+        if there is None:
+            state.ledger.drop("queued", "rolled_back", group.num_rollouts, group.num_tokens)
+            state.stream.put_back(group.position)
+
+
+def drop_undelivered(state: QueueState, cause: DropCause) -> None:
+    """Answers that no learner received are dropped; the evaluations are forgotten."""
+    state.evals.clear()
+    state.received_evals = set()
+    for account in (state.eval_ledger.groups, state.eval_ledger.rollouts, state.eval_ledger.tokens):
+        account.dropped[cause] += account.queued
+        account.queued = 0
+
+
+def _changed_data(since: str, saved: PersistedState, state: QueueState) -> QueueError:
+    return QueueError(
+        f"data.train has changed since {since}: expected rows with digest {saved.data_digest}, got "
+        f"{state.data_digest}; put the old file back, or accept the new one with data.on_change = 'accept' (stream "
+        f"positions then name other prompts than before)"
+    )

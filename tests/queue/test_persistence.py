@@ -1,0 +1,115 @@
+"""Nothing that outlives a queue server is forgotten by the journal, or by the snapshot in a checkpoint."""
+
+from collections import Counter
+from dataclasses import fields
+from typing import Any, get_args
+
+import msgspec
+
+from async_rl.queue.core import persistence
+from async_rl.queue.core.changes import Kind
+from async_rl.queue.core.ledger import Account, Ledger, Outcomes, Sums
+from async_rl.queue.core.persistence import KEPT_AT_RESTORE
+from async_rl.queue.core.prompt_stream import StreamCursor
+from async_rl.queue.core.state import Attempts, LearnerSide, PersistedState, QueueState
+from async_rl.queue.messages import Announcement
+from tests.queue.builders import LINEAGE, make_buffer
+
+DATA_DIGEST = "rows-1"
+
+
+def full_account(first: int) -> Account:
+    return Account(*range(first, first + 7), masked=Counter(stale=first), dropped=Counter(expired=first))
+
+
+def full_state() -> PersistedState:
+    """Every field, also of the records inside, is another than its default."""
+    sums = [Sums(n, n + 1, n + 2, n + 0.5, n + 0.25) for n in range(1, 6)]
+    return PersistedState(
+        now=12.5,
+        data_digest=DATA_DIGEST,
+        learner=LearnerSide(
+            "line-b", 3, 9, 4, 2, 1, announcement=Announcement("line-b", 4, "digest", "tcp://a:1", b"probe"),
+            taken_ids=(), acked=(2, b"snapshot"), finished=True,
+        ),
+        old_lineages={"line-a"},
+        cursor=StreamCursor(40, [3, 5]),
+        attempts={7: Attempts(1, 2)},
+        set_aside=Counter({0: 2}),
+        set_aside_last={8: "poison"},
+        filtered_since_step=6,
+        filtered_right_since_step=5,
+        prompts_too_long=4,
+        ledger=Ledger("done", full_account(1), full_account(2), full_account(3)),
+        eval_ledger=Ledger("read", full_account(4), full_account(5), full_account(6)),
+        outcomes=Outcomes(*sums),
+        received_evals={("test", 1)},
+    )  # fmt: skip
+
+
+def new_state() -> QueueState:
+    state = make_buffer(attached=False)._state
+    state.data_digest = DATA_DIGEST
+    return state
+
+
+def check_no_default(record: Any, *, but: tuple[str, ...] = ()) -> None:
+    plain = type(record)() if isinstance(record, PersistedState) else None
+    for name in record.__dataclass_fields__ if plain is not None else record.__struct_fields__:
+        value = getattr(record, name)
+        if plain is not None:
+            assert value != getattr(plain, name), f"{name} has its default: give it another value in full_state"
+        elif name not in but:
+            assert value or value == 0.25, f"{type(record).__name__}.{name} is empty: give it a value in full_state"
+        if isinstance(value, msgspec.Struct) and not isinstance(value, Announcement):
+            check_no_default(value, but=("taken_ids",))
+
+
+def test_the_example_sets_every_field():
+    check_no_default(full_state())
+
+
+def test_every_field_comes_back_from_the_journal():
+    before, after = new_state(), new_state()
+    before.adopt(full_state())
+    no_entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
+    persistence.load(after, no_entries, persistence.save(before), {}, {}, now=0.0)
+    assert persistence.persisted(after) == full_state()
+    assert after.stream.cursor is after.cursor
+    assert after.clock_ahead_s == 12.5
+
+
+def test_every_field_comes_back_from_a_snapshot_but_those_that_are_kept():
+    before, after = new_state(), new_state()
+    saved = full_state()
+    for ledger in (saved.ledger, saved.eval_ledger):
+        # Leases end with a restore, and evaluations come again: nothing here may be in flight, taken or undelivered.
+        for account in (ledger.groups, ledger.rollouts, ledger.tokens):
+            account.in_flight = account.taken = account.queued = 0
+    before.adopt(saved)
+    assert before.learner is not None
+    data = persistence.snapshot(before, before.learner)
+    persistence.restore(after, persistence.read_snapshot(after, data, step=3, version=4))
+    for field in fields(PersistedState):
+        came_back = getattr(after, field.name) == getattr(saved, field.name)
+        assert came_back == (field.name not in KEPT_AT_RESTORE or field.name == "data_digest"), field.name
+
+
+def test_a_restore_without_a_snapshot_leaves_nothing_but_what_is_kept():
+    state = new_state()
+    state.adopt(full_state())
+    for ledger in (state.ledger, state.eval_ledger):
+        ledger.groups, ledger.rollouts, ledger.tokens = Account(), Account(), Account()
+    persistence.restore(state, None)
+    empty = PersistedState()
+    for field in fields(PersistedState):
+        is_empty = getattr(state, field.name) == getattr(empty, field.name)
+        assert is_empty == (field.name not in KEPT_AT_RESTORE or field.name == "received_evals"), field.name
+
+
+def test_a_snapshot_counts_what_is_in_flight_as_not_yet_drawn():
+    buffer = make_buffer()
+    buffer.lease("g0", (LINEAGE, 0), 2, 0.0)
+    found = persistence.read_snapshot(buffer._state, buffer.snapshot(LINEAGE, 0.0), step=0, version=0)
+    assert found.state.cursor == StreamCursor(2, [0, 1])
+    assert buffer._state.cursor == StreamCursor(2, [])
