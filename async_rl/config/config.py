@@ -19,7 +19,7 @@ from async_rl.config.learner import LearnerConfig, OptimizerConfig
 from async_rl.config.loss import ADVANTAGES, LossConfig
 from async_rl.config.model import LoraConfig, ModelConfig
 from async_rl.config.queue import QueueConfig
-from async_rl.config.reward import REWARD_NEEDS, SYSTEM_PROMPTS, VOTED_REWARDS, RewardConfig
+from async_rl.config.reward import RewardConfig
 from async_rl.config.run import CheckpointConfig, LogConfig, RunConfig
 from async_rl.config.sampling import SamplingConfig
 from async_rl.config.section import Section
@@ -150,8 +150,8 @@ class Config(Section):
     def _check_code_keys(self) -> None:
         lease = self.queue.lease_timeout_s
         for key, longest, is_asked in (
-            ("reward.code.total_time_limit_s", self.reward.code.total_time_limit_s, "code" in self.reward.names),
-            ("reward.time_limit_s", self.reward.time_limit_s, any(map(is_code_name, self.reward.names))),
+            ("reward.code.total_time_limit_s", self.reward.code.total_time_limit_s, self.reward.runs_programs),
+            ("reward.time_limit_s", self.reward.time_limit_s, any(one.is_user_code for one in self.reward.types)),
         ):
             if is_asked and longest >= lease:
                 raise ValueError(
@@ -185,9 +185,7 @@ class Config(Section):
         for name in self.eval.sets:
             if name not in self.data.eval:
                 raise ValueError(f"eval.sets.{name}: expected a name of data.eval = {sorted(self.data.eval)}, got none")
-        # A function of the user's own may extract answers; of the others, these do.
-        extracts = self.reward.type in VOTED_REWARDS or is_code_name(self.reward.type)
-        if self.eval.majority and (self.environment.is_set or not extracts):
+        if self.eval.majority and (self.environment.is_set or not self.reward.types[0].can_vote):
             scorer = "an environment" if self.environment.is_set else f"reward.type = {self.reward.type!r}"
             raise ValueError(
                 f"eval.majority: expected false with {scorer}, which extracts no answers that could be voted on, got "
@@ -197,8 +195,9 @@ class Config(Section):
     @property
     def takes_votes(self) -> bool:
         """Whether evaluations take a vote over the answers to a row."""
-        extracts = not self.environment.is_set and self.reward.type in VOTED_REWARDS
-        return extracts if self.eval.majority is None else self.eval.majority
+        if self.eval.majority is not None:
+            return self.eval.majority
+        return not self.environment.is_set and self.reward.types[0].votes_by_default
 
     @property
     def system_prompt(self) -> str:
@@ -207,13 +206,13 @@ class Config(Section):
             return self.data.system_prompt
         if self.environment.is_set:
             return ""
-        return SYSTEM_PROMPTS.get(self.reward.type, "")
+        return self.reward.types[0].system_prompt
 
     @property
     def row_needs(self) -> tuple[str, ...]:
         """What every row must have for its rewards; environments and functions of the user's own say for themselves."""
-        names = () if self.environment.is_set else self.reward.names
-        return tuple(dict.fromkeys(key for name in names for key in REWARD_NEEDS.get(name, ())))
+        types = () if self.environment.is_set else self.reward.types
+        return tuple(dict.fromkeys(key for one in types for key in one.row_fields))
 
     @property
     def code_names(self) -> tuple[str, ...]:

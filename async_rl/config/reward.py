@@ -8,36 +8,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from async_rl.config.reward_types import RewardType, reward_type
 from async_rl.config.section import Section
-from async_rl.process.user_code import is_code_name
-
-REWARD_NEEDS: dict[str, tuple[str, ...]] = {
-    "boxed": ("gt_answer",),
-    "think_answer_tags": ("gt_answer",),
-    "exact": ("gt_answer",),
-    "xml_format": (),
-    "code": ("test_cases",),
-}
-"""The rewards that come with async-rl, by name, and the fields that each needs in a row. ``rewards.registry`` builds
-them."""
-
-VOTED_REWARDS = ("boxed", "think_answer_tags", "exact")
-"""Those that extract an answer which can be compared with others, so that a majority vote means something."""
-
-SYSTEM_PROMPTS: dict[str, str] = {
-    "boxed": "Please reason step by step, and put your final answer within \\boxed{}.",
-    "think_answer_tags": (
-        "You are a helpful assistant. You first think about the reasoning process inside <think> </think>, then give "
-        "the final answer inside <answer> </answer>, without any explanation there, for example "
-        "<answer> 123 </answer>. The user asks a maths problem.\n\n"
-    ),
-    "exact": (
-        "A conversation between a User and an Assistant. The Assistant thinks about the question first, then answers "
-        "it, in exactly this form:\n<think>\nits thoughts\n</think>\n<answer>\nthe answer alone\n</answer>\n"
-    ),
-    "code": "You are a helpful assistant.",
-}
-"""What a row without a system message of its own is told, by reward type; nothing for types that are not here."""
 
 
 class CodeRewardConfig(Section):
@@ -105,8 +77,7 @@ class RewardConfig(Section):
     @field_validator("type")
     @classmethod
     def _is_reward(cls, value: str) -> str:
-        if value not in REWARD_NEEDS and not is_code_name(value):
-            raise ValueError(f"expected {' or '.join(REWARD_NEEDS)}, or module:function, got {value!r}")
+        reward_type(value)
         return value
 
     @field_validator("extra")
@@ -122,3 +93,13 @@ class RewardConfig(Section):
     def names(self) -> tuple[str, ...]:
         """Every reward that the run asks for, ``type`` first."""
         return (self.type, *self.extra)
+
+    @property
+    def types(self) -> tuple[RewardType, ...]:
+        """The table's rows of all rewards that the run asks for, that of ``type`` first."""
+        return tuple(reward_type(name) for name in self.names)
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether one of the rewards needs a sandbox or a verifier."""
+        return any(one.runs_programs for one in self.types)

@@ -12,18 +12,10 @@ from async_rl.data.dataset import load_rows_of, load_train_rows
 from async_rl.doctor.findings import Finding
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
 from async_rl.launch.preflight import check_code, check_train_is_set
-from async_rl.process.user_code import is_code_name
 from async_rl.records import TEXT_ROLE
 
 _SHOWN_CHARS = 2000
 _SAMPLE_ROWS = 3
-_FORMS: Mapping[str, str] = {
-    "boxed": "So it is \\boxed{%s}",
-    "think_answer_tags": "<think> thoughts </think> <answer> %s </answer>",
-    "exact": "<think>\nthoughts\n</think>\n<answer>\n%s\n</answer>",
-    "xml_format": "<think>\nthoughts\n</think>\n<answer>\n%s\n</answer>",
-}
-"""Reward type -> a right answer in the form that it reads."""
 _WRONG = "no such answer, 91827364"
 _WRONG_PROGRAM = "```python\nprint('no such answer, 91827364')\n```"
 
@@ -134,8 +126,8 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
         return [Finding("reward", "FAIL", f"can't grade: {error}", fix="correct the row or the reward")]
     finally:
         reward.close()
-    sandbox = [Finding("sandbox", "OK", "programs run isolated")] if "code" in resolved.reward.names else []
-    return [*sandbox, *_verdict(resolved.reward.type, graded)]
+    sandbox = [Finding("sandbox", "OK", "programs run isolated")] if resolved.reward.runs_programs else []
+    return [*sandbox, *_verdict(resolved.reward.type, graded, is_user_code=resolved.reward.types[0].is_user_code)]
 
 
 def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | None, float, float]:
@@ -144,10 +136,12 @@ def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | 
     Raises:
         RewardError: a row can't be graded.
     """
-    name, gold = config.reward.type, data.get("gt_answer")
-    form = _FORMS.get(name, "%s")
-    right = None if gold is None or name == "code" else form % gold
-    wrong = _WRONG_PROGRAM if name == "code" else _WRONG if name == "xml_format" else form % _WRONG
+    kind, gold = config.reward.types[0], data.get("gt_answer")
+    if kind.runs_programs:
+        return None, 0.0, _accuracy(config, reward, _WRONG_PROGRAM, data)
+    right = None if gold is None else kind.write_answer(str(gold), thoughts="thoughts")
+    # A reward that needs nothing of the row can only judge the form, so its wrong answer has none.
+    wrong = kind.write_answer(_WRONG, thoughts="thoughts") if kind.row_fields else _WRONG
     accuracy = 0.0 if right is None else _accuracy(config, reward, right, data)
     return right, accuracy, _accuracy(config, reward, wrong, data)
 
@@ -158,7 +152,7 @@ def _accuracy(config: Config, reward: Any, text: str, data: Mapping[str, Any]) -
     return float(reward(RewardInput(text, data, 8, config.sampling.max_new_tokens, "stop")).accuracy)
 
 
-def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]]) -> list[Finding]:
+def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is_user_code: bool) -> list[Finding]:
     known = [(text, accuracy) for text, accuracy, _ in graded if text is not None]
     refused = [text for text, accuracy in known if accuracy < 1]
     accepted = [index for index, (_, _, wrong) in enumerate(graded) if wrong > 0]
@@ -166,7 +160,7 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]]) -> li
         fix = "any answer might be rewarded: check the reward, and gt_answer or test_cases of this row"
         found = f"{name} accepts a wrong answer on row {accepted[0]}"
         return [Finding("reward", "FAIL", found, fix=fix)]
-    if refused and is_code_name(name):
+    if refused and is_user_code:
         fix = "ignore this if the reward expects another form; else check how it reads the answer"
         found = f"{name} gave the bare right answer {refused[0]!r} less than full marks"
         return [Finding("reward", "WARN", found, fix=fix)]

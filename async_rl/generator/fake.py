@@ -21,6 +21,7 @@ import numpy as np
 
 from async_rl.config.backends import BACKENDS
 from async_rl.config.generator import FakeConfig, GeneratorConfig
+from async_rl.config.reward_types import REWARD_TYPES
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
 from async_rl.sampling_mask import KeptTokens, join, pack_ids
@@ -58,14 +59,15 @@ class FakeText:
 
 
 class FakeBackend:
-    """See ``backend.Backend``. ``answer_form`` is the form in which answers are written."""
+    """See ``backend.Backend``. ``answer_form`` is the reward in whose form answers are written."""
 
     capabilities = BACKENDS["fake"]
 
     def __init__(self, config: GeneratorConfig, *, answer_form: str = "boxed") -> None:
         self._fake = config.fake
         self._max_running = config.batch_size
-        self._answer_form = answer_form
+        # A function of the user's own says nothing of its form; most read a box.
+        self._reward = REWARD_TYPES.get(answer_form, REWARD_TYPES["boxed"])
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._sampled_by_finished: dict[str, int] = {}
@@ -193,16 +195,12 @@ class FakeBackend:
 
     def _text(self, lease: Lease, index: int) -> str:
         correct = np.random.default_rng([1, lease.seed, index]).random() < self._fake.accuracy
-        if self._answer_form == "code":
+        if self._reward.runs_programs:
             return _program(lease.prompt.reward_data, correct=correct)
         expected = str(lease.prompt.reward_data.get("gt_answer", ""))
         # A wrong number: two numbers are compared without the symbolic verifier, so grading costs next to nothing.
         answer = expected if correct else ("-1" if expected != "-1" else "-2")
-        if self._answer_form == "think_answer_tags":
-            return f"<think> sample {index} </think>\n<answer> {answer} </answer>"
-        if self._answer_form == "exact":
-            return answer
-        return f"Sample {index}: the answer is \\boxed{{{answer}}}"
+        return self._reward.write_answer(answer, thoughts=f"Sample {index}")
 
     def _forget_finished_leases(self, finished: Sequence[_Sequence]) -> None:
         alive = {s.lease.lease_id for s in (*self._running, *self._waiting)}

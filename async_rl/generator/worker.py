@@ -106,7 +106,7 @@ def grading_threads(config: Config, reward: RewardSum) -> int:
 
     Async functions of the user's own mostly wait, a thread for each call.
     """
-    threads = config.reward.code.num_workers if "code" in config.reward.names else 1
+    threads = config.reward.code.num_workers if config.reward.runs_programs else 1
     return max(threads, config.reward.max_concurrent) if reward.is_async else threads
 
 

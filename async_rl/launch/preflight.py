@@ -131,7 +131,7 @@ def check_code_reward(config: Config) -> None:
     Raises:
         SandboxError: neither, and ``reward.code.allow_unsafe`` does not insist.
     """
-    if "code" in config.reward.names:
+    if config.reward.runs_programs:
         build_reward(config).close()
 
 

@@ -32,17 +32,16 @@ class RewardSum:
         self, main: Reward, extras: Sequence[Extra] = (), *, scale: float, overlong: OverlongPenalty | None
     ) -> None:
         self._main, self._extras = main, tuple(extras)
+        self._rewards = (main, *(extra.reward for extra in extras))
         self._scale, self._overlong = scale, overlong
 
     @property
     def needs_whole_group(self) -> bool:
-        rewards = (self._main, *(extra.reward for extra in self._extras))
-        return any(isinstance(reward, GroupReward) and reward.needs_whole_group for reward in rewards)
+        return any(isinstance(reward, GroupReward) and reward.needs_whole_group for reward in self._rewards)
 
     @property
     def is_async(self) -> bool:
-        """Whether one of the rewards awaits: answers are then to be scored by many threads at a time."""
-        return any(getattr(reward, "is_async", False) for reward in (self._main, *(e.reward for e in self._extras)))
+        return any(isinstance(reward, GroupReward) and reward.is_async for reward in self._rewards)
 
     def __call__(self, item: RewardInput) -> RewardOutput:
         return self.score_group([item])[0]
@@ -63,11 +62,11 @@ class RewardSum:
     def counters(self) -> dict[str, int]:
         """Those of every reward; where two count the same, their sum."""
         total: dict[str, int] = {}
-        for reward in (self._main, *(extra.reward for extra in self._extras)):
+        for reward in self._rewards:
             for name, count in reward.counters().items():
                 total[name] = total.get(name, 0) + count
         return total
 
     def close(self) -> None:
-        for reward in (self._main, *(extra.reward for extra in self._extras)):
+        for reward in self._rewards:
             reward.close()

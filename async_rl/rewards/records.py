@@ -67,7 +67,12 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """A reward that can score the rollouts of one prompt together."""
+    """A reward that can score the rollouts of one prompt together, or await several at a time."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it awaits: answers are then to be scored by many threads at a time."""
+        ...
 
     @property
     def needs_whole_group(self) -> bool:

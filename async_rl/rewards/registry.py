@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from async_rl.config.config import Config
+from async_rl.config.section import look_up
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.rewards.code import build_code_reward
 from async_rl.rewards.combine import Extra, OverlongPenalty, RewardSum
@@ -42,7 +43,7 @@ def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = Non
 
 def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None, *, is_main: bool) -> Reward:
     if not is_code_name(name):
-        return REWARDS[name](config, scale)
+        return look_up(REWARDS, name, "reward.type")(config, scale)
     function = load_code(name, allowed=config.generator.allow_code, digest=digest_of(name, code_digests))
     return FunctionReward(
         name,
@@ -83,7 +84,7 @@ REWARDS: Mapping[str, Callable[[Config, float], Reward]] = {
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
     "code": build_code_reward,
 }
-"""Each is built from the config and its scale. ``task_config.REWARD_NEEDS`` has the same names."""
+"""Name -> how the reward is built from the config and its scale. ``config.reward_types`` has the same names."""
 
 
 def _overlong_penalty(config: Config) -> OverlongPenalty | None:

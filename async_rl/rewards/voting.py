@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
 from async_rl.config.config import Config
-from async_rl.process.user_code import is_code_name
 from async_rl.rewards.equality import canonical_form
 
 VoteKey = Callable[[str], Hashable]
@@ -22,8 +21,8 @@ def vote_key_of(config: Config) -> VoteKey | None:
     """
     if not config.takes_votes:
         return None
-    is_mathematics = config.reward.type != "exact" and not is_code_name(config.reward.type)
-    return canonical_form if is_mathematics and config.reward.equality == "math" else str.strip
+    is_mathematics = config.reward.types[0].compares_mathematics and config.reward.equality == "math"
+    return canonical_form if is_mathematics else str.strip
 
 
 def majority(answers: Sequence[str | None], vote_key: VoteKey) -> int | None:

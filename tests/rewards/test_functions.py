@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.reward import REWARD_NEEDS
+from async_rl.config.reward_types import REWARD_TYPES
 from async_rl.errors import ConfigError, RewardError
 from async_rl.generator.worker import grading_threads
 from async_rl.rewards.functions import FunctionReward
@@ -202,7 +202,7 @@ def test_overlong_answers_are_punished_after_all_is_summed(source: Path):
 
 
 def test_the_tables_name_the_same_rewards():
-    assert REWARDS.keys() == REWARD_NEEDS.keys()
+    assert REWARDS.keys() == REWARD_TYPES.keys()
 
 
 @pytest.mark.parametrize("extra", [{"xml_format": 0.0}, {"best": 1.0}, {"xml_format": "much"}])
