@@ -1,0 +1,263 @@
+"""Checks that any reward must pass, for built-in rewards and functions of your own. Needs no test framework.
+
+Enters a reward and one example row; leaves the list of what is wrong, empty if nothing is. From the command line::
+
+    python -m async_rl.rewards.conformance file.py:function '{"gt_answer": "42"}' 'a text with the right answer'
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from async_rl.errors import AsyncRLError, RewardError
+from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
+
+T = TypeVar("T")
+
+MAX_NEW_TOKENS = 100
+_NUM_THREADS = 4
+
+HOSTILE_TEXTS: Mapping[str, str] = {
+    "empty": "",
+    "blank": " \n\t",
+    "huge": "42 " * 300_000,
+    "huge box": "\\boxed{" + "9" * 300_000 + "}",
+    "boxes never closed": "\\boxed{" * 20_000,
+    "tags never closed": "<think>\n<answer>\n" * 20_000,
+    "tags in reverse": "</answer>1<answer></think>1<think>",
+    "deeply nested": "\\boxed{" + "(" * 5_000 + ")" * 5_000 + "}",
+    "null characters and emoji": "\\boxed{\0\u202e\U0001f600\ufffd}",
+    "not a number": "\\boxed{nan}",
+    "infinite": "\\boxed{1e99999}",
+    "division by zero": "\\boxed{\\frac{1}{0}}",
+    "number too large to compute": "\\boxed{9^{9^{9^9}}}",
+    "program that never ends": "```python\nwhile True:\n    pass\n```",
+    "program that kills": "```python\nimport os\nos.kill(os.getppid(), 9)\n```",
+    "fence never closed": "```python\n" * 20_000,
+}
+"""Texts that a model may produce; a reward must score each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row of the data, and what is known of answers to it.
+
+    Attributes:
+        reward_data: the row's fields, such as ``gt_answer``.
+        right: a text that must have accuracy 1; unset: none is known.
+        wrong: a text that must have accuracy below 1; unset: none is known.
+        row_fields: the fields without which the row can't be scored.
+    """
+
+    reward_data: Mapping[str, Any]
+    right: str | None = None
+    wrong: str | None = None
+    row_fields: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class _Checks:
+    """One run of the suite: the reward, its example, and what was found wrong so far."""
+
+    reward: Reward
+    example: Example
+    time_limit_s: float
+    problems: list[str] = field(default_factory=list)
+
+    def run(self) -> list[str]:
+        texts = {**HOSTILE_TEXTS, "right": self.example.right, "wrong": self.example.wrong}
+        scored: dict[str, RewardOutput] = {}
+        try:
+            for name, text in texts.items():
+                if text is not None and (output := self._score(name, text)) is not None:
+                    scored[name] = output
+            self._check_known_answers(scored)
+            self._check_group(scored, {name: text for name, text in texts.items() if text is not None})
+            self._check_threads(scored)
+            self._check_missing_fields()
+            self._check_counters()
+        except TimeoutError:
+            pass  # already among the problems; a call that hangs can't be ended, so nothing more is asked
+        return self.problems
+
+    def _score(self, name: str, text: str) -> RewardOutput | None:
+        """The output for ``text``, asked for twice; None if it is no valid one."""
+        outputs: list[RewardOutput] = []
+        for _ in range(2):
+            output = self._called(f"text {name!r}", lambda: self.reward(self._item(text)))
+            if output is None or not self._is_valid(name, output):
+                return None
+            outputs.append(output)
+        if outputs[0] != outputs[1]:
+            self.problems.append(f"text {name!r}: expected the same output twice, got {outputs[0]} and {outputs[1]}")
+        return outputs[0]
+
+    def _is_valid(self, name: str, output: object) -> bool:
+        if not isinstance(output, RewardOutput):
+            self.problems.append(f"text {name!r}: expected a RewardOutput, got {type(output).__name__}")
+            return False
+        for part, value in output.parts.items():
+            if not _is_number(value) or not math.isfinite(value):
+                self.problems.append(f"text {name!r}: expected part {part!r} to be a finite number, got {value!r}")
+                return False
+        if not _is_number(output.accuracy) or not 0 <= output.accuracy <= 1:
+            self.problems.append(f"text {name!r}: expected an accuracy in [0, 1], got {output.accuracy!r}")
+            return False
+        if output.extracted is not None and not isinstance(output.extracted, str):
+            self.problems.append(f"text {name!r}: expected the extracted answer as text, got {output.extracted!r:.80}")
+            return False
+        return True
+
+    def _check_known_answers(self, scored: Mapping[str, RewardOutput]) -> None:
+        if "right" in scored and scored["right"].accuracy != 1:
+            self.problems.append(f"the right answer: expected accuracy 1, got {scored['right'].accuracy}")
+        if "wrong" in scored and scored["wrong"].accuracy >= 1:
+            self.problems.append(f"the wrong answer: expected accuracy below 1, got {scored['wrong'].accuracy}")
+
+    def _check_group(self, scored: Mapping[str, RewardOutput], texts: Mapping[str, str]) -> None:
+        """A group's outputs are those of its rollouts, in order, unless the reward compares rollouts."""
+        names = [name for name in ("empty", "blank", "infinite", "right", "wrong") if name in scored]
+        items = [self._item(texts[name]) for name in names]
+        outputs = self._called("a group", lambda: score_group(self.reward, items))
+        if outputs is None:
+            return
+        if len(outputs) != len(items):
+            self.problems.append(f"a group: expected {len(items)} outputs, got {len(outputs)}")
+        elif not (isinstance(self.reward, GroupReward) and self.reward.needs_whole_group):
+            for name, output in zip(names, outputs, strict=True):
+                if output != scored[name]:
+                    self.problems.append(
+                        f"text {name!r}: expected the same output in a group as alone, got {output} and {scored[name]}"
+                    )
+        else:
+            for name, output in zip(names, outputs, strict=True):
+                self._is_valid(name, output)
+
+    def _check_threads(self, scored: Mapping[str, RewardOutput]) -> None:
+        """Generators call a reward from several threads at a time."""
+        if "right" not in scored:
+            return
+        item, found = self._item(self.example.right or ""), list[RewardOutput]()
+
+        def score() -> None:
+            found.append(self.reward(item))
+
+        def score_at_once() -> None:
+            threads = [threading.Thread(target=score, daemon=True) for _ in range(_NUM_THREADS)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        self._called("several threads", score_at_once)
+        if found != [scored["right"]] * _NUM_THREADS:
+            self.problems.append(f"several threads: expected {_NUM_THREADS} times {scored['right']}, got {found}")
+
+    def _check_missing_fields(self) -> None:
+        for missing in self.example.row_fields:
+            data = {name: value for name, value in self.example.reward_data.items() if name != missing}
+            item = self._item(self.example.right or "", data)
+            try:
+                output = _bounded(lambda item=item: self.reward(item), self.time_limit_s)
+            except RewardError:
+                continue
+            except Exception as error:
+                self.problems.append(
+                    f"row without {missing}: expected RewardError, got {type(error).__name__}: {error}"
+                )
+            else:
+                self.problems.append(f"row without {missing}: expected RewardError, got {output}")
+
+    def _check_counters(self) -> None:
+        for name, count in self.reward.counters().items():
+            if not isinstance(count, int) or count < 0:
+                self.problems.append(f"counter {name!r}: expected a count of at least 0, got {count!r}")
+
+    def _called(self, what: str, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; None if it raises. Raises TimeoutError if it does not end."""
+        try:
+            return _bounded(call, self.time_limit_s)
+        except TimeoutError:
+            self.problems.append(f"{what}: expected an output within {self.time_limit_s:g} s, got none")
+            raise
+        except Exception as error:
+            self.problems.append(f"{what}: expected an output, got {type(error).__name__}: {error}")
+            return None
+
+    def _item(self, text: str, reward_data: Mapping[str, Any] | None = None) -> RewardInput:
+        data = self.example.reward_data if reward_data is None else reward_data
+        return RewardInput(text, data, 10, MAX_NEW_TOKENS, "stop")
+
+
+def check_reward(reward: Reward, example: Example, *, time_limit_s: float = 60.0) -> list[str]:
+    """Run every check on ``reward``; what is wrong, a sentence each.
+
+    Args:
+        time_limit_s: wall-clock seconds that one call may take.
+    """
+    return _Checks(reward, example, time_limit_s).run()
+
+
+def _bounded(call: Callable[[], T], time_limit_s: float) -> T:
+    """What ``call`` returns or raises, in a thread of its own, for nothing else can leave a call that hangs."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(time_limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def main() -> int:
+    """Check the reward that the command line names; exit code 1 if something is wrong with it."""
+    if len(sys.argv) not in (3, 4):
+        sys.stderr.write("usage: python -m async_rl.rewards.conformance NAME ROW_AS_JSON [RIGHT_TEXT]\n")
+        return 2
+    from async_rl.config.config import Config
+    from async_rl.config.reward_types import reward_type
+    from async_rl.rewards.registry import build_reward
+
+    name, row = sys.argv[1], json.loads(sys.argv[2])
+    raw: dict[str, Any] = {
+        "run": {"dir": "unused"},
+        "model": {"path": "unused"},
+        "sampling": {"max_new_tokens": MAX_NEW_TOKENS},
+        "reward": {"type": name, "soft_overlong": False},
+        "generator": {"allow_code": [name.rpartition(":")[0]] if ":" in name else []},
+    }
+    try:
+        reward = build_reward(Config.model_validate(raw))
+        example = Example(row, *sys.argv[3:], row_fields=reward_type(name).row_fields)
+    except (AsyncRLError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    with closing(reward):
+        problems = check_reward(reward, example)
+    sys.stdout.write("".join(f"{problem}\n" for problem in problems) or f"{name}: conforms\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
