@@ -1,10 +1,12 @@
-"""Which modules the package enters for one group: how many parts somebody has to know who follows it.
+"""Count the modules that a group, or a version of the weights, enters on its way: the parts that a reader must know.
 
 ``--queue``: between a group's return by the generator and its take by the learner. Server, generator and learner are
 the real ones, over real sockets and with a journal, each in a thread of this process. ``sys.setprofile`` notes the
 module of every Python function that is called meanwhile.
 
-    python -m benchmarks.modules_entered --queue
+``--weights``: a version from its staging to its acknowledgement, by each transport (``modules_entered_weights``).
+
+    python -m benchmarks.modules_entered --queue --weights
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
 from async_rl.queue.server.start import run_queue
 from async_rl.records import Lease
+from benchmarks.modules_entered_weights import entered_by_version
 from benchmarks.queue_measure import Load
 from benchmarks.queue_product import ProductOptions, make_group, rollouts, tokens_for, write_config
 
@@ -117,13 +120,19 @@ def report(package: str, entered: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queue", action="store_true", help="the path of a group, from its return to its take")
+    parser.add_argument("--weights", action="store_true", help="the path of a version, by each transport")
     options = parser.parse_args()
-    if not options.queue:
-        parser.error("expected --queue")
-    recorder = Recorder()
-    with TemporaryDirectory(prefix="modules-entered-") as name:
-        record_group(recorder, Path(name))
-    report("async_rl.queue", recorder.entered("async_rl.queue"))
+    if not options.queue and not options.weights:
+        parser.error("expected --queue or --weights")
+    if options.weights:
+        for transport, entered in entered_by_version().items():
+            print(f"by {transport}:")
+            report("async_rl.weights", entered)
+    if options.queue:
+        recorder = Recorder()
+        with TemporaryDirectory(prefix="modules-entered-") as name:
+            record_group(recorder, Path(name))
+        report("async_rl.queue", recorder.entered("async_rl.queue"))
 
 
 if __name__ == "__main__":
