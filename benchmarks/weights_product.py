@@ -44,7 +44,7 @@ class Product:
         self._staging = Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S, is_pulled=transport == "tcp")
         self._publisher = Publisher(
             "127.0.0.1", deadline_s=DEADLINE_S, insecure=False, transport=transport, has_deltas=has_deltas,
-            keys=None if keys is None else ServerKeys.ephemeral(keys), is_sealed=keys is not None,
+            keys=None if keys is None else ServerKeys.ephemeral(keys), is_encrypted=keys is not None,
         )  # fmt: skip
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self._child = Child(receive, shapes, keys)

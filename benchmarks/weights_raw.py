@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from async_rl.net.sockets import listening_socket
-from async_rl.weights.collective.communicator import CollectiveGroup
+from async_rl.weights.collective.communicator import Communicator
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 300.0
@@ -106,8 +106,8 @@ class BareGloo:
         self._child.close()
 
 
-def _gloo_group(rank: int, port: int, listener: socket.socket | None) -> CollectiveGroup:
-    return CollectiveGroup.create(
+def _gloo_group(rank: int, port: int, listener: socket.socket | None) -> Communicator:
+    return Communicator.create(
         "gloo", store_host="127.0.0.1", store_port=port, rank=rank, size=2, stall_s=DEADLINE_S,
         local_host="127.0.0.1", listener=listener,
     )  # fmt: skip

@@ -72,25 +72,25 @@ def vllm_table(sizes_mb: Sequence[int], num_rounds: int) -> None:
     )
     for size_mb in sizes_mb:
         for after_swap in ("keep", "recompute"):
-            _print_row(after_swap, *_rounds(size_mb, num_rounds, after_swap))
+            _print_row(after_swap, *_scheduler(size_mb, num_rounds, after_swap))
 
 
-def _print_row(after_swap: str, size_bytes: int, rounds: Sequence[_Round]) -> None:
+def _print_row(after_swap: str, size_bytes: int, scheduler: Sequence[_Round]) -> None:
     def middle(name: str) -> float:
-        return median(getattr(one, name) for one in rounds)
+        return median(getattr(one, name) for one in scheduler)
 
-    ratio = median(one.pause / one.copy for one in rounds)
+    ratio = median(one.pause / one.copy for one in scheduler)
     print(
-        f"{size_bytes / 1e6:8.1f} {after_swap:10s}{middle('pause'):9.4f}{max(one.pause for one in rounds):9.4f}"
-        f"{middle('copy'):9.4f}{min(one.copy for one in rounds):9.4f}{ratio:8.2f}{middle('activate'):12.4f}"
+        f"{size_bytes / 1e6:8.1f} {after_swap:10s}{middle('pause'):9.4f}{max(one.pause for one in scheduler):9.4f}"
+        f"{middle('copy'):9.4f}{min(one.copy for one in scheduler):9.4f}{ratio:8.2f}{middle('activate'):12.4f}"
         f"{middle('prepare'):11.3f}{middle('speed'):8.2f}{middle('gap'):8.2f}",
         flush=True,
     )
     goal(f"pause over a memory copy, {size_bytes / 1e6:.0f} MB, {after_swap}", ratio, 2.0, at_most=True)
 
 
-def _rounds(size_mb: int, num_rounds: int, after_swap: str) -> tuple[int, list[_Round]]:
-    """Bytes of a version, and the rounds."""
+def _scheduler(size_mb: int, num_rounds: int, after_swap: str) -> tuple[int, list[_Round]]:
+    """Bytes of a version, and the scheduler."""
     from async_rl.generator.vllm.backend import VllmBackend
 
     with tempfile.TemporaryDirectory() as directory:
@@ -98,15 +98,15 @@ def _rounds(size_mb: int, num_rounds: int, after_swap: str) -> tuple[int, list[_
         weights = [{name: torch.randn_like(p) * 0.02 for name, p in model.named_parameters()} for _ in range(2)]
         size_bytes = sum(tensor.nbytes for tensor in weights[0].values())
         backend = VllmBackend.from_files(Path(directory), _config(directory, after_swap), device="cpu")
-        rounds: list[_Round] = []
+        scheduler: list[_Round] = []
         with closing(backend), closing(MemoryCopy(size_bytes)) as copy:
             copy.once()  # its memory is touched for the first time
             backend.activate(0, weights[0])
             for version in range(1, num_rounds + 2):
                 one = _round(backend, version, weights[version % 2], copy)
                 if version >= 2:  # the first touches memory, too
-                    rounds.append(one)
-        return size_bytes, rounds
+                    scheduler.append(one)
+        return size_bytes, scheduler
 
 
 def _round(backend: Any, version: int, weights: dict[str, Any], copy: MemoryCopy) -> _Round:

@@ -140,7 +140,7 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     import torch
 
     from async_rl.net.sockets import listening_socket
-    from async_rl.weights.collective.communicator import CollectiveGroup
+    from async_rl.weights.collective.communicator import Communicator
 
     name = f"{backend} of two"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -152,7 +152,7 @@ def check_collective(host: str, backend: str) -> list[Finding]:
 
     def take_part(rank: int) -> None:
         try:
-            group = CollectiveGroup.create(
+            group = Communicator.create(
                 backend, store_host=host, store_port=port, rank=rank, size=size, stall_s=_MEET_S, local_host=host,
                 listener=listener if rank == 0 else None, device=f"cuda:{rank}" if backend == "nccl" else None,
             )  # fmt: skip

@@ -178,7 +178,7 @@ def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
         config.weights.staging_bytes,
         config.weights.bucket_bytes,
         deadline_s=config.weights.deadline_s,
-        is_pulled=publisher.transport == "tcp",
+        is_pulled=publisher.are_all_pulled,
         # One that is pulled stays until the pull is over: without a second there would be none to publish.
         min_versions=2,
     )
@@ -218,7 +218,7 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
         insecure=is_trusted,
         keys=None if config.queue.keys is None else ServerKeys.ephemeral(config.queue.keys),
         transport=transport,
-        device=str(context.device) if transport == "nccl" else None,
+        device=str(context.device) if context.device.type == "cuda" else None,
         chunk_bytes=weights.bucket_bytes,
         has_deltas=None if weights.deltas == "auto" else weights.deltas == "on",
     )

@@ -1,0 +1,16 @@
+"""Versions of the weights, from the learner to every generator.
+
+The learner (``async_rl/learner``) copies its gathered tensors into ``Staging`` and hands the staged version to
+``Publisher``. A generator (``async_rl/generator``) follows announcements with ``Receiver`` and gets verified tensors.
+
+The path of a version, by module:
+
+- ``manifest``: what a version consists of, and its digests. ``staging``: the learner's memory for versions.
+- ``publisher``: the learner's thread. ``scheduler``: decides who gets what, as a pure state machine.
+  ``transfer_manager``: carries out its decisions.
+- ``control``: the messages of both sides. ``control_sockets``: the sockets that carry them.
+- ``transport``: the table of transports and the protocols behind which they are; ``collective/`` (NCCL and gloo) and
+  ``tcp/`` implement them.
+- ``receiver``: the generator's control thread. ``receive_worker``: its transfer thread. ``receive_buffers``: its
+  memory.
+"""

@@ -1,4 +1,4 @@
-"""Two tools for threads that share a ZeroMQ poll loop: a signal that can be polled, and a thread that runs jobs."""
+"""Two tools for the background threads here: a signal that can be polled, and a thread that runs jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class Wake:
-    """A flag with a file descriptor: readable while it is set. Any thread may set, clear or wait."""
+    """A flag with a file descriptor that is readable while the flag is set. Any thread may set, clear or wait."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -22,7 +22,7 @@ class Wake:
         return self._reader.fileno()
 
     def set(self) -> None:
-        # A full pipe means that it is set already; a closed one that nobody waits any more.
+        # A full pipe means that the flag is set; a closed one that nobody waits for it.
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
 
@@ -32,16 +32,12 @@ class Wake:
                 pass
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was set within ``timeout_s``. Clears nothing."""
+        """Return whether it was set within ``timeout_s``. Does not clear it."""
         return bool(select.select([self._reader], [], [], timeout_s)[0])
-
-    def close(self) -> None:
-        self._writer.close()
-        self._reader.close()
 
 
 class JobThread:
-    """Runs jobs one after the other in a daemon thread. Jobs hand their results on and raise nothing."""
+    """A daemon thread that runs jobs one after the other. Jobs report their own results and raise nothing."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -52,7 +48,7 @@ class JobThread:
         self._jobs.put(job)
 
     def close(self, last: Callable[[], None], timeout_s: float) -> bool:
-        """Run ``last`` after the jobs that are left, then end; whether that came within ``timeout_s``."""
+        """Run the jobs that are left, then ``last``, and end. Returns whether that took at most ``timeout_s``."""
         self._jobs.put(last)
         self._jobs.put(None)
         self._thread.join(timeout_s)

@@ -1,10 +1,13 @@
-"""What publisher and receivers say to each other on the control channel. Weights themselves never pass here.
+"""Messages between publisher and receivers on the control channel. The weights themselves never pass here.
 
-A receiver says ``Join`` and then ``Alive`` every second; the publisher answers each with ``Check``, or with
-``Unknown`` where it knows no such member. One attempt at a version by a collective: ``Enter`` -> ``Ready`` -> ``Go``
--> (broadcast) -> ``Ack`` or ``Failed``; by the stream: ``Fetch`` -> (pull) -> ``Ack`` or ``Failed``. An epoch names a
-communicator; it is kept over attempts while membership stays the same, and an ``Ack`` in it says ``Ready`` for the next
-attempt as well, which then begins with its ``Go``.
+A receiver sends ``Join``, then ``Heartbeat`` every second. The publisher answers each with ``Ping``, or with
+``NotMember`` if it does not know the sender. A version goes out in one of two ways:
+
+- by a collective: ``PrepareCollective`` -> ``Ready`` -> ``StartCollective`` -> (broadcast) -> ``Ack`` or ``Failed``;
+- by a pull: ``Pull`` -> (pull) -> ``Ack`` or ``Failed``.
+
+An epoch names a communicator, which is kept while the members stay the same. Within an epoch an ``Ack`` also means
+``Ready`` for the next attempt, which then begins with ``StartCollective``.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ HEARTBEAT_S = 1.0
 
 TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=64, max_depth=3)
 TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
-"""The publisher is believed: the queue vouches for its key. What is read of it is checked against its type."""
+"""Larger, since the queue vouches for the publisher's key. Each field is checked against its type all the same."""
 _MAX_REASON = 2000
 
 
 class Join(msgspec.Struct, frozen=True):
-    """I want every version. ``host`` is where my collectives listen, if I take part in any (``collectives``: which).
-    ``digest`` is of the newest weights that I hold, empty without any.
+    """This generator wants every version.
+
+    ``host`` is where its collectives listen; ``collectives`` names those that it can take part in. ``digest`` is of
+    the newest weights that it holds, or empty.
     """
 
     generator_id: str
@@ -40,24 +45,24 @@ class Join(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Alive(msgspec.Struct, frozen=True):
-    """Still here."""
+class Heartbeat(msgspec.Struct, frozen=True):
+    """This member is alive."""
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """I am ending; don't wait for me."""
+    """This member ends; do not wait for it."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Buffers for this attempt are there; ``Go`` may follow."""
+    """This member has memory for the attempt; ``StartCollective`` may follow."""
 
     attempt: int
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """Every byte of this version is here and matches its digest (said at ``Enter`` where it was here before).
+    """This member holds every byte of the version, verified (perhaps from before the attempt).
 
-    ``wire_bytes`` came for it, ``num_corrupt`` buckets of them twice, since what came first did not match.
+    ``wire_bytes`` were received for it. ``num_corrupt`` buckets were received again, because they did not match.
     """
 
     attempt: int
@@ -68,42 +73,42 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """This attempt did not bring me the version; ``corrupt``: bytes came, but not those of the manifest."""
+    """This attempt did not bring the version. ``corrupt``: bytes arrived that do not match the manifest."""
 
     attempt: int
     reason: str
     corrupt: bool
 
 
-class Check(msgspec.Struct, frozen=True):
-    """The publisher knows you and is alive itself."""
+class Ping(msgspec.Struct, frozen=True):
+    """The publisher is alive and knows this member."""
 
 
-class Unknown(msgspec.Struct, frozen=True):
-    """You are no member (any more): say ``Join``."""
+class NotMember(msgspec.Struct, frozen=True):
+    """The publisher does not know the sender; it must send ``Join``."""
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """You are no member any more; ``Join`` again after ``retry_s``."""
+    """This generator is no longer a member; it may send ``Join`` again after ``retry_s``."""
 
     reason: str
     retry_s: float
 
 
-class Enter(msgspec.Struct, frozen=True):
-    """Make room for this version. ``manifest`` as in ``manifest_fields``."""
+class PrepareCollective(msgspec.Struct, frozen=True):
+    """Allocate memory for this version. ``manifest`` as in ``manifest_fields``."""
 
     attempt: int
     manifest: Mapping[str, Any]
 
 
-class Go(msgspec.Struct, frozen=True):
-    """Receive now, as ``rank`` of ``size``. A new ``epoch`` is built over the store at ``store_port`` of my host; port
-    0 says to use the one that is there.
+class StartCollective(msgspec.Struct, frozen=True):
+    """Receive now, as ``rank`` of ``size``, by the collective ``transport``.
 
-    ``stall_s`` bounds every single collective of ``backend``, ``deadline_s`` the whole; buckets travel in chunks of
-    ``chunk_bytes``. A ``manifest`` that is not empty: there was no ``Enter`` before. Who does not take part leaves
-    the communicator.
+    A new ``epoch`` is built over the store at ``store_port`` of the publisher's host; port 0: use the communicator
+    that exists. ``stall_s`` bounds every single collective, ``deadline_s`` all of them; buckets travel in chunks of
+    ``chunk_bytes``. If ``manifest`` is not empty, there was no ``PrepareCollective``. A member that does not take
+    part closes its communicator, so that the others fail at once.
     """
 
     attempt: int
@@ -114,18 +119,20 @@ class Go(msgspec.Struct, frozen=True):
     stall_s: float
     deadline_s: float
     chunk_bytes: int
-    backend: str
+    transport: str
     manifest: Mapping[str, Any]
 
 
-class Fetch(msgspec.Struct, frozen=True):
-    """Pull this version from ``port`` of my host, showing ``token``, within ``deadline_s``. A ``key``: it is sealed.
+class Pull(msgspec.Struct, frozen=True):
+    """Pull this version by ``transport`` from ``port`` of the publisher's host, within ``deadline_s``.
 
-    ``delta_sizes[l][b]`` is the size of bucket b's delta in link l of a chain from the weights with digest ``base``
-    (-1: none); an empty ``base`` means that there is no chain. A chain of no links: you hold these very weights.
+    ``token`` authenticates the pull. If ``key`` is not empty, the stream is encrypted with it. ``delta_sizes[l][b]``
+    is the size of the delta of bucket b in link l of a chain that starts at the weights with digest ``base`` (-1: no
+    delta). If ``base`` is empty there is no chain. A chain without links means that ``base`` is this very version.
     """
 
     attempt: int
+    transport: str
     manifest: Mapping[str, Any]
     port: int
     token: bytes
@@ -136,23 +143,23 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 def seconds_until(deadline: float) -> float:
-    """From now to a time of the monotonic clock; not below 0."""
+    """Return the time from now to ``deadline`` on the monotonic clock, at least 0."""
     return max(0.0, deadline - time.monotonic())
 
 
 def channel(address: str, public_key: bytes | None) -> str:
-    """``Announcement.channel``: where the publisher is, and the key (z85) that it must prove, if it has one."""
+    """Return ``Announcement.channel``: the publisher's address and the public key (z85) that it must prove, if any."""
     return address if public_key is None else f"{address} {public_key.decode()}"
 
 
 def parse_channel(text: str) -> tuple[str, bytes | None]:
-    """The address and the key of a channel; a malformed address is left to whoever connects."""
+    """Return the address and the key of a channel. The address is not checked."""
     address, _, key = text.partition(" ")
     return address, key.encode() if key else None
 
 
 def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKeys | None:
-    """A generator's ``keys`` for a publisher with ``server_key``, which the queue vouches for.
+    """Return a generator's ``keys`` for the publisher with ``server_key``.
 
     Raises:
         WeightsError: one side has keys and the other has none.
@@ -160,28 +167,28 @@ def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKey
     if server_key is None and keys is None:
         return None
     if server_key is None or keys is None:
-        wants, has = ("keys", "none") if server_key is not None else ("no keys", "some")
-        raise WeightsError(f"the learner's weights channel wants {wants}, this generator has {has}")
+        expects, has = ("keys", "none") if server_key is not None else ("no keys", "some")
+        raise WeightsError(f"expected {expects} for the learner's weights channel, but this generator has {has}")
     return keys.for_server(server_key)
 
 
-MemberMessage = Join | Alive | Leave | Ready | Ack | Failed
-PublisherMessage = Check | Unknown | Dropped | Enter | Go | Fetch
-TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Alive, Leave, Ready, Ack, Failed)
-TO_MEMBER: tuple[type[PublisherMessage], ...] = (Check, Unknown, Dropped, Enter, Go, Fetch)
+MemberMessage = Join | Heartbeat | Leave | Ready | Ack | Failed
+PublisherMessage = Ping | NotMember | Dropped | PrepareCollective | StartCollective | Pull
+TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Heartbeat, Leave, Ready, Ack, Failed)
+TO_MEMBER: tuple[type[PublisherMessage], ...] = (Ping, NotMember, Dropped, PrepareCollective, StartCollective, Pull)
 
 _T = TypeVar("_T")
 
 
 def encode_message(message: MemberMessage | PublisherMessage) -> bytes:
-    """One frame."""
+    """Return the message as one frame."""
     if isinstance(message, Failed | Dropped):
         message = msgspec.structs.replace(message, reason=message.reason[:_MAX_REASON])
     return encode(type(message).__name__, message)
 
 
 def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limits: Limits) -> _T:
-    """The message in ``frame``, which must be one of ``expected``.
+    """Return the message in ``frame``, which must be one of ``expected``.
 
     Raises:
         WireError: it is malformed, or of another type.

@@ -1,9 +1,9 @@
-"""The learner's side of the weights channel: who listens, and what is sent to whom.
+"""The learner's side of the weights channel: sends every version to the generators that joined.
 
-``Publisher`` lives in learner rank 0. ``publish`` only notes the newest staged version; a background thread serves the
-control socket, drives ``Rounds`` and does what it says over the run's transports: the collective (if it has one), and
-the stream, which every run has. A dead or frozen generator costs the others at most ``deadline_s``, and the training
-step nothing.
+``Publisher`` lives in learner rank 0. ``publish`` only queues the newest staged version. A background thread serves the
+control socket, asks ``SyncScheduler`` what to do, and lets ``TransferManager`` do it with the run's transports: the
+collective, if it has one, and the pull transport, which every run has. A dead or frozen generator delays the others by
+at most ``deadline_s``, and the training step not at all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -21,37 +22,48 @@ from async_rl.net.address import is_loopback, refuse_open_collectives, refuse_op
 from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
 from async_rl.weights.background import Wake
-from async_rl.weights.collective.sender import CollectiveSender
-from async_rl.weights.deliveries import Deliveries
-from async_rl.weights.member_socket import WILDCARDS, MemberSocket
-from async_rl.weights.scheduler import Rounds
+from async_rl.weights.control_sockets import WILDCARDS, MemberSocket
+from async_rl.weights.scheduler import SyncScheduler
 from async_rl.weights.staging import StagedVersion
-from async_rl.weights.tcp.sender import StreamSender
-from async_rl.weights.transport import Delivery, TransportName
+from async_rl.weights.transfer_manager import TransferManager
+from async_rl.weights.transport import (
+    PULL,
+    TRANSPORTS,
+    CollectiveSettings,
+    CollectiveTransport,
+    Delivery,
+    PullSettings,
+    TransportName,
+    TransportSender,
+)
 
 _POLL_MS = 100
 _MAX_STALL_S = 10.0
 _MAX_READY_S = 5.0
 _MAX_SILENT_S = 10.0
-_GLOO_CHUNK_BYTES = 8 << 20
-"""Each is digested while the next one travels; smaller ones cost more to agree upon than that spares."""
 _FRESH_S = 1.5 * control.HEARTBEAT_S
-_PROBE_S = 0.25
+_PING_S = 0.25
 _JOIN_THREAD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Cumulative, except ``members``, ``lacking`` and ``last_transfer_s``.
+    """Counters, cumulative except ``members``, ``outdated``, ``wanted`` and ``last_transfer_s``.
 
-    ``transfer_s`` is the time spent in collectives, ``sent_bytes`` counts a broadcast once, whatever its audience.
-    ``pulled_bytes`` went through the stream where full copies would have been ``pulled_full_bytes``; ``delta_bytes``
-    and ``delta_s`` are of the newest delta. ``last_transfer_s`` is of the last collective, or of the last pull from
-    its offer to its end. ``superseded`` versions were replaced by a newer one before every member had them.
+    Attributes:
+        outdated: members that do not hold the wanted version yet.
+        transfer_s: time spent in collectives.
+        last_transfer_s: of the last collective, or of the last pull from its offer to its end.
+        sent_bytes: by collectives; a broadcast counts once, whatever the number of members.
+        attempts: collectives. ``pulls``: pulls that were offered.
+        pulled_bytes: transferred by pulls, where full copies would have been ``pulled_full_bytes``.
+        delta_bytes: size of the newest delta. ``delta_s``: time to compute it.
+        superseded: versions that a newer one replaced before every member had them.
+        malformed: messages of members that could not be read.
     """
 
     members: int = 0
-    lacking: int = 0
+    outdated: int = 0
     wanted: int | None = None
     transfer_s: float = 0.0
     last_transfer_s: float = 0.0
@@ -72,29 +84,23 @@ class PublisherStats:
     last_drop: str = ""
 
 
-_COUNTED = (
-    "sent_bytes", "attempts", "pulls", "pulled_bytes", "pulled_full_bytes", "failures", "corrupt", "joined", "dropped",
-    "superseded",
-)  # fmt: skip
-
-
 class Publisher:
-    """Sends the newest staged version to every receiver that joined, and to those that join later.
+    """Sends the newest staged version to every generator that joined, and to those that join later.
 
     Args:
-        bind_host: where the control socket, the stream, the store and the collectives listen.
-        advertise_host: the name under which generators reach ``bind_host``; needed where that is a wildcard.
-        deadline_s: a generator that has no version so long after it was told of one is dropped (it may join again).
-        insecure: the network is trusted: allow collectives beyond loopback, and the stream in the clear.
-        keys: of the control channel, which then lets in listed clients only; none: it is not encrypted.
-        transport: ``tcp``, ``gloo``, or ``nccl`` where learner and generators have CUDA devices of their own.
-        device: rank 0's CUDA device, for ``nccl``.
-        chunk_bytes: bytes of one collective, at most (gloo's are smaller); also the device buffer of ``nccl``.
-        has_deltas: with ``tcp``, send differences to who holds the version before; None: beyond loopback.
-        is_sealed: encrypt the stream (needs ``keys``); None: beyond loopback with keys, unless ``insecure``.
+        bind_host: where the control socket, the stream server, the store and the collectives listen.
+        advertise_host: the name under which generators reach ``bind_host``; needed if that is a wildcard.
+        deadline_s: drop a generator that has not got a version this long after it was offered (it may join again).
+        insecure: the network is trusted: allow collectives beyond loopback, and an unencrypted stream.
+        keys: for the control channel, which then admits listed clients only. None: it is not encrypted.
+        transport: by which versions travel to the members that can use it.
+        device: rank 0's CUDA device, if it has one.
+        chunk_bytes: bytes of one collective, at most (gloo's are smaller); also the size of NCCL's device buffer.
+        has_deltas: with ``tcp``, send the difference to members that hold the version before. None: beyond loopback.
+        is_encrypted: encrypt the stream (needs ``keys``). None: beyond loopback with keys, unless ``insecure``.
 
     Raises:
-        AddressError: the address is open to a network, busy, or can't be advertised.
+        AddressError: the address is open to an untrusted network, in use, or can't be advertised.
     """
 
     def __init__(
@@ -109,29 +115,29 @@ class Publisher:
         device: str | None = None,
         chunk_bytes: int = 64 << 20,
         has_deltas: bool | None = None,
-        is_sealed: bool | None = None,
+        is_encrypted: bool | None = None,
     ) -> None:
         host = advertise_host or bind_host
         if host in WILDCARDS:
-            raise AddressError(f"{bind_host!r} is no address that generators could connect to; pass one to advertise")
-        is_local = is_loopback(bind_host)
-        if transport == "tcp":
-            refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
-        else:
+            raise AddressError(f"expected an address that generators can connect to, got {bind_host!r}; advertise one")
+        row = TRANSPORTS[transport]
+        if row.needs_trust:
             refuse_open_collectives(bind_host, is_trusted=insecure)
-        self._transport: TransportName = transport
-        self._rounds = Rounds(
+        else:
+            refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
+        self._transport = row
+        self._scheduler = SyncScheduler(
             deadline_s=deadline_s,
             ready_s=min(_MAX_READY_S, deadline_s / 4),
             silent_s=min(_MAX_SILENT_S, deadline_s / 2),
             fresh_s=_FRESH_S,
         )
         self._published: deque[StagedVersion] = deque()
-        self._results: deque[Callable[[], None]] = deque()
+        self._sends: deque[tuple[Delivery, float, Exception | None]] = deque()
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
         self._last_transfer_s = 0.0
-        self._next_probe = 0.0
+        self._next_ping = 0.0
         self._changed = threading.Condition()
         self._stats = PublisherStats()
         self._error: BaseException | None = None
@@ -139,44 +145,44 @@ class Publisher:
         self._wake = Wake()
         self._context = zmq.Context()
         self._socket = MemberSocket(self._context, bind_host, host, keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._socket.register(self._poller)
+        is_local = is_loopback(bind_host)
         listen_host = "0.0.0.0" if bind_host == "*" else bind_host
-        self._stream = StreamSender(
-            listen_host,
-            is_sealed=keys is not None and not insecure and not is_local if is_sealed is None else is_sealed,
-            has_deltas=transport == "tcp" and (not is_local if has_deltas is None else has_deltas),
-        )
         collective = None
-        if transport != "tcp":
-            local_host = host if bind_host in WILDCARDS else bind_host
-            collective = self._collective_sender(transport, listen_host, local_host, deadline_s, chunk_bytes, device)
-        self._deliveries = Deliveries(
-            self._rounds,
-            collective=collective,
-            stream=self._stream,
-            tell=self._tell,
-            counts=self._counts,
+        if isinstance(row, CollectiveTransport):
+            collective = self._collective_sender(
+                row, listen_host, host if bind_host in WILDCARDS else bind_host, deadline_s, chunk_bytes, device
+            )
+        if is_encrypted is None:
+            is_encrypted = keys is not None and not insecure and not is_local
+        has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
+        self._pull = PULL.make_sender(PullSettings(listen_host, is_encrypted, has_deltas, self._poller))
+        self._manager = TransferManager(
+            self._scheduler, collective=collective, pull=self._pull, send=self._send, counts=self._counts
         )
         self._thread = threading.Thread(target=self._run, name="weights-publish", daemon=True)
         self._thread.start()
 
     def _collective_sender(
-        self, transport: str, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int,
+        self, row: CollectiveTransport, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int,
         device: str | None,
-    ) -> CollectiveSender:  # fmt: skip
-        return CollectiveSender(
-            transport,
+    ) -> TransportSender:  # fmt: skip
+        settings = CollectiveSettings(
             bind_host=listen_host,
             local_host=local_host,
             stall_s=min(_MAX_STALL_S, deadline_s / 3),
-            chunk_bytes=chunk_bytes if transport == "nccl" else min(chunk_bytes, _GLOO_CHUNK_BYTES),
+            chunk_bytes=min(chunk_bytes, row.max_chunk_bytes or chunk_bytes),
             device=device,
-            done=self._collective_done,
+            on_sent=self._on_collective_sent,
         )
+        return row.make_sender(settings)
 
     @property
-    def transport(self) -> TransportName:
-        """By which versions travel, but for what the stream has to make up for."""
-        return self._transport
+    def are_all_pulled(self) -> bool:
+        """Whether members pull every version, each at its own pace."""
+        return self._transport is PULL
 
     @property
     def address(self) -> str:
@@ -184,38 +190,40 @@ class Publisher:
         return self._socket.address
 
     def publish(self, staged: StagedVersion) -> None:
-        """Make this the version that everyone shall have. Returns at once; the version before is retired.
+        """Send this version to every member from now on. Returns at once; the version before is retired.
 
         Raises:
-            WeightsError: the publisher has failed.
+            WeightsError: the publisher's thread has failed.
         """
         self._check()
         self._published.append(staged)
         self._wake.set()
 
     def wait(self, version: int, timeout_s: float, *, num_members: int = 0) -> bool:
-        """Whether, within ``timeout_s``, every member held ``version`` or a newer one, and at least ``num_members``.
+        """Wait until every member, and at least ``num_members``, hold ``version`` or a newer one.
+
+        Returns False if that took longer than ``timeout_s``.
 
         Raises:
-            WeightsError: the publisher has failed.
+            WeightsError: the publisher's thread has failed.
         """
 
-        def arrived() -> bool:
-            wanted = self._stats.wanted
-            held = wanted is not None and wanted >= version and not self._stats.lacking
-            return self._error is not None or (held and self._stats.members >= num_members)
+        def is_held() -> bool:
+            stats = self._stats
+            held = stats.wanted is not None and stats.wanted >= version and not stats.outdated
+            return self._error is not None or (held and stats.members >= num_members)
 
         with self._changed:
-            done = self._changed.wait_for(arrived, timeout_s)
+            done = self._changed.wait_for(is_held, timeout_s)
         self._check()
         return done
 
     def stats(self) -> PublisherStats:
-        """Counters as of a moment ago."""
+        """Return the counters as of the last turn of the publisher's thread."""
         return self._stats
 
     def close(self) -> None:
-        """Stop serving. A transfer under way is given up."""
+        """Stop serving. A transfer in progress is given up."""
         self._closing = True
         self._wake.set()
         self._thread.join(_JOIN_THREAD_S)
@@ -224,132 +232,129 @@ class Publisher:
         if self._error is not None:
             raise WeightsError(f"the weights publisher has failed: {self._error!r}") from self._error
 
+    def _on_collective_sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
+        """Called in the collective's thread."""
+        self._sends.append((delivery, elapsed_s, error))
+        self._wake.set()
+
     # Everything below runs in the publisher's thread.
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        self._socket.register(poller)
-        poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._closing:
-                # Anew in every turn: a server that was started again has another descriptor.
-                server = self._stream.fileno()
-                poller.register(server, zmq.POLLIN)
-                ready = dict(poller.poll(_POLL_MS))
-                poller.unregister(server)
-                self._wake.clear()
-                if server in ready:
-                    self._stream.poll()
-                while self._published:
-                    self._deliveries.publish(self._published.popleft())
-                while self._results:
-                    self._results.popleft()()
-                if self._socket.is_among(ready):
-                    for member_id, message in self._socket.receive():
-                        self._handle(member_id, message)
-                # Who waits for a version shall not wait for what there is to do next.
-                self._note()
-                self._probe()
-                self._deliveries.act()
-                self._note()
+                self._take_turn(dict(self._poller.poll(_POLL_MS)))
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            self._deliveries.close(_JOIN_THREAD_S)
+            self._manager.close(_JOIN_THREAD_S)
             self._socket.close()
             self._context.term()
+
+    def _take_turn(self, ready: Mapping[Any, int]) -> None:
+        self._wake.clear()
+        while self._published:
+            self._manager.publish(self._published.popleft())
+        while self._sends:
+            self._handle_sent(*self._sends.popleft())
+        is_message = self._socket.is_among(ready)
+        if is_message:
+            for member_id, message in self._socket.receive():
+                self._handle(member_id, message)
+        if len(ready) > is_message + (self._wake.fileno() in ready):
+            # What is left was registered by the pull transport.
+            self._pull.poll()
+        # Before further actions, so that a thread that waits for a version is woken first.
+        self._update_stats()
+        self._ping_awaited()
+        self._manager.act()
+        self._update_stats()
 
     def _handle(self, member_id: bytes, message: control.MemberMessage) -> None:
         now = time.monotonic()
         if isinstance(message, control.Join):
-            collects = self._transport in message.collectives
-            self._rounds.join(member_id, message.generator_id, now, collects=collects, digest=message.digest)
+            can_collect = self._transport.name in message.collectives
+            self._scheduler.join(member_id, message.generator_id, now, can_collect=can_collect, digest=message.digest)
             self._counts["joined"] += 1
-            self._tell(member_id, control.Check())
+            self._send(member_id, control.Ping())
             return
-        if not self._rounds.heard(member_id, now):
+        if not self._scheduler.mark_seen(member_id, now):
             if not isinstance(message, control.Leave):
-                self._tell(member_id, control.Unknown())
+                self._send(member_id, control.NotMember())
             return
         match message:
-            case control.Alive():
-                self._tell(member_id, control.Check())
+            case control.Heartbeat():
+                self._send(member_id, control.Ping())
             case control.Leave():
-                self._rounds.leave(member_id)
+                self._scheduler.leave(member_id)
             case control.Ready(attempt):
-                self._rounds.ready(member_id, attempt)
+                self._scheduler.mark_ready(member_id, attempt)
             case control.Ack():
-                self._ack(member_id, message)
+                self._handle_ack(member_id, message)
             case control.Failed(attempt, reason, corrupt):
                 self._counts["corrupt"] += corrupt
-                self._fail(member_id, attempt, reason)
+                self._mark_failed(member_id, attempt, reason)
 
-    def _ack(self, member_id: bytes, ack: control.Ack) -> None:
-        staged = self._deliveries.version_of(ack.attempt)
+    def _handle_ack(self, member_id: bytes, ack: control.Ack) -> None:
+        staged = self._manager.version_of(ack.attempt)
         manifest = None if staged is None else staged.manifest
         if manifest is not None and manifest.version == ack.version and manifest.digest != ack.digest:
             self._counts["corrupt"] += 1
             reason = f"expected digest {manifest.digest} of version {ack.version}, got {ack.digest}"
-            self._fail(member_id, ack.attempt, reason)
+            self._mark_failed(member_id, ack.attempt, reason)
             return
         self._counts["corrupt"] += ack.num_corrupt
-        pulled_s = self._deliveries.pulled_for(ack.attempt)
+        pulled_s = self._manager.pulled_for(ack.attempt)
         if pulled_s is not None and manifest is not None:
             self._last_transfer_s = pulled_s
             self._counts["pulled_bytes"] += ack.wire_bytes
             self._counts["pulled_full_bytes"] += manifest.size_bytes
-        self._rounds.ack(member_id, ack.attempt, ack.version, ack.digest)
+        self._scheduler.ack(member_id, ack.attempt, ack.version, ack.digest)
 
-    def _fail(self, member_id: bytes, attempt: int, reason: str) -> None:
+    def _mark_failed(self, member_id: bytes, attempt: int, reason: str) -> None:
         self._counts["failures"] += 1
-        self._rounds.failed(member_id, attempt, reason)
+        self._scheduler.mark_failed(member_id, attempt, reason)
 
-    def _collective_done(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
-        """In the sender's thread."""
-        self._results.append(lambda: self._sent(delivery, elapsed_s, error))
-        self._wake.set()
-
-    def _sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
+    def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
         self._transfer_s += elapsed_s
         self._last_transfer_s = elapsed_s
         if error is None:
             self._counts["sent_bytes"] += delivery.staged.manifest.size_bytes
         else:
             self._counts["failures"] += 1
-            self._next_probe = 0.0
-        self._rounds.sent(delivery.attempt, ok=error is None)
+            self._next_ping = 0.0
+        self._scheduler.mark_sent(delivery.attempt, ok=error is None)
 
-    def _probe(self) -> None:
-        """Say something to those whose answer is awaited: a send to one whose connection is gone fails at once."""
+    def _ping_awaited(self) -> None:
+        """Send something to every member whose answer is awaited: if its connection is gone, that fails at once."""
         now = time.monotonic()
-        if now >= self._next_probe:
-            self._next_probe = now + _PROBE_S
-            for member_id in self._rounds.awaited:
-                self._tell(member_id, control.Check())
+        if now >= self._next_ping:
+            self._next_ping = now + _PING_S
+            for member_id in self._scheduler.awaited:
+                self._send(member_id, control.Ping())
 
-    def _tell(self, member_id: bytes, message: control.PublisherMessage) -> None:
-        if not self._socket.tell(member_id, message) and member_id in self._rounds.members:
+    def _send(self, member_id: bytes, message: control.PublisherMessage) -> None:
+        if not self._socket.send(member_id, message) and member_id in self._scheduler.members:
             self._counts["dropped"] += 1
-            self._deliveries.last_drop = "its connection is gone"
-            self._rounds.leave(member_id)
+            self._manager.last_drop = "its connection is gone"
+            self._scheduler.leave(member_id)
 
-    def _note(self) -> None:
-        """For other threads."""
-        stream = self._stream.stats()
+    def _update_stats(self) -> None:
+        """Show other threads how things are."""
+        pull = self._pull.stats
         stats = PublisherStats(
-            members=len(self._rounds.members),
-            lacking=len(self._rounds.lacking()),
-            wanted=self._rounds.wanted,
+            members=len(self._scheduler.members),
+            outdated=len(self._scheduler.outdated()),
+            wanted=self._scheduler.wanted,
             transfer_s=self._transfer_s,
             last_transfer_s=self._last_transfer_s,
-            last_drop=self._deliveries.last_drop,
+            last_drop=self._manager.last_drop,
             malformed=self._socket.num_malformed,
-            delta_bytes=stream.delta_bytes,
-            delta_s=stream.delta_s,
-            server_starts=stream.server_starts,
-            **{name: self._counts[name] for name in _COUNTED},
+            delta_bytes=pull.delta_bytes,
+            delta_s=pull.delta_s,
+            server_starts=pull.server_starts,
+            **self._counts,
         )
         if stats != self._stats:
             with self._changed:

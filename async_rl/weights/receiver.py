@@ -1,9 +1,9 @@
 """The generator's side of the weights channel: receives versions while the engine goes on decoding.
 
-The worker's loop calls ``follow`` with each announcement, ``poll`` between two steps, and ``activated`` once the
-backend uses what ``poll`` gave. Two background threads do the rest: one talks to the publisher (and sends the signs
-of life), one transfers (``transfers.py``), mostly outside the interpreter's lock. torch is imported by the first of
-them to need it.
+The worker's loop calls ``follow`` with each announcement, ``poll`` between two decode steps, and ``activated`` when
+the backend uses what ``poll`` returned. Two background threads do the rest: the control thread here exchanges messages
+with the publisher, and the transfer thread (``receive_worker``) receives the bytes, mostly outside the interpreter's
+lock. torch is imported by the first of them that needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import zmq
 
@@ -23,11 +22,11 @@ from async_rl.net.keys import ClientKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
 from async_rl.weights.background import Wake
-from async_rl.weights.buffers import Buffers, StagedWeights
-from async_rl.weights.collective.receiver import CollectiveOrder
+from async_rl.weights.control_sockets import PublisherSocket
 from async_rl.weights.manifest import Manifest, manifest_from_fields
-from async_rl.weights.tcp.receiver import StreamOrder
-from async_rl.weights.transfers import ReceiverStats, Reply, Transfers
+from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
+from async_rl.weights.receive_worker import ReceiverStats, ReceiveWorker, Reply
+from async_rl.weights.transport import ReceiveOrder, collectives
 
 __all__ = ["Receiver", "ReceiverStats"]
 
@@ -37,21 +36,13 @@ _SILENT_S = 15.0
 _CLOSE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Attempt:
-    """A collective that this side was told to enter."""
-
-    number: int
-    manifest: Manifest
-
-
 class Receiver:
-    """Versions of whatever learner was announced last.
+    """Receives the versions of the learner that was announced last.
 
     Args:
         generator_id: as in the generator's handshake with the queue.
-        insecure: the network is trusted: take part in collectives beyond loopback (nothing on them is authenticated),
-            and pull weights in the clear.
+        insecure: the network is trusted: take part in collectives beyond loopback (they authenticate nobody), and
+            pull weights unencrypted.
         device: this generator's CUDA device, where the publisher uses NCCL.
         keys: this generator's; needed where the publisher has keys.
     """
@@ -61,77 +52,76 @@ class Receiver:
     ) -> None:
         self._generator_id = generator_id
         self._insecure = insecure
-        self._device = device
+        self._has_cuda = device is not None
         self._keys = keys
-        self._buffers = Buffers(pinned=device is not None)
-        self._target: Announcement | None = None
-        self._arrived = Wake()
+        self._buffers = ReceiveBuffers(pinned=self._has_cuda)
+        self._announced: Announcement | None = None
+        self._received = Wake()
         self._wake = Wake()
-        self._outbox: deque[tuple[str, control.MemberMessage]] = deque()
+        self._replies: deque[tuple[str, control.MemberMessage]] = deque()
         self._channel_error: str | None = None
         self._offer_error: str | None = None
         self._crash: Exception | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: PublisherSocket | None = None
         self._channel = ""
         self._joined_lineage = ""
         self._host = self._local_host = ""
-        self._heard = 0.0
-        self._next_beat = 0.0
+        self._last_seen = 0.0
+        self._next_heartbeat = 0.0
         self._joined = False
-        self._attempt: _Attempt | None = None
-        self._transfers = Transfers(self._buffers, self._arrived.set, device)
+        self._attempt: tuple[int, Manifest] | None = None
+        self._worker = ReceiveWorker(self._buffers, self._received.set, device)
 
     def follow(self, announcement: Announcement) -> None:
-        """Receive from this learner. Returns at once; a new channel or lineage makes it connect anew."""
-        self._target = announcement
+        """Receive from this learner. Returns at once; a new channel or lineage opens a new connection."""
+        self._announced = announcement
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
             self._thread.start()
         self._wake.set()
 
-    def poll(self) -> StagedWeights | None:
-        """The newest verified version that is not in use yet, of the lineage that is followed.
+    def poll(self) -> ReceivedWeights | None:
+        """Return the newest verified version of the lineage that is followed, unless the engine uses it already.
 
-        The same one again until a newer one came; the one given before is given up by that.
+        Returns the same version again until a newer one has come; that frees the buffer of the one before.
 
         Raises:
-            WeightsError: the receiver's thread has failed; no version will come any more.
+            WeightsError: the receiver's thread has failed, so no version will come.
         """
         if self._crash is not None:
             raise WeightsError(f"the weights receiver has failed: {self._crash!r}") from self._crash
-        self._arrived.clear()
-        target = self._target
-        return None if target is None else self._buffers.newest(target.lineage)
+        self._received.clear()
+        announced = self._announced
+        return None if announced is None else self._buffers.newest(announced.lineage)
 
-    def activated(self, staged: StagedWeights) -> None:
-        """The engine uses this version now; buffers of older ones may be overwritten.
+    def activated(self, received: ReceivedWeights) -> None:
+        """Record that the engine uses this version now; buffers of older ones may be overwritten.
 
         Raises:
             WeightsError: ``poll`` has returned a newer one since.
         """
-        self._buffers.activated(staged)
+        self._buffers.activated(received)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether, within ``timeout_s``, something came that the next ``poll`` may return."""
-        return self._arrived.wait(timeout_s)
+        """Wait for a version that the next ``poll`` may return. Returns whether one came within ``timeout_s``."""
+        return self._received.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Readable when something came since the last ``poll``; for a poller that waits for more than this."""
-        return self._arrived.fileno()
+        """Return a descriptor that is readable when a version came since the last ``poll``."""
+        return self._received.fileno()
 
     @property
     def error(self) -> str | None:
-        """Why no version comes at present; None when all is well. It goes on trying by itself."""
-        return self._channel_error or self._offer_error or self._transfers.error
+        """Why no version comes at present; None if all is well. The receiver goes on trying by itself."""
+        return self._channel_error or self._offer_error or self._worker.error
 
     def stats(self) -> ReceiverStats:
-        return self._transfers.stats
+        return self._worker.stats
 
     def close(self) -> None:
-        """Leave, and end the threads. A transfer under way is waited for a few seconds."""
+        """Leave, and end the threads. Waits a few seconds for a transfer in progress."""
         self._closing = True
         self._wake.set()
         if self._thread is not None:
@@ -140,50 +130,45 @@ class Receiver:
     # The control thread.
 
     def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] | None = None
         try:
-            # Loading torch holds the interpreter for long; a member must not fall silent for that.
+            # Importing torch holds the interpreter's lock for seconds: do it before the first heartbeat is due.
             importlib.import_module("async_rl.weights.collective.communicator")
-            self._context = zmq.Context()
+            context = zmq.Context()
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
             while not self._closing:
-                self._reconnect(poller)
+                self._reconnect(context, poller)
                 poller.poll(_POLL_MS)
                 self._wake.clear()
-                self._receive()
-                self._flush()
-                self._beat()
+                self._receive_messages()
+                self._send_replies()
+                self._send_heartbeat()
         except Exception as error:
             self._crash = error
             self._channel_error = f"the weights receiver has failed: {error!r}"
-            self._arrived.set()
+            self._received.set()
         finally:
-            self._end()
+            if self._socket is not None:
+                self._socket.leave()
+            self._worker.close(_CLOSE_S)
+            if context is not None:
+                context.term()
 
-    def _end(self) -> None:
-        if self._socket is not None:
-            self._say(control.Leave())
-            self._socket.close(linger=500)
-        self._transfers.close(_CLOSE_S)
-        if self._context is not None:
-            self._context.term()
-
-    def _reconnect(self, poller: zmq.Poller) -> None:
-        target = self._target
-        assert target is not None
-        assert self._context is not None
-        if (target.channel, target.lineage) == (self._channel, self._joined_lineage):
+    def _reconnect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> None:
+        """Connect to the publisher that was announced last, if it is another one than before."""
+        announced = self._announced
+        assert announced is not None
+        if (announced.channel, announced.lineage) == (self._channel, self._joined_lineage):
             return
         if self._socket is not None:
-            self._say(control.Leave())
-            poller.unregister(self._socket)
-            self._socket.close(linger=500)
+            self._socket.leave(poller)
             self._socket = None
-        self._channel, self._joined_lineage = target.channel, target.lineage
-        self._next_beat = 0.0
+        self._channel, self._joined_lineage = announced.channel, announced.lineage
+        self._next_heartbeat = 0.0
         self._forget_membership()
-        self._heard = time.monotonic()
-        address, server_key = control.parse_channel(target.channel)
+        self._last_seen = time.monotonic()
+        address, server_key = control.parse_channel(announced.channel)
         try:
             self._host, _ = check_address(address)
             self._local_host = local_host_towards(address)
@@ -192,97 +177,111 @@ class Receiver:
         except AsyncRLError as error:
             self._channel_error = str(error)
             return
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        # Nothing is queued for a learner that is not there: signs of life are of no use later.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, control.TO_MEMBER_LIMITS.max_bytes)
-        socket.setsockopt(zmq.IPV6, int(":" in self._host))
-        if keys is not None:
-            keys.identify(socket)
-        socket.connect(address)
-        poller.register(socket, zmq.POLLIN)
-        self._socket = socket
+        self._socket = PublisherSocket(context, address, keys, is_ipv6=":" in self._host)
+        self._socket.register(poller)
 
     def _forget_membership(self) -> None:
-        """No attempt goes on here, and the communicator was of an epoch that is over (numbers may come again)."""
         self._joined, self._attempt = False, None
-        self._transfers.disconnect()
+        self._worker.disconnect()
 
-    def _say(self, message: control.MemberMessage) -> bool:
-        """Whether it went out: not while there is no connection."""
-        if self._socket is None:
-            return False
-        try:
-            self._socket.send(control.encode_message(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+    def _send_replies(self) -> None:
+        while self._replies:
+            channel, message = self._replies.popleft()
+            if channel == self._channel and self._joined and self._socket is not None:
+                self._socket.send(message)
 
-    def _flush(self) -> None:
-        while self._outbox:
-            channel, message = self._outbox.popleft()
-            if channel == self._channel and self._joined:
-                self._say(message)
-
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
+        """Send ``Join`` or ``Heartbeat`` when it is due."""
         now = time.monotonic()
-        if now - self._heard > _SILENT_S and self._socket is not None:
-            self._channel_error = f"the learner at {self._channel} was not heard of for {now - self._heard:.0f} s"
-        if now < self._next_beat:
+        if now - self._last_seen > _SILENT_S and self._socket is not None:
+            self._channel_error = f"the learner at {self._channel} was silent for {now - self._last_seen:.0f} s"
+        if now < self._next_heartbeat:
             return
-        join = control.Join(
-            self._generator_id, self._local_host, os.getpid(), self._collectives(), self._buffers.newest_digest()
-        )
-        said = self._say(control.Alive() if self._joined else join)
-        self._joined = self._joined or said
-        self._next_beat = now + (control.HEARTBEAT_S if said else _CONNECT_RETRY_S)
+        message = control.Heartbeat() if self._joined else self._join_message()
+        is_sent = self._socket is not None and self._socket.send(message)
+        self._joined = self._joined or is_sent
+        self._next_heartbeat = now + (control.HEARTBEAT_S if is_sent else _CONNECT_RETRY_S)
 
-    def _receive(self) -> None:
+    def _join_message(self) -> control.Join:
+        # Collectives authenticate nobody: none over a network that is not trusted.
+        is_trusted = self._insecure or is_loopback(self._local_host)
+        names = collectives(has_cuda=self._has_cuda) if is_trusted else []
+        return control.Join(self._generator_id, self._local_host, os.getpid(), names, self._buffers.newest_digest())
+
+    def _receive_messages(self) -> None:
         while self._socket is not None:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = control.decode_message(frame, control.TO_MEMBER, control.TO_MEMBER_LIMITS)
+                message = self._socket.receive()
+                if message is None:
+                    return
                 self._handle(message)
             except WireError as error:
                 self._channel_error = f"malformed message from the learner at {self._channel}: {error}"
 
     def _handle(self, message: control.PublisherMessage) -> None:
-        self._heard = time.monotonic()
+        self._last_seen = time.monotonic()
         match message:
-            case control.Check():
+            case control.Ping():
                 self._channel_error = None
-            case control.Unknown():
-                self._next_beat = 0.0
+            case control.NotMember():
+                self._next_heartbeat = 0.0
                 self._forget_membership()
             case control.Dropped(reason, retry_s):
                 self._channel_error = f"dropped by the learner: {reason}"
                 self._forget_membership()
-                self._next_beat = time.monotonic() + retry_s
-            case control.Enter(attempt, manifest_fields):
-                self._enter(attempt, manifest_from_fields(manifest_fields))
-            case control.Go():
-                self._go(message)
-            case control.Fetch():
-                self._fetch(message)
+                self._next_heartbeat = time.monotonic() + retry_s
+            case control.PrepareCollective(attempt, manifest_fields):
+                self._prepare_collective(attempt, manifest_from_fields(manifest_fields))
+            case control.StartCollective():
+                self._start_collective(message)
+            case control.Pull():
+                self._pull(message)
 
-    def _collectives(self) -> list[str]:
-        """Those that this side can take part in: not where anybody could be on the network."""
-        if not self._insecure and not is_loopback(self._local_host):
-            return []
-        return ["gloo"] if self._device is None else ["gloo", "nccl"]
+    def _prepare_collective(self, attempt: int, manifest: Manifest) -> None:
+        reply = self._replying()
+        if self._needs(attempt, manifest, reply):
+            self._attempt = attempt, manifest
+            self._worker.prepare(manifest, attempt, reply)
 
-    def _lacks(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:
-        """Whether what is offered is to be received; if not, the publisher is told why."""
-        target = self._target
-        told = (manifest.lineage, manifest.version)
-        self._offer_error = None
-        if target is not None and told == (target.lineage, target.version) and manifest.digest != target.digest:
+    def _start_collective(self, start: control.StartCollective) -> None:
+        if start.manifest:
+            manifest = manifest_from_fields(start.manifest)
+            if not self._needs(start.attempt, manifest, self._replying()):
+                # Close the communicator: the others must not wait for this rank.
+                self._worker.disconnect()
+                return
+            self._attempt = start.attempt, manifest
+        if self._attempt is not None and self._attempt[0] == start.attempt:
+            self._receive(start, self._attempt[1])
+
+    def _pull(self, pull: control.Pull) -> None:
+        manifest, reply = manifest_from_fields(pull.manifest), self._replying()
+        if not self._needs(pull.attempt, manifest, reply):
+            return
+        if not pull.key and not self._insecure and not is_loopback(self._host):
             self._offer_error = (
-                f"version {told[1]} was announced with digest {target.digest}, offered with {manifest.digest}"
+                f"the learner at {self._host} offers weights unencrypted; to accept them, start this generator with "
+                f"--insecure or set weights.trusted_network = true"
+            )
+            reply(control.Failed(pull.attempt, self._offer_error, False))
+            return
+        self._receive(pull, manifest)
+
+    def _receive(self, message: control.StartCollective | control.Pull, manifest: Manifest) -> None:
+        deadline = time.monotonic() + message.deadline_s
+        order = ReceiveOrder(message, manifest, self._host, self._local_host, deadline)
+        self._worker.receive(order, self._replying())
+
+    def _needs(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:
+        """Whether to receive the version that is offered; if not, tell the publisher why."""
+        announced = self._announced
+        offered = (manifest.lineage, manifest.version)
+        self._offer_error = None
+        expected = announced if announced and offered == (announced.lineage, announced.version) else None
+        if expected is not None and manifest.digest != expected.digest:
+            self._offer_error = (
+                f"version {manifest.version} was announced with digest {expected.digest}, offered with "
+                f"{manifest.digest}"
             )
             reply(control.Failed(attempt, self._offer_error, True))
             return False
@@ -291,45 +290,12 @@ class Receiver:
             return False
         return True
 
-    def _enter(self, number: int, manifest: Manifest) -> None:
-        reply = self._replying()
-        if self._lacks(number, manifest, reply):
-            self._attempt = _Attempt(number, manifest)
-            self._transfers.prepare(manifest, number, reply)
-
-    def _go(self, go: control.Go) -> None:
-        if go.manifest:
-            manifest = manifest_from_fields(go.manifest)
-            if not self._lacks(go.attempt, manifest, self._replying()):
-                # The others must not wait for this rank.
-                self._transfers.disconnect()
-                return
-            self._attempt = _Attempt(go.attempt, manifest)
-        attempt = self._attempt
-        if attempt is None or attempt.number != go.attempt:
-            return
-        order = CollectiveOrder(go, self._host, self._local_host)
-        self._transfers.collect(order, attempt.manifest, self._replying())
-
-    def _fetch(self, fetch: control.Fetch) -> None:
-        manifest, reply = manifest_from_fields(fetch.manifest), self._replying()
-        if not self._lacks(fetch.attempt, manifest, reply):
-            return
-        if not fetch.key and not self._insecure and not is_loopback(self._host):
-            self._offer_error = (
-                f"the learner offers weights in the clear at {self._host}; this generator takes them so only with "
-                f"--insecure or weights.trusted_network = true"
-            )
-            reply(control.Failed(fetch.attempt, self._offer_error, False))
-            return
-        self._transfers.pull(StreamOrder(fetch, self._host), manifest, reply)
-
     def _replying(self) -> Reply:
-        """For the transfer thread: says it to the publisher of now, or to none if that is another one by then."""
+        """Return a function that replies to the present publisher, from any thread; to none if it has changed."""
         channel = self._channel
 
         def reply(message: control.MemberMessage) -> None:
-            self._outbox.append((channel, message))
+            self._replies.append((channel, message))
             self._wake.set()
 
         return reply

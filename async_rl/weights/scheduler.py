@@ -1,14 +1,18 @@
-"""Who receives which version, when, how, and with whom: a pure state machine (no sockets, no threads, no clock).
+"""Decides who receives which version, when, how and with whom. A pure state machine: no sockets, threads or clock.
 
-The publisher feeds it what happened and does what ``advance`` returns. A member takes one of two ways to the wanted
-version. *Collective*: one attempt at a time; the members that lack it are told to *enter*; when all are ready (or
-after ``ready_s``, without the others) it *goes*; it is *finished* when the sender is done and every participant has
-answered or is lost. A communicator (an epoch) is kept while attempts succeed with the same participants. By its
-acknowledgement each of them is ready for the next: where all are heard of, that *goes* at once. *Stream*: a
-*pull* for each member by itself, as long as it takes it.
+The publisher reports events (``join``, ``ack``, ...) and carries out the actions that ``advance`` returns. A member
+(a generator that joined the weights channel) gets the wanted version in one of two ways:
 
-With a collective a member still begins by the stream: whoever is new, was late, or was in an attempt that failed pulls
-what it lacks, and is in the collective again for the next version. Without one everybody pulls everything.
+- *Collective.* One attempt at a time. ``PrepareAction`` asks the members that need the version to prepare. When all
+  are ready, or after ``ready_s`` without the others, ``StartAction`` starts the broadcast. The attempt ends with
+  ``FinishAction``, when the sender has finished and every participant has answered or is gone. A communicator (an
+  *epoch*) is kept while attempts succeed with the same participants. An acknowledgement also says that the member is
+  ready for the next attempt, so that one starts without ``PrepareAction``.
+- *Pull.* ``PullAction`` offers one member a pull, independently of the others.
+
+In a run with a collective, a member pulls its first version, and also the versions that it was too slow for or whose
+attempt failed. It takes part in the collective again from the next version on. In a run without a collective,
+members pull every version.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_FAILURES = 3
-_REST_VERSIONS = 32
+_PULLED_VERSIONS = 32
+"""Versions that a member pulls after ``MAX_FAILURES`` broken collectives in a row."""
 
 
 @dataclass(frozen=True, slots=True)
-class EnterAction:
-    """Tell ``member_ids`` to make room for ``version``."""
+class PrepareAction:
+    """Ask ``member_ids`` to allocate memory for ``version``."""
 
     attempt: int
     version: int
@@ -31,10 +36,11 @@ class EnterAction:
 
 
 @dataclass(frozen=True, slots=True)
-class GoAction:
-    """Send ``version`` to ``participants`` (rank 1, 2, ...) until ``deadline``; ``build`` a communicator first?
+class StartAction:
+    """Send ``version`` to ``participants`` (rank 1, 2, ...) until ``deadline``.
 
-    ``is_first``: they were told of nothing yet.
+    ``build``: create a communicator first. ``skips_prepare``: no ``PrepareAction`` came before, so this is the first
+    that the participants are told of the version.
     """
 
     attempt: int
@@ -43,7 +49,7 @@ class GoAction:
     build: bool
     participants: tuple[bytes, ...]
     deadline: float
-    is_first: bool = False
+    skips_prepare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class FinishAction:
 
 @dataclass(frozen=True, slots=True)
 class PullAction:
-    """Let this member pull ``version`` until ``deadline``; it is over when the member has no such pull any more."""
+    """Offer this member a pull of ``version`` until ``deadline``. It is over when ``Member.pull`` is another one."""
 
     attempt: int
     version: int
@@ -67,35 +73,42 @@ class PullAction:
 
 @dataclass(frozen=True, slots=True)
 class DropAction:
-    """This member is none any more."""
+    """This generator is no longer a member."""
 
     member_id: bytes
     reason: str
 
 
-Action = EnterAction | GoAction | FinishAction | PullAction | DropAction
+Action = PrepareAction | StartAction | FinishAction | PullAction | DropAction
 
 
 @dataclass(slots=True)
 class Member:
-    """One receiver. ``version`` is what it proved to hold; ``entered`` when it was first told of one it still lacks.
+    """A generator that joined the weights channel.
 
-    ``digest`` is of the newest weights that it is known to hold, perhaps of no version of ours. ``collects``: it can
-    take part in collectives. ``pulls``: it gets the next version by the stream; ``pull`` is the one under way.
+    Attributes:
+        last_seen: when its last message came.
+        can_collect: it can take part in collectives.
+        digest: of the newest weights that it is known to hold, perhaps of a version of an earlier learner.
+        version: the version that it proved to hold.
+        offered_at: when it was first offered a version that it still needs.
+        pulls: it pulls the next version. ``pull`` is the pull in progress.
+        num_failures: failed pulls in a row. ``num_broken_collectives``: failed collectives in a row.
+        pulls_until: number of the version, counted by ``SyncScheduler.publish``, up to which it only pulls.
     """
 
     member_id: bytes
     generator_id: str
-    heard: float
-    collects: bool
+    last_seen: float
+    can_collect: bool
     digest: str = ""
     version: int | None = None
-    entered: float | None = None
+    offered_at: float | None = None
     pulls: bool = True
     pull: PullAction | None = None
     num_failures: int = 0
-    num_broken: int = 0
-    rests_until: int = 0
+    num_broken_collectives: int = 0
+    pulls_until: int = 0
     last_failure: str = ""
 
 
@@ -103,14 +116,15 @@ def _always(_: Member) -> bool:
     return True
 
 
-class Rounds:
-    """Membership, attempts and pulls. Times are seconds of one monotonic clock.
+class SyncScheduler:
+    """Members, attempts and pulls. Times are seconds of one monotonic clock.
 
     Args:
-        deadline_s: a member that has not got a version so long after it was first told of one is dropped.
+        deadline_s: drop a member that has not got a version this long after it was first offered one.
         ready_s: how long an attempt waits for members to be ready.
-        silent_s: a member that was not heard of for so long is dropped.
-        fresh_s: one that was heard of so shortly ago is as ready as it last said; None: ask every time.
+        silent_s: drop a member that sent nothing for this long.
+        fresh_s: a member that sent something within this time is still as ready as its last message said. None: ask
+            before every attempt.
     """
 
     def __init__(self, *, deadline_s: float, ready_s: float, silent_s: float, fresh_s: float | None = None) -> None:
@@ -120,56 +134,56 @@ class Rounds:
         self._fresh_s = fresh_s
         self.members: dict[bytes, Member] = {}
         self.wanted: int | None = None
-        self._num_wanted = 0
-        self._phase: Literal["idle", "entering", "sending"] = "idle"
+        self._num_published = 0
+        self._phase: Literal["idle", "preparing", "sending"] = "idle"
         self._last_attempt = 0
         self._attempt = 0
         self._version = -1
         self._invited: set[bytes] = set()
         self._ready: set[bytes] = set()
-        self._told_at = 0.0
+        self._prepared_at = 0.0
         self._epoch = 0
         self._communicator: tuple[bytes, ...] | None = None
-        self._outstanding: set[bytes] = set()
-        self._sender_done = True
+        self._unanswered: set[bytes] = set()
+        self._is_sent = True
         self._drops: list[DropAction] = []
 
     def publish(self, version: int | None) -> None:
-        """From now on every member shall have this version (None: no version can be sent at present)."""
+        """From now on every member wants this version. None: no version can be sent at present."""
         self.wanted = version
-        self._num_wanted += version is not None
+        self._num_published += version is not None
 
-    def join(self, member_id: bytes, generator_id: str, now: float, *, collects: bool, digest: str = "") -> None:
-        """A receiver came (again). An older connection of the same generator is dropped."""
+    def join(self, member_id: bytes, generator_id: str, now: float, *, can_collect: bool, digest: str = "") -> None:
+        """Add a member, or add it again. An older connection of the same generator is dropped."""
         for other in [m for m in self.members.values() if m.generator_id == generator_id]:
             if other.member_id != member_id:
                 self._drop(other.member_id, "joined again over another connection")
         if member_id in self.members:
             self.leave(member_id)
-        self.members[member_id] = Member(member_id, generator_id, now, collects, digest)
+        self.members[member_id] = Member(member_id, generator_id, now, can_collect, digest)
 
     def leave(self, member_id: bytes) -> None:
-        """A member said good-bye, or its connection is gone."""
+        """Remove a member that left, or whose connection is gone."""
         if self.members.pop(member_id, None) is None:
             return
-        self._answered(member_id)
+        self._mark_answered(member_id)
         if self._communicator is not None and member_id in self._communicator:
             self._communicator = None
 
-    def heard(self, member_id: bytes, now: float) -> bool:
-        """A sign of life; whether it is from a member."""
+    def mark_seen(self, member_id: bytes, now: float) -> bool:
+        """Record that this peer sent something. Returns whether it is a member."""
         member = self.members.get(member_id)
         if member is not None:
-            member.heard = now
+            member.last_seen = now
         return member is not None
 
-    def ready(self, member_id: bytes, attempt: int) -> None:
-        """The member made room."""
-        if self._phase == "entering" and attempt == self._attempt and member_id in self._invited:
+    def mark_ready(self, member_id: bytes, attempt: int) -> None:
+        """Record that the member has prepared for the attempt."""
+        if self._phase == "preparing" and attempt == self._attempt and member_id in self._invited:
             self._ready.add(member_id)
 
     def ack(self, member_id: bytes, attempt: int, version: int, digest: str = "") -> None:
-        """The member proved that it holds ``version``."""
+        """Record that the member proved that it holds ``version``."""
         member = self.members.get(member_id)
         if member is None:
             return
@@ -177,17 +191,17 @@ class Rounds:
         member.num_failures = 0
         if member.pull is not None and member.pull.attempt == attempt:
             member.pull = None
-            # In the collective from the next version on. Who has not caught up with this one pulls again.
-            caught_up = version == self.wanted and self._num_wanted >= member.rests_until
-            member.pulls = not (member.collects and caught_up)
+            # It takes part in the collective from the next version on, unless a newer version came meanwhile.
+            is_current = version == self.wanted and self._num_published >= member.pulls_until
+            member.pulls = not (member.can_collect and is_current)
         elif attempt == self._attempt:
-            member.num_broken = 0
-            self._answered(member_id)
-        if member_id not in self._invited | self._outstanding:
-            member.entered = None
+            member.num_broken_collectives = 0
+            self._mark_answered(member_id)
+        if member_id not in self._invited | self._unanswered:
+            member.offered_at = None
 
-    def failed(self, member_id: bytes, attempt: int, reason: str) -> None:
-        """The member did not get what was sent in this attempt, or what it pulled."""
+    def mark_failed(self, member_id: bytes, attempt: int, reason: str) -> None:
+        """Record that the attempt, or the pull, did not bring the member its version."""
         member = self.members.get(member_id)
         if member is None:
             return
@@ -198,113 +212,113 @@ class Rounds:
             if member.num_failures >= MAX_FAILURES:
                 self._drop(member_id, f"failed {member.num_failures} times in a row, at last: {reason}")
         elif attempt == self._attempt:
-            self._answered(member_id)
+            self._mark_answered(member_id)
             self._communicator = None
-            self._by_stream(member)
+            self._use_pull(member)
 
-    def void(self, member_id: bytes) -> None:
-        """The pull that was asked for could not be offered; it counts as none."""
+    def cancel_pull(self, member_id: bytes) -> None:
+        """Take back a ``PullAction`` that could not be carried out; the member was told nothing."""
         if member_id in self.members:
             member = self.members[member_id]
-            member.pull = member.entered = None
+            member.pull = member.offered_at = None
 
-    def withdraw(self, attempt: int) -> None:
-        """What was to go at once can't be sent; nobody was told of it."""
+    def cancel_start(self, attempt: int) -> None:
+        """Take back a ``StartAction`` that could not be carried out; nobody was told of it."""
         if attempt == self._attempt:
-            self._outstanding.clear()
-            self._sender_done = True
+            self._unanswered.clear()
+            self._is_sent = True
 
-    def sent(self, attempt: int, *, ok: bool) -> None:
-        """The sender is done with this attempt, well or not."""
+    def mark_sent(self, attempt: int, *, ok: bool) -> None:
+        """Record that the sender has finished this attempt."""
         if attempt == self._attempt and self._phase == "sending":
-            self._sender_done = True
+            self._is_sent = True
             if not ok:
                 self._communicator = None
 
-    def advance(self, now: float, may_pull: Callable[[Member], bool] = _always) -> list[Action]:
-        """What to do now, in order. ``may_pull``: whether a pull of the wanted version can be offered at once."""
+    def advance(self, now: float, can_pull: Callable[[Member], bool] = _always) -> list[Action]:
+        """Return what to do now, in order. ``can_pull``: whether the member can be offered the wanted version now."""
         self._drop_silent_and_overdue(now)
         actions: list[Action] = [*self._drops]
         self._drops.clear()
-        if self._phase == "sending" and self._sender_done and not self._outstanding:
+        if self._phase == "sending" and self._is_sent and not self._unanswered:
             actions.append(self._finish())
-        if self._phase == "entering":
-            actions += self._advance_entering(now)
+        if self._phase == "preparing":
+            actions += self._advance_preparing(now)
         if self._phase == "idle":
             actions += self._begin(now)
-        return actions + self._offer_pulls(now, may_pull)
+        return actions + self._offer_pulls(now, can_pull)
 
-    def lacking(self) -> list[Member]:
-        """Members without the wanted version."""
+    def outdated(self) -> list[Member]:
+        """Members that do not hold the wanted version."""
         return [m for m in self.members.values() if self.wanted is not None and m.version != self.wanted]
 
-    def collecting(self) -> list[Member]:
-        """Members that lack the wanted version and get it by the collective."""
-        return [m for m in self.lacking() if not m.pulls]
+    def awaiting_collective(self) -> list[Member]:
+        """Members that do not hold the wanted version and get it by the collective."""
+        return [m for m in self.outdated() if not m.pulls]
 
     @property
-    def sending(self) -> bool:
-        """Whether an attempt is between its go and its finish."""
+    def is_sending(self) -> bool:
+        """Whether an attempt is between its start and its finish."""
         return self._phase == "sending"
 
     @property
     def awaited(self) -> set[bytes]:
         """Members whose answer is waited for now."""
         pulling = {m.member_id for m in self.members.values() if m.pull is not None}
-        return pulling | (self._outstanding if self._phase == "sending" else self._invited - self._ready)
+        return pulling | (self._unanswered if self._phase == "sending" else self._invited - self._ready)
 
-    def _offer_pulls(self, now: float, may_pull: Callable[[Member], bool]) -> list[Action]:
+    def _offer_pulls(self, now: float, can_pull: Callable[[Member], bool]) -> list[Action]:
         actions: list[Action] = []
-        for member in self.lacking():
-            # Whoever is still in an attempt answers that first.
-            busy = member.pull is not None or member.member_id in self._invited | self._outstanding
-            if not member.pulls or busy or not may_pull(member):
+        for member in self.outdated():
+            # A member that is in an attempt answers that first.
+            busy = member.pull is not None or member.member_id in self._invited | self._unanswered
+            if not member.pulls or busy or not can_pull(member):
                 continue
             assert self.wanted is not None
             self._last_attempt += 1
-            # A member that came here by a broken attempt keeps the deadline that began with it.
-            member.entered = now if member.entered is None else member.entered
+            # A member whose attempt failed keeps the deadline of that attempt.
+            member.offered_at = now if member.offered_at is None else member.offered_at
             member.pull = PullAction(self._last_attempt, self.wanted, member.member_id, self._overdue_at(member))
             actions.append(member.pull)
         return actions
 
     def _begin(self, now: float) -> list[Action]:
-        invited = self.collecting()
+        invited = self.awaiting_collective()
         if not invited or self.wanted is None:
             return []
         self._last_attempt += 1
         self._attempt = self._last_attempt
         self._version = self.wanted
-        self._phase = "entering"
-        self._told_at = now
+        self._phase = "preparing"
+        self._prepared_at = now
         self._ready.clear()
         self._invited = {member.member_id for member in invited}
         for member in invited:
-            if member.entered is None:
-                member.entered = now
+            if member.offered_at is None:
+                member.offered_at = now
         if self._are_ready(invited, now):
             self._ready |= self._invited
-            return [replace(self._go(now), is_first=True)]
-        return [EnterAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
+            return [replace(self._start(now), skips_prepare=True)]
+        return [PrepareAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
 
     def _are_ready(self, members: Sequence[Member], now: float) -> bool:
-        """Whether all have said so already: their communicator is as they left it, and they were heard of since."""
+        """Whether all are ready unasked: they share the communicator and sent something a moment ago."""
         if self._fresh_s is None or self._communicator != tuple(sorted(m.member_id for m in members)):
             return False
-        return all(now - member.heard <= self._fresh_s for member in members)
+        return all(now - member.last_seen <= self._fresh_s for member in members)
 
-    def _advance_entering(self, now: float) -> list[Action]:
+    def _advance_preparing(self, now: float) -> list[Action]:
         if self.wanted != self._version or not self._invited:
             return [self._finish()]
         waiting = self._invited - self._ready
-        if waiting and now < self._told_at + self._ready_s:
+        if waiting and now < self._prepared_at + self._ready_s:
             return []
         for member_id in waiting:
             self._invited.discard(member_id)
-            self._by_stream(self.members[member_id])
-        return [self._go(now) if self._ready else self._finish()]
+            self._use_pull(self.members[member_id])
+        return [self._start(now) if self._ready else self._finish()]
 
-    def _go(self, now: float) -> GoAction:
+    def _start(self, now: float) -> StartAction:
         participants = tuple(sorted(self._ready))
         build = self._communicator != participants
         if build:
@@ -312,11 +326,11 @@ class Rounds:
             self._communicator = participants
         self._phase = "sending"
         self._invited.clear()
-        self._outstanding = set(participants)
-        self._sender_done = False
-        # The newest participant's: one that is nearly overdue must not cut the attempt short for the others.
+        self._unanswered = set(participants)
+        self._is_sent = False
+        # The latest of all: a member that is nearly overdue must not cut the attempt short for the others.
         deadline = max(self._overdue_at(self.members[member_id]) for member_id in participants)
-        return GoAction(self._attempt, self._version, self._epoch, build, participants, deadline)
+        return StartAction(self._attempt, self._version, self._epoch, build, participants, deadline)
 
     def _finish(self) -> FinishAction:
         self._phase = "idle"
@@ -324,26 +338,26 @@ class Rounds:
         self._ready.clear()
         return FinishAction(self._attempt, self._version, self._communicator is not None)
 
-    def _by_stream(self, member: Member) -> None:
-        """It pulls this version; one that the collective fails again and again stays with the stream for a while."""
+    def _use_pull(self, member: Member) -> None:
+        """Let the member pull this version; after several broken collectives in a row, many versions."""
         member.pulls = True
-        member.num_broken += 1
-        if member.num_broken >= MAX_FAILURES:
-            member.num_broken = 0
-            member.rests_until = self._num_wanted + _REST_VERSIONS
+        member.num_broken_collectives += 1
+        if member.num_broken_collectives >= MAX_FAILURES:
+            member.num_broken_collectives = 0
+            member.pulls_until = self._num_published + _PULLED_VERSIONS
 
-    def _answered(self, member_id: bytes) -> None:
+    def _mark_answered(self, member_id: bytes) -> None:
         self._invited.discard(member_id)
         self._ready.discard(member_id)
-        self._outstanding.discard(member_id)
+        self._unanswered.discard(member_id)
 
     def _overdue_at(self, member: Member) -> float:
-        return float("inf") if member.entered is None else member.entered + self._deadline_s
+        return float("inf") if member.offered_at is None else member.offered_at + self._deadline_s
 
     def _drop_silent_and_overdue(self, now: float) -> None:
         for member in list(self.members.values()):
-            if now - member.heard > self._silent_s:
-                self._drop(member.member_id, f"silent for {now - member.heard:.1f} s")
+            if now - member.last_seen > self._silent_s:
+                self._drop(member.member_id, f"silent for {now - member.last_seen:.1f} s")
             elif now >= self._overdue_at(member):
                 why = f", at last: {member.last_failure}" if member.last_failure else ""
                 self._drop(member.member_id, f"no version within {self._deadline_s:.1f} s (weights.deadline_s){why}")

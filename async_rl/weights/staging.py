@@ -1,13 +1,16 @@
-"""Bounded host memory on learner rank 0, in which whole versions wait to be sent.
+"""Bounded host memory on learner rank 0 that holds whole versions while they are sent.
 
 ``Staging.stage`` runs on the main thread between steps: it consumes the engine's gathered tensors one by one, copies
-them into flat buckets (shared with the stream server; pinned where there is CUDA) and digests each bucket. The
-publisher pins a version while it sends it and retires it when a newer one is published; a buffer that is neither is
-taken for the next version.
+them into flat buckets (pinned where there is CUDA) and digests each bucket. The buckets are shared memory, which the
+stream server reads, so nothing is copied between the two processes. The publisher pins a version while it sends it, and
+retires it when a newer one is published; a buffer that is neither pinned nor current is used for the next version.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,16 +22,51 @@ from torch import Tensor
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Layout, LayoutPlan, Manifest, TensorSpec, digest_bytes
-from async_rl.weights.shared_memory import SharedBuckets
 
 _TICK_S = 1.0
 _DEFAULT_NUM_VERSIONS = 2
 _DEFAULT_NUM_PULLED_VERSIONS = 3
+_PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
+
+
+class SharedBuckets:
+    """An anonymous file of buckets. Bucket ``i`` of ``sizes[i]`` bytes lies at ``offsets[i]``, where a page begins.
+
+    Another process may map it through its descriptor. The kernel frees it when the last process that holds it ends,
+    however it ends; nothing is left under ``/dev/shm``.
+    """
+
+    def __init__(self) -> None:
+        self.fd = _anonymous_file()
+        self.sizes: list[int] = []
+        self.offsets: list[int] = []
+        self._end = 0
+
+    def append(self, size: int) -> mmap.mmap:
+        """Add a bucket. Returns its memory, writable, at least one byte long."""
+        offset, mapped = self._end, max(1, size)
+        self._end += -(-mapped // _PAGE_BYTES) * _PAGE_BYTES
+        os.ftruncate(self.fd, self._end)
+        view = mmap.mmap(self.fd, mapped, offset=offset)
+        self.sizes.append(size)
+        self.offsets.append(offset)
+        return view
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays mapped."""
+        os.close(self.fd)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("async-rl-weights", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # a system without memfd
+        return os.dup(file.fileno())
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Buffers of one version and who still needs them. Guarded by the staging's condition."""
+    """Buffers for one version, and who still needs them. Guarded by the staging's condition."""
 
     number: int
     memory: SharedBuckets
@@ -44,7 +82,7 @@ class _Slot:
 class StagedVersion:
     """A version in host memory. ``buckets``: uint8 [N] each, read-only while pinned.
 
-    ``wait_s`` is the time spent waiting for a free buffer, ``stage_s`` that of gathering, copying and digesting.
+    ``wait_s`` is the time spent waiting for a free buffer, ``stage_s`` the time of gathering, copying and digesting.
     ``num_buffers`` is how many versions can be staged at once.
     """
 
@@ -62,22 +100,22 @@ class StagedVersion:
 
     @property
     def slot(self) -> int:
-        """The buffer's number: versions that were staged one after the other into the same one share it."""
+        """The buffer's number. Versions that use the same buffer, one after the other, have the same."""
         return self._slot.number
 
     @property
     def memory(self) -> SharedBuckets:
-        """The same bytes, for another process to map. Part of the buffer: good as long as ``is_intact``."""
+        """The same bytes, for another process to map; valid while ``is_intact``."""
         return self._slot.memory
 
     @property
     def is_intact(self) -> bool:
-        """Whether the bytes are still this version's; for readers that pin nothing, to ask after they read."""
+        """Whether the bytes are still this version's. Readers that pin nothing ask after they have read."""
         with self._changed:
             return self._slot.order == self._order and not self._slot.busy
 
     def pin(self) -> bool:
-        """Keep the bytes until ``unpin``. False: they were given up for a newer version already."""
+        """Keep the bytes until ``unpin``. Returns False if a newer version has overwritten them already."""
         with self._changed:
             if self._slot.order != self._order or self._slot.busy:
                 return False
@@ -90,14 +128,14 @@ class StagedVersion:
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """A newer version is published: the buffer is free as soon as it is not pinned."""
+        """Free the buffer as soon as it is not pinned, because a newer version is published."""
         with self._changed:
             if self._slot.order == self._order:
                 self._slot.retired = True
                 self._changed.notify_all()
 
     def mark_delivered(self, delivered: bool) -> None:
-        """Every member holds it: its buffer may be taken where no other is free (a late joiner gets the next)."""
+        """Allow reuse of the buffer if no other is free: no member waits for it (late joiners get the next version)."""
         with self._changed:
             if self._slot.order == self._order:
                 self._slot.delivered = delivered
@@ -105,15 +143,15 @@ class StagedVersion:
 
 
 class Staging:
-    """The buffers.
+    """All buffers.
 
     Args:
-        staging_bytes: host memory for versions in flight; None: two versions, whatever their size (three if pulled).
+        staging_bytes: host memory for versions. None: two versions, whatever their size (three if pulled).
         bucket_bytes: target size of a bucket.
-        deadline_s: how long ``stage`` waits for a buffer before it drops a version that waits to be sent.
-        is_pulled: generators pull versions, each at its own pace; ``stage`` then drops at once what it would wait for,
-            and keeps the version before as long as it can (deltas start from it).
-        min_versions: refuse ``staging_bytes`` that hold fewer.
+        deadline_s: how long ``stage`` waits for a buffer before it discards a version that waits to be sent.
+        is_pulled: generators pull versions, each at its own pace. ``stage`` then discards at once a version that it
+            would wait for, and keeps the version before as long as it can (deltas start from it).
+        min_versions: refuse ``staging_bytes`` with room for fewer versions.
     """
 
     def __init__(
@@ -138,7 +176,7 @@ class Staging:
 
     @property
     def num_dropped(self) -> int:
-        """Versions given up unsent because a newer one needed their buffer."""
+        """Versions discarded unsent because a newer one needed their buffer."""
         return self._num_dropped
 
     def stage(
@@ -149,11 +187,11 @@ class Staging:
         *,
         tick: Callable[[], None] | None = None,
     ) -> StagedVersion:
-        """Copy a version in. Once begun, the iterator is exhausted even after an error, since it runs collectives.
+        """Copy a version into a buffer. Once begun, the iterator is exhausted even after an error: it runs collectives.
 
         Args:
-            named_tensors: contiguous or not, on host or device, always the same names, dtypes and shapes in one order.
-            tick: called about every second while waiting for a buffer, before the first tensor is asked for.
+            named_tensors: on host or device, the same names, dtypes and shapes in the same order every time.
+            tick: called about every second while waiting for a buffer, before the first tensor is taken.
 
         Raises:
             WeightsError: one version is larger than ``weights.staging_bytes``; a tensor differs from the version
@@ -168,7 +206,7 @@ class Staging:
                 self._layout = self._stage_first(slot, iterator)
             else:
                 self._stage_again(slot, self._layout, iterator)
-            _settle()
+            _wait_for_copies()
         except BaseException:
             self._hand_back(slot)
             raise
@@ -186,9 +224,9 @@ class Staging:
         )  # fmt: skip
 
     def _claim(self, tick: Callable[[], None] | None) -> _Slot:
-        """A slot whose bytes nobody needs; after the deadline, the oldest that is not being sent."""
+        """Return a slot whose bytes nobody needs; after the deadline, the oldest that is not being sent."""
         give_up = time.monotonic() + self._deadline_s
-        # A send is bounded by the same deadline, which may have begun just before ours; it ends soon after.
+        # A send has the same deadline, which may have begun just before this one.
         fail_at = give_up + self._deadline_s
         while True:
             with self._changed:
@@ -237,7 +275,7 @@ class Staging:
 
     def _hand_back(self, slot: _Slot) -> None:
         with self._changed:
-            # No StagedVersion names this order any more: what was in the slot is gone.
+            # A new order: no StagedVersion refers to this slot any more.
             self._order += 1
             slot.order, slot.busy, slot.retired = self._order, False, True
             if self._layout is None:
@@ -247,14 +285,14 @@ class Staging:
             self._changed.notify_all()
 
     def _stage_first(self, slot: _Slot, named_tensors: Iterator[tuple[str, Tensor]]) -> Layout:
-        """Sizes are not known yet: each bucket is filled in a scratch buffer, then cloned at its exact size."""
+        """Fill each bucket in a scratch buffer, then copy it at its exact size, since sizes are not known yet."""
         plan = LayoutPlan(self._bucket_bytes)
         limit = None if self._staging_bytes is None else self._staging_bytes // self._min_versions
         scratch = torch.zeros(0, dtype=torch.uint8)
         for name, tensor in named_tensors:
             spec = plan.place(name, _dtype_name(tensor), tuple(tensor.shape))
             if limit is not None and plan.layout_bytes > limit:
-                continue  # Only counted on, so that the message can name the whole size.
+                continue  # Only count, so that the message can name the whole size.
             if spec.bucket > len(slot.buckets):
                 slot.buckets.append(_exact_bucket(slot.memory, scratch, plan.bucket_size(spec.bucket - 1)))
                 scratch.zero_()
@@ -291,7 +329,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _host_bucket(memory: SharedBuckets, size: int) -> Tensor:
-    """Zeros, uint8 [size], at the end of ``memory``; registered with CUDA where there is CUDA."""
+    """Return zeros, uint8 [size], at the end of ``memory``; registered with CUDA where there is CUDA."""
     bucket = torch.frombuffer(memory.append(size), dtype=torch.uint8)
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()
@@ -306,17 +344,17 @@ def _host_bucket(memory: SharedBuckets, size: int) -> Tensor:
 
 def _exact_bucket(memory: SharedBuckets, scratch: Tensor, size: int) -> Tensor:
     bucket = _host_bucket(memory, size)
-    _settle()
+    _wait_for_copies()
     bucket.copy_(scratch[:size])
     return bucket
 
 
 def _fill(bucket: Tensor, spec: TensorSpec, tensor: Tensor) -> None:
-    """Copy ``tensor``'s bytes to its place. From a device this goes on after the call, until ``_settle``."""
+    """Copy ``tensor``'s bytes to its place. A copy from a device ends with ``_wait_for_copies``."""
     source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     bucket[spec.offset : spec.offset + spec.size_bytes].copy_(source, non_blocking=True)
 
 
-def _settle() -> None:
+def _wait_for_copies() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,53 +1,38 @@
-"""The interface of a way by which versions travel, on both sides, and which way a run takes. No torch.
+"""The table of transports, and the protocols that a transport implements. No torch.
 
-``nccl`` and ``gloo`` are one pair (``collective_sender``, ``collective_inlet``): one send for all members of an epoch.
-``tcp`` is the other (``stream_sender``, ``stream_inlet``): each member pulls. The publisher decides by ``Rounds`` who
-takes which; the receiver does what it is told. Neither knows how the bytes move.
+A transport is a sender at the learner and a receiver at each generator. Collectives (``nccl``, ``gloo``) send a version
+to all members at once; a pull transport (``tcp``) lets each member fetch it. The publisher uses the transport that
+``choose_transport`` names, and ``PULL`` for every member that can't use a collective now. To add a transport, write a
+sender and a receiver, and add a row to ``TRANSPORTS``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from async_rl.process.fault_points import fault_point
 from async_rl.weights import control
 from async_rl.weights.manifest import Manifest
 
 if TYPE_CHECKING:
-    from async_rl.weights.buffers import Buffer, Buffers
+    import zmq
+
+    from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
     from async_rl.weights.scheduler import Member
     from async_rl.weights.staging import StagedVersion
 
 TransportName = Literal["nccl", "gloo", "tcp"]
-Tell = Callable[[bytes, control.PublisherMessage], None]
-"""Sends to a member over the control channel."""
-
-
-def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> TransportName:
-    """What ``weights.transport`` means here.
-
-    ``auto`` is a collective where nobody but us is on the network (one host, or a network that the user called
-    trusted), for collectives authenticate nobody; else ``tcp``.
-    """
-    match setting:
-        case "nccl" | "gloo" | "tcp":
-            return setting
-        case "auto" if is_trusted:
-            return "nccl" if has_cuda else "gloo"
-        case "auto":
-            return "tcp"
-        case _:
-            raise ValueError(f"expected 'auto', 'nccl', 'gloo' or 'tcp', got {setting!r}")
+Send = Callable[[bytes, control.PublisherMessage], None]
+"""Sends a message to a member over the control channel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One version to some members, until ``deadline`` (monotonic clock). The publisher keeps its bytes till the end.
+    """One version to some members, until ``deadline`` (monotonic clock). Its bytes are kept until the attempt ends.
 
-    ``epoch`` is the communicator's number where there is one; ``build``: it is to be made first. ``is_first``: the
-    members were told of nothing yet.
+    ``epoch`` is the communicator's number, for a collective; ``build``: create it first. ``skips_prepare``: there was
+    no ``PrepareCollective``.
     """
 
     attempt: int
@@ -56,46 +41,86 @@ class Delivery:
     deadline: float
     epoch: int = 0
     build: bool = False
-    is_first: bool = False
+    skips_prepare: bool = False
 
 
-class Outlet(Protocol):
-    """The learner's side. The publisher's thread alone calls it; nothing here waits."""
+class TransportSender(Protocol):
+    """The learner's side of a transport. Only the publisher's thread calls it; no method waits."""
 
-    def deliver(self, delivery: Delivery, tell: Tell) -> None:
-        """Tell each member what it has to know, and begin."""
+    def deliver(self, delivery: Delivery, send: Send) -> None:
+        """Send each member what it has to know, and start."""
         ...
 
     def end(self, attempt: int, *, intact: bool) -> None:
-        """Every member has answered, or nobody waits for its answer any more. ``intact``: all went well."""
+        """End an attempt: every member has answered, or is not waited for. ``intact``: everything went well."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Let go of everything; whether what was under way ended within ``timeout_s``."""
+        """Release everything. Returns whether what was in progress ended within ``timeout_s``."""
         ...
 
 
-def bucket_received() -> None:
-    """Every inlet says so after each bucket: the middle of a transfer, where tests let a generator die."""
-    fault_point("generator.receiving")
+@dataclass(frozen=True, slots=True)
+class PullStats:
+    """``delta_bytes`` and ``delta_s``: size of the newest delta and the time to compute it; 0 without one."""
+
+    delta_bytes: int = 0
+    delta_s: float = 0.0
+    server_starts: int = 0
 
 
+class PullSender(TransportSender, Protocol):
+    """The learner's side of a transport by which each member pulls. ``Delivery.members`` has one member."""
+
+    stats: PullStats
+
+    def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
+        """Prepare pulls of this version: compute deltas. Called only if all members pull every version."""
+        ...
+
+    def can_offer(self, staged: StagedVersion, member: Member) -> bool:
+        """Whether ``member`` can be offered this version, the newest, now rather than soon."""
+        ...
+
+    def poll(self) -> None:
+        """Do what there is to do. Called when something that the sender registered with the poller is readable."""
+        ...
+
+
+MessageT = TypeVar("MessageT", covariant=True)
 OrderT = TypeVar("OrderT", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """A buffer has what its manifest says. ``num_corrupt`` buckets came again, for they did not match at first."""
+class ReceiveOrder(Generic[MessageT]):
+    """Receive the version of ``manifest`` until ``deadline`` (monotonic clock).
+
+    ``message`` is what the publisher sent, ``host`` where it is reached, ``local_host`` an address of this machine at
+    which other generators reach it.
+    """
+
+    message: MessageT
+    manifest: Manifest
+    host: str
+    local_host: str
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """A buffer holds its version. ``num_corrupt`` buckets were received again, because they did not match at first."""
 
     wire_bytes: int
     num_corrupt: int = 0
 
 
-class Inlet(Protocol, Generic[OrderT]):
-    """The generator's side. The transfer thread alone calls it."""
+class TransportReceiver(Protocol, Generic[OrderT]):
+    """The generator's side of a transport. Only the transfer thread calls it."""
 
-    def fill(self, order: OrderT, manifest: Manifest, buffer: Buffer, buffers: Buffers, *, deadline: float) -> Filled:
-        """Receive the version that was ordered into ``buffer``, whole and verified.
+    def receive(self, order: OrderT, buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
+        """Receive the version into ``buffer``, whole and verified. ``buffers`` may hold the base of a delta.
+
+        Call ``fault_point("generator.receiving")`` after each bucket: there tests let a generator die.
 
         Raises:
             CorruptWeightsError: what came does not match its digests.
@@ -104,5 +129,151 @@ class Inlet(Protocol, Generic[OrderT]):
         ...
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSettings:
+    """What the sender of a collective is made with.
+
+    Args:
+        bind_host: where rendezvous stores listen; may be a wildcard.
+        local_host: an address of this machine at which generators reach the stores and the collectives.
+        stall_s: bound on each collective.
+        chunk_bytes: bytes of one collective, at most.
+        device: the learner's CUDA device.
+        on_sent: called in the sender's thread after every send, with the seconds that it took and the error, if any.
+    """
+
+    bind_host: str
+    local_host: str
+    stall_s: float
+    chunk_bytes: int
+    device: str | None
+    on_sent: Callable[[Delivery, float, Exception | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PullSettings:
+    """What the sender of a pull transport is made with.
+
+    Args:
+        bind_host: where it listens; may be a wildcard.
+        is_encrypted: encrypt and authenticate the bytes, with keys that travel over the control channel.
+        has_deltas: send the difference to the version before.
+        poller: of the publisher's thread; the sender registers what it wants to be polled for.
+    """
+
+    bind_host: str
+    is_encrypted: bool
+    has_deltas: bool
+    poller: zmq.Poller
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """One row of the table.
+
+    ``needs_cuda``: learner and generator each need a CUDA device. ``needs_trust``: it authenticates nobody, so the
+    network must be trusted. ``make_receiver`` takes the generator's CUDA device, if it has one.
+    """
+
+    name: TransportName
+    needs_cuda: bool
+    needs_trust: bool
+    make_receiver: Callable[[str | None], TransportReceiver[ReceiveOrder[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTransport(Transport):
+    """A transport that sends a version to all members at once."""
+
+    make_sender: Callable[[CollectiveSettings], TransportSender]
+    max_chunk_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PullTransport(Transport):
+    """A transport by which each member pulls."""
+
+    make_sender: Callable[[PullSettings], PullSender]
+
+
+# Imported when they are first used: the collectives load torch.
+
+
+def _nccl_sender(settings: CollectiveSettings) -> TransportSender:
+    from async_rl.weights.collective.sender import CollectiveSender
+
+    return CollectiveSender("nccl", settings)
+
+
+def _gloo_sender(settings: CollectiveSettings) -> TransportSender:
+    from async_rl.weights.collective.sender import CollectiveSender
+
+    return CollectiveSender("gloo", settings)
+
+
+def _collective_receiver(device: str | None) -> TransportReceiver[ReceiveOrder[control.StartCollective]]:
+    from async_rl.weights.collective.receiver import CollectiveReceiver
+
+    return CollectiveReceiver(device)
+
+
+def _stream_sender(settings: PullSettings) -> PullSender:
+    from async_rl.weights.tcp.sender import StreamSender
+
+    return StreamSender(settings)
+
+
+def _stream_receiver(_: str | None) -> TransportReceiver[ReceiveOrder[control.Pull]]:
+    from async_rl.weights.tcp.receiver import StreamReceiver
+
+    return StreamReceiver()
+
+
+_GLOO_CHUNK_BYTES = 8 << 20
+"""A chunk is digested while the next one travels. Smaller chunks cost more to agree on than that saves."""
+
+PULL = PullTransport(
+    "tcp", needs_cuda=False, needs_trust=False, make_receiver=_stream_receiver, make_sender=_stream_sender
+)
+TRANSPORTS: Mapping[str, Transport] = {
+    transport.name: transport
+    for transport in (
+        CollectiveTransport(
+            "nccl", needs_cuda=True, needs_trust=True, make_receiver=_collective_receiver, make_sender=_nccl_sender
+        ),
+        CollectiveTransport(
+            "gloo", needs_cuda=False, needs_trust=True, make_receiver=_collective_receiver, make_sender=_gloo_sender,
+            max_chunk_bytes=_GLOO_CHUNK_BYTES,
+        ),
+        PULL,
+    )
+}  # fmt: skip
+"""In order of preference: ``auto`` takes the first whose needs are met."""
+
+
+def collectives(*, has_cuda: bool) -> list[str]:
+    """Return the names of the collectives that a generator can take part in."""
+    return [
+        name
+        for name, transport in TRANSPORTS.items()
+        if isinstance(transport, CollectiveTransport) and (has_cuda or not transport.needs_cuda)
+    ]
+
+
+def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> TransportName:
+    """Return the transport that ``weights.transport`` means here.
+
+    Args:
+        has_cuda: the learner has a CUDA device.
+        is_trusted: everything is on one host, or the user trusts the network.
+    """
+    if setting in TRANSPORTS:
+        return TRANSPORTS[setting].name
+    if setting != "auto":
+        raise ValueError(f"expected 'auto' or one of {list(TRANSPORTS)}, got {setting!r}")
+    usable = (t for t in TRANSPORTS.values() if (has_cuda or not t.needs_cuda) and (is_trusted or not t.needs_trust))
+    return next(usable).name

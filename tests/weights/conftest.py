@@ -31,13 +31,13 @@ class ReceiverProcess:
             [sys.executable, str(PROGRAM), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment,
         )  # fmt: skip
-        self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.last_seen: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.heard.put(json.loads(line))
+            self.last_seen.put(json.loads(line))
 
     def say(self, **command: Any) -> None:
         assert self.process.stdin is not None
@@ -51,7 +51,7 @@ class ReceiverProcess:
         """What it told about this version, after skipping what it told before."""
         deadline = time.monotonic() + timeout_s
         while True:
-            facts = self.heard.get(timeout=max(0.01, deadline - time.monotonic()))
+            facts = self.last_seen.get(timeout=max(0.01, deadline - time.monotonic()))
             if facts.get("version") == version:
                 return facts
 

@@ -24,28 +24,28 @@ num_buckets = 0
 
 def inject_faults() -> None:
     """Let the fault happen after this process received its second bucket of a transfer."""
-    from async_rl.weights.collective.communicator import CollectiveGroup
-    from async_rl.weights.tcp.receiver import _Source
+    from async_rl.weights.collective.communicator import Communicator
+    from async_rl.weights.tcp.receiver import _Answer
 
-    broadcast, read = CollectiveGroup.broadcast, _Source.read
+    broadcast, read = Communicator.broadcast, _Answer.read
 
-    def faulty_broadcast(self, bucket, *, chunk_bytes, deadline, done=None):
+    def faulty_broadcast(self, bucket, *, chunk_bytes, deadline, on_chunk=None):
         chunks = iter([bucket])
 
-        def faulty_done(chunk):
+        def faulty_on_chunk(chunk):
             for first in chunks:  # before its bytes are digested
                 received("collective", first)
-            if done is not None:
-                done(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
 
-        broadcast(self, bucket, chunk_bytes=chunk_bytes, deadline=deadline, done=faulty_done)
+        broadcast(self, bucket, chunk_bytes=chunk_bytes, deadline=deadline, on_chunk=faulty_on_chunk)
 
     def faulty_read(self, into, hasher):
         read(self, into, hasher)
         received("stream", into)
 
-    CollectiveGroup.broadcast = faulty_broadcast
-    _Source.read = faulty_read
+    Communicator.broadcast = faulty_broadcast
+    _Answer.read = faulty_read
 
 
 def received(by: str, bucket) -> None:

@@ -6,17 +6,17 @@ import torch
 
 from async_rl.errors import WeightsError
 from async_rl.net.sockets import listening_socket
-from async_rl.weights.collective.communicator import CollectiveGroup
+from async_rl.weights.collective.communicator import Communicator
 
 
-def two_groups(stall_s: float) -> list[CollectiveGroup]:
+def two_groups(stall_s: float) -> list[Communicator]:
     """Both ranks in this process: a rank that does not take part looks frozen to the other."""
     listener = listening_socket("127.0.0.1")
     port = listener.getsockname()[1]
-    groups: dict[int, CollectiveGroup] = {}
+    groups: dict[int, Communicator] = {}
 
     def create(rank: int) -> None:
-        groups[rank] = CollectiveGroup.create(
+        groups[rank] = Communicator.create(
             "gloo", store_host="127.0.0.1", store_port=port, rank=rank, size=2, stall_s=stall_s,
             local_host="127.0.0.1", listener=listener if rank == 0 else None,
         )  # fmt: skip
@@ -59,8 +59,8 @@ def test_a_frozen_peer_costs_a_collective_no_more_than_its_deadline(rank: int):
 def test_a_peer_that_never_comes_ends_the_meeting_in_time():
     start = time.monotonic()
     listener = listening_socket("127.0.0.1")
-    with pytest.raises(WeightsError, match="rank 0 of 2 could not meet the others"):
-        CollectiveGroup.create(
+    with pytest.raises(WeightsError, match="rank 0 of 2 could not connect to the others"):
+        Communicator.create(
             "gloo", store_host="127.0.0.1", store_port=listener.getsockname()[1], rank=0, size=2, stall_s=0.5,
             local_host="127.0.0.1", listener=listener,
         )  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_peer_that_never_comes_ends_the_meeting_in_time():
 def test_an_unknown_transport_is_refused():
     listener = listening_socket("127.0.0.1")
     with pytest.raises(WeightsError, match="'gloo' or 'nccl'"):
-        CollectiveGroup.create(
+        Communicator.create(
             "mpi", store_host="127.0.0.1", store_port=listener.getsockname()[1], rank=0, size=1, stall_s=1,
             local_host="127.0.0.1", listener=listener,
         )  # fmt: skip

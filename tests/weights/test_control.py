@@ -6,17 +6,17 @@ from async_rl.weights import control
 
 MESSAGES = [
     control.Join("g", "127.0.0.1", 12, ["gloo"], "ab"),
-    control.Alive(),
+    control.Heartbeat(),
     control.Leave(),
     control.Ready(3),
     control.Ack(3, 7, "ab", 100, 1),
     control.Failed(3, "why", True),
-    control.Check(),
-    control.Unknown(),
+    control.Ping(),
+    control.NotMember(),
     control.Dropped("silent", 2.0),
-    control.Enter(4, {"version": 1}),
-    control.Go(4, 2, 1, 3, 5555, 1.5, 2.5, 64, "gloo", {"version": 1}),
-    control.Fetch(4, {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5),
+    control.PrepareCollective(4, {"version": 1}),
+    control.StartCollective(4, 2, 1, 3, 5555, 1.5, 2.5, 64, "gloo", {"version": 1}),
+    control.Pull(4, "tcp", {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5),
 ]
 
 
@@ -27,9 +27,9 @@ def test_every_message_round_trips(message):
 
 
 def test_a_message_for_the_other_side_is_refused():
-    with pytest.raises(WireError, match="got 'Check'"):
+    with pytest.raises(WireError, match="got 'Ping'"):
         control.decode_message(
-            control.encode_message(control.Check()), control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS
+            control.encode_message(control.Ping()), control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS
         )
 
 

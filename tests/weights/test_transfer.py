@@ -209,4 +209,4 @@ def test_listening_beyond_loopback_is_refused_unless_insecure():
 
 
 def test_importing_the_receiver_loads_no_torch(start_receiver):
-    assert start_receiver("light").heard.get(timeout=60) == {"ready": True, "torch": False}
+    assert start_receiver("light").last_seen.get(timeout=60) == {"ready": True, "torch": False}

@@ -1,10 +1,10 @@
-"""A communicator of one epoch: rank 0 (the learner) broadcasts byte buckets to the other ranks (generators).
+"""One rank of a communicator: rank 0 (the learner) broadcasts byte buckets to the other ranks (generators).
 
-One code path for gloo (host memory) and NCCL (through one device buffer of ``chunk_bytes``). It stands beside
-torch's default process group and never touches it. Unauthenticated by nature: for trusted networks only.
+gloo (host memory) and NCCL (through one device buffer of ``chunk_bytes``) share this code. It never touches torch's
+default process group. Collectives authenticate nobody, so they are for trusted networks only.
 
-Every wait has a deadline. gloo can't be interrupted: a collective with a frozen peer ends after ``stall_s``, one with
-a dead peer at once. The NCCL branch has never been run: no machine with two devices was at hand.
+Every wait has a deadline. gloo can't be interrupted: a collective with a frozen peer ends after ``stall_s``, one with a
+dead peer at once. The NCCL branch has never been run: no machine with two devices was available.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 from async_rl.errors import WeightsError
 
 _NCCL_POLL_S = 0.001
-_NUM_UNDER_WAY = 2
-"""Chunks that travel at once over gloo: one is agreed upon while the other moves."""
-# The group's own watchdog would end the whole process; waits are bounded here instead.
+_NUM_CONCURRENT_CHUNKS = 2
+"""Chunks in flight over gloo: the ranks agree on one while the other travels."""
+# The process group's own watchdog would end the whole process; waits are bounded here instead.
 _NCCL_GROUP_TIMEOUT = timedelta(days=1)
 
 
-class CollectiveGroup:
-    """One rank of an epoch's communicator. One thread uses it at a time."""
+class Communicator:
+    """One rank. One thread uses it at a time."""
 
-    def __init__(self, group: Any, *, device: torch.device | None, stall_s: float) -> None:
-        self._group: Any = group
+    def __init__(self, process_group: Any, *, device: torch.device | None, stall_s: float) -> None:
+        self._process_group: Any = process_group
         self._device = device
         self._stall_s = stall_s
         self._device_buffer: Tensor | None = None
@@ -52,16 +52,17 @@ class CollectiveGroup:
         local_host: str,
         listener: socket.socket | None = None,
         device: str | None = None,
-    ) -> CollectiveGroup:
-        """Meet the other ranks at the store. Rank 0 serves it, from ``listener``.
+    ) -> Communicator:
+        """Connect to the other ranks through the rendezvous store, which rank 0 serves from ``listener``.
 
         Args:
-            local_host: the address at which this rank's peers reach it; never guessed from the host's name.
-            stall_s: bound on the meeting and on every later collective.
-            device: for NCCL, the CUDA device.
+            backend: ``gloo`` or ``nccl``.
+            local_host: the address at which the other ranks reach this one; never guessed from the host's name.
+            stall_s: bound on connecting, and on every later collective.
+            device: the CUDA device, for NCCL.
 
         Raises:
-            WeightsError: not all ranks came in time.
+            WeightsError: not all ranks connected in time.
         """
         timeout = timedelta(seconds=stall_s)
         fd = None if listener is None else listener.detach()
@@ -76,22 +77,24 @@ class CollectiveGroup:
                 return cls(_nccl(store, rank, size, chosen), device=chosen, stall_s=stall_s)
         except RuntimeError as error:
             raise WeightsError(
-                f"rank {rank} of {size} could not meet the others at {store_host}:{store_port} within {stall_s:.1f} s: "
-                f"{_first_line(error)}"
+                f"rank {rank} of {size} could not connect to the others at {store_host}:{store_port} within "
+                f"{stall_s:.1f} s: {_first_line(error)}"
             ) from error
         raise WeightsError(f"expected transport 'gloo' or 'nccl', got {backend!r}")
 
     def broadcast(
-        self, bucket: Tensor, *, chunk_bytes: int, deadline: float, done: Callable[[Tensor], None] | None = None
+        self, bucket: Tensor, *, chunk_bytes: int, deadline: float, on_chunk: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Rank 0's bytes into everyone's ``bucket``: uint8 [N], host memory. ``deadline`` is on the monotonic clock.
+        """Copy rank 0's bytes into every rank's ``bucket``: uint8 [N], host memory.
 
-        ``done`` gets the chunks in their order, each when it is there; over gloo the next one travels meanwhile.
+        Args:
+            deadline: on the monotonic clock.
+            on_chunk: called with each chunk when it has arrived, in order; over gloo the next one travels meanwhile.
 
         Raises:
-            WeightsError: a peer died or stalled, or the deadline passed; the group is of no use any more.
+            WeightsError: a peer died or stalled, or the deadline passed; the communicator can't be used again.
         """
-        under_way: deque[tuple[Any, Tensor]] = deque()
+        in_flight: deque[tuple[Any, Tensor]] = deque()
         try:
             for start in range(0, bucket.numel(), chunk_bytes):
                 chunk = bucket[start : start + chunk_bytes]
@@ -100,13 +103,13 @@ class CollectiveGroup:
                     raise WeightsError("broadcast: the deadline of this version has passed (weights.deadline_s)")
                 if self._device is not None:
                     self._broadcast_by_device(chunk, remaining_s)
-                    _say_done(done, chunk)
+                    _report(on_chunk, chunk)
                     continue
-                under_way.append((self._broadcast_once(chunk, remaining_s), chunk))
-                if len(under_way) == _NUM_UNDER_WAY:
-                    _finish_one(under_way, done)
-            while under_way:
-                _finish_one(under_way, done)
+                in_flight.append((self._broadcast_once(chunk, remaining_s), chunk))
+                if len(in_flight) == _NUM_CONCURRENT_CHUNKS:
+                    _finish_one(in_flight, on_chunk)
+            while in_flight:
+                _finish_one(in_flight, on_chunk)
         except RuntimeError as error:
             raise WeightsError(f"broadcast failed: {_first_line(error)}") from error
 
@@ -115,7 +118,7 @@ class CollectiveGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_s)
-        return self._group.broadcast([tensor], options)
+        return self._process_group.broadcast([tensor], options)
 
     def _broadcast_by_device(self, chunk: Tensor, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
@@ -123,33 +126,33 @@ class CollectiveGroup:
             self._device_buffer = torch.empty(chunk.numel(), dtype=torch.uint8, device=self._device)
         staged = self._device_buffer[: chunk.numel()]
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            if self._group.rank() == 0:
+            if self._process_group.rank() == 0:
                 staged.copy_(chunk, non_blocking=True)
             work = self._broadcast_once(staged, timeout_s)
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise WeightsError(f"broadcast: a peer stalled for {timeout_s:.1f} s")
                 time.sleep(_NCCL_POLL_S)
-            if self._group.rank() != 0:
+            if self._process_group.rank() != 0:
                 chunk.copy_(staged)
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Cut all connections, so that peers that still wait for this rank fail at once."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        """Close all connections, so that ranks that wait for this one fail at once."""
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            process_group.abort()
 
 
-def _finish_one(under_way: deque[tuple[Any, Tensor]], done: Callable[[Tensor], None] | None) -> None:
-    work, chunk = under_way.popleft()
+def _finish_one(in_flight: deque[tuple[Any, Tensor]], on_chunk: Callable[[Tensor], None] | None) -> None:
+    work, chunk = in_flight.popleft()
     work.wait()
-    _say_done(done, chunk)
+    _report(on_chunk, chunk)
 
 
-def _say_done(done: Callable[[Tensor], None] | None, chunk: Tensor) -> None:
-    if done is not None:
-        done(chunk)
+def _report(on_chunk: Callable[[Tensor], None] | None, chunk: Tensor) -> None:
+    if on_chunk is not None:
+        on_chunk(chunk)
 
 
 def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta, local_host: str) -> Any:
@@ -158,7 +161,7 @@ def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta, local_host:
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [ProcessGroupGloo.create_device(hostname=local_host)]
     options._timeout = timeout
-    options._threads = _NUM_UNDER_WAY
+    options._threads = _NUM_CONCURRENT_CHUNKS
     return ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
 
 
@@ -167,7 +170,7 @@ def _nccl(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = _NCCL_GROUP_TIMEOUT
-    # Read when a group is made: with it, a generator's death would take the learner's process down.
+    # Read when a process group is created: if set, a generator's death would end the learner's process.
     key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(key)
     os.environ[key] = "0"

@@ -1,7 +1,7 @@
 """The generator's side of ``tcp``: pulls the buckets of a version, or the deltas to it, from the stream server.
 
-Bytes go from the socket straight to where they stay, and are digested while they are warm. A bucket that does not
-match its digest is asked for again, whole; the rest of what came stays.
+Bytes go from the socket straight to their place, and are digested while they are in the cache. A bucket that does not
+match its digest is requested again, whole; the other buckets are kept.
 """
 
 from __future__ import annotations
@@ -12,74 +12,58 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.net.framing import StreamEndedError, read_exactly, receive_into
-from async_rl.weights import control
-from async_rl.weights.buffers import Buffer, Buffers
-from async_rl.weights.manifest import Manifest, digest_bytes
+from async_rl.process.fault_points import fault_point
+from async_rl.weights.control import Pull
+from async_rl.weights.manifest import digest_bytes
+from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
 from async_rl.weights.tcp.delta import Runs, apply_delta, element_runs
-from async_rl.weights.tcp.protocol import (
-    NONCE_BYTES,
-    RECORD_BYTES,
-    TAG_BYTES,
-    Request,
-    Seal,
-    make_request,
-)
-from async_rl.weights.transport import Filled, bucket_received
+from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, TAG_BYTES, RecordCipher, Request, make_request
+from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
-MAX_ROUNDS = 4
-"""One for all buckets, and so many less one for those that came corrupt."""
+MAX_REQUESTS = 4
+"""For one version: the first for all buckets, the others for buckets that came corrupt."""
 _STALL_S = 10.0
 _KEEP_S = 20.0
-"""A connection without use for longer is not trusted: the server ends it soon, and whatever lies between may have."""
+"""An idle connection is not used again after this: the server, or something in between, may have closed it."""
 _PIECE_BYTES = 4 << 20
-"""Received and digested at a time. Smaller reads cost more, each for itself; larger ones leave the cache."""
+"""Received and digested at a time. Smaller reads cost more calls; larger ones leave the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOrder:
-    """``host`` is where the server is reached."""
-
-    fetch: control.Fetch
-    host: str
-
-
-class StreamInlet:
-    """See ``transport.Inlet``. One connection serves pull after pull."""
+class StreamReceiver:
+    """See ``transport.TransportReceiver``. One connection serves pull after pull."""
 
     def __init__(self) -> None:
-        self._line = _Line()
+        self._connection = _KeptConnection()
 
-    def fill(
-        self, order: StreamOrder, manifest: Manifest, buffer: Buffer, buffers: Buffers, *, deadline: float
-    ) -> Filled:
-        # None, too, where its buffer is the one that is now needed for what comes: every bucket then comes whole.
-        base = buffers.find(order.fetch.base) if order.fetch.base else None
-        return _Pull(order, manifest, buffer, base, self._line, deadline).run()
+    def receive(self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
+        """Pull the version, by deltas if ``buffers`` still holds their base."""
+        base = buffers.find(order.message.base) if order.message.base else None
+        return _VersionPull(order, buffer, base, self._connection).run()
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
 
-class _Line:
-    """The connection to the stream server, kept for the next request: a fresh one takes milliseconds, megabytes of
-    weights, until the kernel gives it large windows.
+class _KeptConnection:
+    """The connection to the stream server, kept for the next request.
+
+    A fresh connection is slow for the first megabytes, until the kernel gives it large windows.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[tuple[str, int], socket.socket, float] | None = None
 
     @contextmanager
-    def lend(self, host: str, port: int, deadline: float, request: Request) -> Iterator[socket.socket]:
-        """The kept connection, or a fresh one, after ``request`` was sent.
+    def send(self, host: str, port: int, deadline: float, request: Request) -> Iterator[socket.socket]:
+        """Send ``request`` over the kept connection, or a fresh one, and lend it to read the answer to its end.
 
-        It is kept again if nothing is raised: its answer was read to the end.
+        The connection is closed if anything is raised, else kept.
 
         Raises:
             WeightsError: the deadline has passed. OSError: the server can't be reached.
@@ -110,7 +94,7 @@ class _Line:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Of one on which nothing is awaited: whatever can be read says that it is of no use any more."""
+    """Whether an idle connection can't be used again: anything that can be read from it is an end or an error."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -131,95 +115,97 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
     return connection
 
 
-class _Pull:
-    """One version on its way into ``buckets``."""
+class _VersionPull:
+    """One version on its way into ``buffer``. ``base``: buckets of the weights from which the deltas start."""
 
     def __init__(
-        self, order: StreamOrder, manifest: Manifest, buffer: Buffer, base: Sequence | None, line: _Line,
-        deadline: float,
-    ) -> None:  # fmt: skip
-        self._fetch, self._host, self._manifest, self._deadline = order.fetch, order.host, manifest, deadline
-        self._line = line
+        self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, base: Sequence | None, connection: _KeptConnection
+    ) -> None:
+        self._pull, self._manifest = order.message, order.manifest
+        self._host, self._deadline = order.host, order.deadline
+        self._connection = connection
         self._buckets = [np.asarray(bucket.numpy()) for bucket in buffer.buckets]
         self._base = None if base is None else [np.asarray(bucket.numpy()) for bucket in base]
         self._runs: list[Runs] = []
-        if order.fetch.delta_sizes:
-            self._runs += element_runs(manifest.tensors, manifest.bucket_sizes)
+        if self._pull.delta_sizes:
+            self._runs += element_runs(self._manifest.tensors, self._manifest.bucket_sizes)
         self._wire_bytes = 0
         self._num_corrupt = 0
-        self._check_sizes()
+        self._check_delta_sizes()
 
-    def run(self) -> Filled:
-        todo = list(range(len(self._buckets)))
-        trouble = ""
-        for number in range(MAX_ROUNDS):
-            by_delta = {b for b in todo if number == 0 and self._is_smaller_by_delta(b)}
+    def run(self) -> ReceiveResult:
+        missing = list(range(len(self._buckets)))
+        reason = ""
+        for number in range(MAX_REQUESTS):
+            by_delta = {b for b in missing if number == 0 and self._is_smaller_by_delta(b)}
             try:
-                todo, trouble = self._round(todo, by_delta)
+                missing, reason = self._request(missing, by_delta)
             except (OSError, struct.error) as error:
-                raise WeightsError(f"the stream from {self._host}:{self._fetch.port} broke: {error}") from error
-            if not todo:
-                return Filled(self._wire_bytes, self._num_corrupt)
-            self._num_corrupt += len(todo)
-        raise CorruptWeightsError(f"{trouble} ({len(todo)} buckets, tried {MAX_ROUNDS} times)")
+                raise WeightsError(f"the stream from {self._host}:{self._pull.port} broke: {error}") from error
+            if not missing:
+                return ReceiveResult(self._wire_bytes, self._num_corrupt)
+            self._num_corrupt += len(missing)
+        raise CorruptWeightsError(f"{reason} ({len(missing)} buckets, tried {MAX_REQUESTS} times)")
 
-    def _round(self, todo: Sequence[int], by_delta: set[int]) -> tuple[list[int], str]:
-        """Ask for these buckets; which of them are still to come, and why."""
-        items = [item for bucket in todo for item in self._items(bucket, bucket in by_delta)]
-        request = make_request(self._fetch.token, items)
-        bad: list[int] = []
-        remaining, trouble = deque(todo), ""
+    def _request(self, buckets: Sequence[int], by_delta: set[int]) -> tuple[list[int], str]:
+        """Request these buckets and read the answer. Returns the buckets that are still missing, and why."""
+        items = [item for bucket in buckets for item in self._items(bucket, bucket in by_delta)]
+        request = make_request(self._pull.token, items)
+        corrupt: list[int] = []
+        remaining, reason = deque(buckets), ""
         try:
-            with self._ask(request) as source:
+            with self._answer(request) as answer:
                 while remaining:
                     bucket = remaining[0]
-                    digest = self._by_delta(source, bucket) if bucket in by_delta else self._whole(source, bucket)
-                    if digest != self._manifest.bucket_digests[bucket]:
-                        bad.append(bucket)
-                        trouble = f"bucket {bucket}: expected {self._manifest.bucket_digests[bucket]}, got {digest}"
+                    digest = self._by_delta(answer, bucket) if bucket in by_delta else self._whole(answer, bucket)
+                    expected = self._manifest.bucket_digests[bucket]
+                    if digest != expected:
+                        corrupt.append(bucket)
+                        reason = f"digest mismatch in bucket {bucket}: expected {expected}, got {digest}"
                     remaining.popleft()
-                    bucket_received()
+                    fault_point("generator.receiving")
         except CorruptWeightsError as error:
-            # A broken seal: what comes after it on this connection proves nothing.
-            return [*bad, *remaining], str(error)
-        return bad, f"digest mismatch in {trouble}"
+            # A record was changed: nothing that follows it on this connection can be trusted.
+            return [*corrupt, *remaining], str(error)
+        return corrupt, reason
 
     @contextmanager
-    def _ask(self, request: Request) -> Iterator[_Source]:
-        """The answer to ``request``, to be read to its end."""
-        with self._line.lend(self._host, self._fetch.port, self._deadline, request) as connection:
-            source = _Source(connection, self._deadline)
-            if self._fetch.key:
-                nonce = read_exactly(connection.recv, NONCE_BYTES)
-                source.unseal(Seal(self._fetch.key, request, nonce))
+    def _answer(self, request: Request) -> Iterator[_Answer]:
+        """Send ``request``, and lend the answer to be read to its end."""
+        with self._connection.send(self._host, self._pull.port, self._deadline, request) as connection:
+            cipher = None
+            if self._pull.key:
+                cipher = RecordCipher(self._pull.key, request, read_exactly(connection.recv, NONCE_BYTES))
+            answer = _Answer(connection, cipher, self._deadline)
             try:
-                yield source
+                yield answer
             finally:
-                self._wire_bytes += source.num_bytes
+                self._wire_bytes += answer.num_bytes
 
     def _items(self, bucket: int, by_delta: bool) -> list[int]:
         count = len(self._buckets)
         if not by_delta:
             return [bucket]
-        return [count + link * count + bucket for link in range(len(self._fetch.delta_sizes))]
+        return [count + link * count + bucket for link in range(len(self._pull.delta_sizes))]
 
     def _is_smaller_by_delta(self, bucket: int) -> bool:
-        sizes = [link[bucket] for link in self._fetch.delta_sizes]
+        sizes = [link[bucket] for link in self._pull.delta_sizes]
         return self._base is not None and min(sizes, default=0) >= 0 and sum(sizes) < len(self._buckets[bucket])
 
-    def _whole(self, source: _Source, bucket: int) -> str:
+    def _whole(self, answer: _Answer, bucket: int) -> str:
+        """Read the bucket. Returns its digest."""
         hasher = xxhash.xxh3_128()
-        data = self._buckets[bucket].data
-        source.read(data, hasher)
+        answer.read(self._buckets[bucket].data, hasher)
         return hasher.hexdigest()
 
-    def _by_delta(self, source: _Source, bucket: int) -> str:
+    def _by_delta(self, answer: _Answer, bucket: int) -> str:
+        """Read the bucket's deltas and apply them to the base. Returns the digest of the result."""
         assert self._base is not None
         values = self._buckets[bucket]
         values[:] = self._base[bucket]
-        deltas = [bytearray(link[bucket]) for link in self._fetch.delta_sizes]
+        deltas = [bytearray(link[bucket]) for link in self._pull.delta_sizes]
         for delta in deltas:
-            source.read(memoryview(delta), None)
+            answer.read(memoryview(delta), None)
         try:
             for delta in deltas:
                 apply_delta(values, memoryview(delta), self._runs[bucket])
@@ -227,48 +213,47 @@ class _Pull:
             return f"a delta that can't be applied ({error})"
         return digest_bytes(values.data)
 
-    def _check_sizes(self) -> None:
-        for link in self._fetch.delta_sizes:
-            right = len(link) == len(self._buckets) and all(
+    def _check_delta_sizes(self) -> None:
+        for number, link in enumerate(self._pull.delta_sizes):
+            is_valid = len(link) == len(self._buckets) and all(
                 (type(size) is int and -1 <= size < len(bucket)) or size == -1
                 for size, bucket in zip(link, self._buckets, strict=False)
             )
-            if not right:
-                raise WeightsError("expected one size below that of its bucket for each delta of a link")
+            if not is_valid:
+                raise WeightsError(
+                    f"expected for each of {len(self._buckets)} buckets a delta smaller than the bucket, got "
+                    f"{len(link)} sizes of link {number} that are not all smaller"
+                )
 
 
-class _Source:
-    """The answer to one request: plain bytes, or sealed records."""
+class _Answer:
+    """The answer to one request, read item by item: plain bytes, or encrypted records if there is a cipher."""
 
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
+    def __init__(self, connection: socket.socket, cipher: RecordCipher | None, deadline: float) -> None:
         self.num_bytes = 0
         self._connection = connection
+        self._cipher = cipher
         self._deadline = deadline
-        self._seal: Seal | None = None
-        self._sealed = memoryview(b"")
-
-    def unseal(self, seal: Seal) -> None:
-        """From here on it is sealed."""
-        self._seal = seal
-        self._sealed = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
+        # Only for encrypted records: clearing it takes a millisecond.
+        self._encrypted = memoryview(b"" if cipher is None else bytearray(RECORD_BYTES + TAG_BYTES))
 
     def read(self, into: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
-        """The next item, ``len(into)`` bytes.
+        """Read the next item, ``len(into)`` bytes.
 
         Raises:
-            CorruptWeightsError: a seal is broken.
+            CorruptWeightsError: a record was changed on its way.
             WeightsError: the deadline passed.
-            OSError: the connection broke, or nothing moved for long.
+            OSError: the connection broke, or nothing arrived for too long.
         """
-        size = RECORD_BYTES if self._seal is not None else _PIECE_BYTES
+        size = RECORD_BYTES if self._cipher is not None else _PIECE_BYTES
         for start in range(0, len(into), size):
             piece = into[start : start + size]
-            if self._seal is None:
+            if self._cipher is None:
                 self._receive(piece)
             else:
-                sealed = self._sealed[: len(piece) + TAG_BYTES]
-                self._receive(sealed)
-                self._seal.open(sealed, piece)
+                encrypted = self._encrypted[: len(piece) + TAG_BYTES]
+                self._receive(encrypted)
+                self._cipher.decrypt(encrypted, piece)
             if hasher is not None:
                 hasher.update(piece)
 
@@ -277,7 +262,7 @@ class _Source:
             receive_into(self._connection, into)
         except StreamEndedError as error:
             raise ConnectionError(
-                f"the server ended it (the pull was too slow, or the server was started again): {error}"
+                f"the server closed the connection (the pull was too slow, or the server was started again): {error}"
             ) from None
         self.num_bytes += len(into)
         if time.monotonic() > self._deadline:

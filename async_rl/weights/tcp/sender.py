@@ -1,8 +1,8 @@
 """The learner's side of ``tcp``: who may pull what from the stream server, and which deltas there are.
 
-Every pull is a session of the server with a token of its own (and a key, where it is sealed). When a version is
-published, the server computes the deltas from the one before; a member that holds the beginning of the chain of
-deltas is let wait for that. The chain never grows larger than a full copy, which would then be the better choice.
+Every pull is a session of the server with a token of its own (and a key, if the stream is encrypted). When a version is
+published, the server computes the deltas from the version before; a member that holds a version of the chain of deltas
+waits for that. The chain never grows larger than a full copy, which would be the better choice then.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from async_rl.weights.scheduler import Member
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.tcp.delta import element_runs
 from async_rl.weights.tcp.protocol import KEY_BYTES, TOKEN_BYTES
-from async_rl.weights.tcp.server_link import Encode, Encoded, OpenSession
-from async_rl.weights.tcp.server_process import StreamHost
-from async_rl.weights.transport import Delivery, Tell
+from async_rl.weights.tcp.server_process import (
+    DeltaEncoded,
+    EncodeDelta,
+    EndSession,
+    ForgetDelta,
+    OpenSession,
+    StreamServerProcess,
+)
+from async_rl.weights.transport import Delivery, PullSettings, PullStats, Send
 
 MAX_PULLED_VERSIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    """From the weights ``base`` to ``digest``. ``sizes``: bytes of each bucket's delta, or -1."""
+class _DeltaLink:
+    """Deltas from the weights ``base`` to ``digest``. ``sizes``: bytes of each bucket's delta, or -1."""
 
     base: str
     digest: str
@@ -36,113 +42,89 @@ class _Link:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _DeltaJob:
+    """Deltas that the server computes now."""
+
     number: int
     base: StagedVersion
     target: StagedVersion
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Session:
-    """A pull under way."""
-
-    token: bytes
-    staged: StagedVersion
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStats:
-    """``delta_bytes`` and ``delta_s``: size of the newest link and the server's time for it; 0 without one."""
-
-    delta_bytes: int = 0
-    delta_s: float = 0.0
-    server_starts: int = 0
-
-
 class StreamSender:
-    """See ``transport.Outlet``.
+    """See ``transport.PullSender``."""
 
-    Args:
-        bind_host: where the stream server listens.
-        is_sealed: encrypt and authenticate what it sends, by keys that go over the control channel.
-        has_deltas: compute the difference to the version before.
-    """
-
-    def __init__(self, bind_host: str, *, is_sealed: bool, has_deltas: bool) -> None:
-        self._host = StreamHost(bind_host)
-        self._is_sealed = is_sealed
-        self._has_deltas = has_deltas
-        self._num_starts = self._host.num_starts
-        self._sessions: dict[int, _Session] = {}
-        self._chain: deque[_Link] = deque()
-        self._job: _Job | None = None
+    def __init__(self, settings: PullSettings) -> None:
+        self._server = StreamServerProcess(settings.bind_host, settings.poller)
+        self._is_encrypted = settings.is_encrypted
+        self._has_deltas = settings.has_deltas
+        self._num_starts = self._server.num_starts
+        self._sessions: dict[int, tuple[bytes, StagedVersion]] = {}
+        self._chain: deque[_DeltaLink] = deque()
+        self._job: _DeltaJob | None = None
         self._last_job = 0
         self._newest: StagedVersion | None = None
-        self._stats = StreamStats()
-
-    def fileno(self) -> int:
-        """Readable when ``poll`` has something to do. Another one after the server was started again."""
-        return self._host.fileno()
+        self.stats = PullStats(server_starts=self._num_starts)
 
     @property
-    def server_pid(self) -> int:
-        return self._host.pid
-
-    def stats(self) -> StreamStats:
-        return self._stats
+    def server(self) -> StreamServerProcess:
+        return self._server
 
     def poll(self) -> None:
-        """Receive what the server sent. Call when readable.
+        """Receive a message of the server.
 
         Raises:
             WeightsError: the server died, and can't be started again.
         """
-        encoded = self._host.poll()
-        if self._host.num_starts != self._num_starts:
-            # Who asked the one before reports a failure, and is offered another pull.
-            self._num_starts = self._host.num_starts
+        encoded = self._server.poll()
+        if self._server.num_starts != self._num_starts:
+            # Members that were pulling report a failure, and are offered another pull.
+            self._num_starts = self._server.num_starts
+            self.stats = PullStats(self.stats.delta_bytes, self.stats.delta_s, self._num_starts)
             self._chain.clear()
             self._job = None
         elif encoded is not None:
-            self._note(encoded)
+            self._add_link(encoded)
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
-        """This is the newest version now, to be offered."""
+        """Compute the deltas from the version before to this one."""
         before, self._newest = self._newest, staged
-        self._host.map_slot(staged.slot, staged.memory)
         self._job = None
         if not self._has_deltas or before is None or not has_members:
             return
         self._last_job += 1
-        self._job = _Job(self._last_job, before, staged)
+        self._job = _DeltaJob(self._last_job, before, staged)
         runs = element_runs(staged.manifest.tensors, staged.manifest.bucket_sizes)
         flat = [[number for run in bucket for number in run] for bucket in runs]
-        self._host.encode(Encode(self._last_job, before.slot, staged.slot, flat))
+        for version in (before, staged):
+            self._server.map_slot(version.slot, version.memory)
+        self._server.send(EncodeDelta(self._last_job, before.slot, staged.slot, flat))
 
-    def may_pull(self, member: Member) -> bool:
-        """Whether the newest version can be offered to ``member`` now: soon, if not."""
-        newest, job = self._newest, self._job
-        if newest is None or self._host.port is None:
+    def can_offer(self, staged: StagedVersion, member: Member) -> bool:
+        """Whether the server is up, few enough versions are pulled, and no delta is computed that the member needs."""
+        if self._server.port is None:
             return False
-        pulled = {session.staged.slot for session in self._sessions.values()} | {newest.slot}
-        if len(pulled) > min(MAX_PULLED_VERSIONS, max(1, newest.num_buffers - 1)):
+        pulled_slots = {pulled.slot for _, pulled in self._sessions.values()} | {staged.slot}
+        if len(pulled_slots) > min(MAX_PULLED_VERSIONS, max(1, staged.num_buffers - 1)):
             return False
-        if job is None:
+        if self._job is None:
             return True
-        return member.digest != job.base.manifest.digest and all(link.base != member.digest for link in self._chain)
+        base = self._job.base.manifest.digest
+        return member.digest != base and all(link.base != member.digest for link in self._chain)
 
-    def deliver(self, delivery: Delivery, tell: Tell) -> None:
-        """To the one member, by a session of its own."""
+    def deliver(self, delivery: Delivery, send: Send) -> None:
+        """Open a session for the one member, and send it ``Pull``."""
         (member,) = delivery.members
-        staged, port = delivery.staged, self._host.port
+        staged, port = delivery.staged, self._server.port
         assert port is not None, "a pull before the server is up"
         token = os.urandom(TOKEN_BYTES)
-        key = os.urandom(KEY_BYTES) if self._is_sealed else b""
+        key = os.urandom(KEY_BYTES) if self._is_encrypted else b""
         links = self._links_from(member.digest, staged.manifest.digest)
-        self._host.open_session(OpenSession(token, staged.slot, [link.job for link in links or ()], key))
-        self._sessions[delivery.attempt] = _Session(token, staged)
-        fetch = control.Fetch(
+        self._server.map_slot(staged.slot, staged.memory)
+        self._server.send(OpenSession(token, staged.slot, [link.job for link in links or ()], key))
+        self._sessions[delivery.attempt] = token, staged
+        pull = control.Pull(
             attempt=delivery.attempt,
+            transport="tcp",
             manifest=manifest_fields(staged.manifest),
             port=port,
             token=token,
@@ -151,17 +133,18 @@ class StreamSender:
             delta_sizes=[link.sizes for link in links or ()],
             deadline_s=control.seconds_until(delivery.deadline),
         )
-        tell(member.member_id, fetch)
+        send(member.member_id, pull)
 
     def end(self, attempt: int, *, intact: bool) -> None:
-        self._host.end_session(self._sessions.pop(attempt).token)
+        token, _ = self._sessions.pop(attempt)
+        self._server.send(EndSession(token))
 
     def close(self, timeout_s: float) -> bool:
-        self._host.close()
+        self._server.close()
         return True
 
-    def _links_from(self, base: str, digest: str) -> list[_Link] | None:
-        """The chain from one to the other; None without one, and where it leads to nothing smaller."""
+    def _links_from(self, base: str, digest: str) -> list[_DeltaLink] | None:
+        """Return the chain from one to the other; None if there is none."""
         if base and base == digest:
             return []
         links = list(self._chain)
@@ -170,15 +153,15 @@ class StreamSender:
             return None
         return links[start:]
 
-    def _note(self, encoded: Encoded) -> None:
+    def _add_link(self, encoded: DeltaEncoded) -> None:
+        """Add the deltas to the chain, if they are of the newest job and nobody wrote to what the server read."""
         job = self._job
         if job is None or encoded.job != job.number:
-            self._host.forget(encoded.job)
+            self._server.send(ForgetDelta(encoded.job))
             return
         self._job = None
-        # Only now is it known that nobody wrote to what was read.
         if not encoded.sizes or not job.base.is_intact or not job.target.is_intact:
-            self._host.forget(encoded.job)
+            self._server.send(ForgetDelta(encoded.job))
             return
         manifest = job.target.manifest
         base = job.base.manifest.digest
@@ -187,11 +170,11 @@ class StreamSender:
         size = sum(
             whole if delta < 0 else delta for delta, whole in zip(encoded.sizes, manifest.bucket_sizes, strict=True)
         )
-        self._chain.append(_Link(base, manifest.digest, encoded.job, encoded.sizes, size))
+        self._chain.append(_DeltaLink(base, manifest.digest, encoded.job, encoded.sizes, size))
         self._shorten(manifest.size_bytes)
-        self._stats = StreamStats(size, encoded.elapsed_s, self._num_starts)
+        self.stats = PullStats(size, encoded.elapsed_s, self._num_starts)
 
-    def _shorten(self, most_bytes: int) -> None:
-        """Drop the oldest links of a chain that is larger than ``most_bytes``."""
-        while self._chain and sum(link.size_bytes for link in self._chain) > most_bytes:
-            self._host.forget(self._chain.popleft().job)
+    def _shorten(self, max_bytes: int) -> None:
+        """Remove the oldest links until the chain has at most ``max_bytes``."""
+        while self._chain and sum(link.size_bytes for link in self._chain) > max_bytes:
+            self._server.send(ForgetDelta(self._chain.popleft().job))

@@ -1,12 +1,12 @@
-"""The process that serves staged versions to whoever pulls them. No torch.
+"""The process that serves staged versions to generators that pull them. No torch.
 
-``python -m async_rl.weights.tcp.server FD``: the learner starts it and tells it, over the Unix socket ``FD``, which
+``python -m async_rl.weights.tcp.server FD``: the learner starts it and instructs it over the Unix socket ``FD``: which
 memory holds which buckets, which sessions may pull from it, which deltas to compute. It only reads that memory. Every
-connection is a thread that waits in the kernel. It knows nothing of versions and decides nothing; it ends when the
-learner does.
+connection has a thread that waits in the kernel. The process knows nothing of versions and decides nothing; it ends
+when the learner does.
 
-Bytes in the clear go out by ``send`` from the mapped memory, not by ``sendfile``: that spares this side a copy, and
-costs the receiver, which is the slower of the two, more than it spares (it then copies from cold pages of 4 KiB).
+Unencrypted bytes are sent from the mapped memory by ``send``, not by ``sendfile``: that would save a copy here, and
+cost the receiver more, which is the slower side (it would copy from cold pages of 4 KiB).
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ import numpy as np
 
 from async_rl.errors import AsyncRLError
 from async_rl.net.sockets import hang_up, listening_socket
-from async_rl.weights.tcp import server_link as link
+from async_rl.weights.tcp import server_process as messages
 from async_rl.weights.tcp.delta import Runs, encode_delta
-from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, Request, Seal, read_head, read_items
+from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request, read_header, read_items
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 _STALL_S = 30
-"""A connection on which nothing moves for so long is closed."""
+"""A connection on which nothing moves for this long is closed."""
 _SESSION_S = 3.0
+"""How long a request waits for its session: the generator may learn of it before this process does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One staging buffer, mapped: read while the learner may write, so what is read is proved by digests."""
+    """One staging buffer, mapped. The learner may write while it is read, so receivers verify by digests."""
 
     fd: int
     buckets: Sequence[mmap.mmap]
@@ -56,7 +57,7 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What one generator may pull, until it is ended. ``chain[l][b]``: the delta of bucket b in link l, if any."""
+    """What one generator may pull. ``chain[l][b]``: the delta of bucket b in link l, if there is one."""
 
     slot: _Slot
     chain: Sequence[Sequence[bytes | None]]
@@ -65,16 +66,17 @@ class _Session:
 
     @property
     def num_items(self) -> int:
+        """Items that a request may name."""
         return len(self.slot.sizes) * (1 + len(self.chain))
 
 
 class StreamServer:
-    """All of it; ``run`` serves until the learner is gone."""
+    """Sessions, deltas and connections. ``run`` serves until the learner is gone."""
 
     def __init__(self, learner: socket.socket) -> None:
         self._learner = learner
         self._lock = threading.Condition()
-        self._tell_lock = threading.Lock()
+        self._send_lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._deltas: dict[int, list[bytes | None]] = {}
@@ -82,30 +84,30 @@ class StreamServer:
         self._newest_job = -1
 
     def run(self) -> None:
-        """Obey the learner until it hangs up."""
-        while (received := link.receive(self._learner, link.TO_SERVER)) is not None:
+        """Follow the learner's instructions until it closes the pipe."""
+        while (received := messages.receive_message(self._learner, messages.TO_SERVER)) is not None:
             message, fd = received
             match message:
-                case link.Listen(host):
+                case messages.Listen(host):
                     self._listen(host)
-                case link.MapSlot(slot, sizes, offsets):
+                case messages.MapSlot(slot, sizes, offsets):
                     assert fd is not None, "a slot without memory"
                     self._map(slot, fd, sizes, offsets)
-                case link.OpenSession():
+                case messages.OpenSession():
                     self._open_session(message)
-                case link.EndSession(token):
+                case messages.EndSession(token):
                     self._end_session(token)
-                case link.Encode():
+                case messages.EncodeDelta():
                     self._newest_job = message.job
                     threading.Thread(target=self._encode, args=(message,), daemon=True).start()
-                case link.Forget(job):
+                case messages.ForgetDelta(job):
                     with self._lock:
                         self._deltas.pop(job, None)
 
     def _listen(self, host: str) -> None:
         listener = listening_socket(host)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        self._tell(link.Listening(listener.getsockname()[1]))
+        self._send(messages.Listening(listener.getsockname()[1]))
 
     def _map(self, slot: int, fd: int, sizes: Sequence[int], offsets: Sequence[int]) -> None:
         buckets = [
@@ -115,7 +117,7 @@ class StreamServer:
         with self._lock:
             self._slots[slot] = _Slot(fd, buckets, sizes, offsets)
 
-    def _open_session(self, order: link.OpenSession) -> None:
+    def _open_session(self, order: messages.OpenSession) -> None:
         with self._lock:
             chain = [self._deltas[job] for job in order.jobs]
             self._sessions[order.token] = _Session(self._slots[order.slot], chain, order.key)
@@ -128,9 +130,9 @@ class StreamServer:
         for connection in connections:
             hang_up(connection)
 
-    def _tell(self, message: link.ServerMessage) -> None:
-        with self._tell_lock, contextlib.suppress(OSError):  # a learner that is gone ends ``run``
-            link.send(self._learner, message)
+    def _send(self, message: messages.ServerMessage) -> None:
+        with self._send_lock, contextlib.suppress(OSError):  # a learner that is gone ends ``run``
+            messages.send_message(self._learner, message)
 
     # One thread for each connection.
 
@@ -152,50 +154,49 @@ class StreamServer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             with connection:
-                while (head := read_head(connection)) is not None:
-                    # The token first: of an unauthenticated peer nothing but the head is read.
-                    session = self._enter(head.token, connection)
+                while (header := read_header(connection)) is not None:
+                    # Check the token first: nothing but the header is read from an unauthenticated peer.
+                    session = self._find_session(header.token, connection)
                     if session is None:
                         return
                     try:
-                        request = read_items(connection, head, session.num_items)
+                        request = read_items(connection, header, session.num_items)
                         _answer(connection, session, request)
                     finally:
                         with self._lock:
                             session.connections.discard(connection)
         except (OSError, AsyncRLError) as error:
-            # An unauthenticated, dead or slow peer costs itself only. A generator that lives reports what it needs.
+            # It concerns this peer alone. A generator that is alive reports the failure to the publisher.
             logger.info("a weights connection ended: %s", error)
         finally:
             with self._lock:
                 self._num_connections -= 1
 
-    def _enter(self, token: bytes, connection: socket.socket) -> _Session | None:
-        """The session of this token; None if there is none, and none comes."""
+    def _find_session(self, token: bytes, connection: socket.socket) -> _Session | None:
+        """Return the session of this token; None if there is none within ``_SESSION_S``."""
         with self._lock:
-            # The generator may have heard of its session before we did.
             if not self._lock.wait_for(lambda: token in self._sessions, _SESSION_S):
                 return None
             session = self._sessions[token]
             session.connections.add(connection)
             return session
 
-    # Deltas: one at a time matters, the newest.
+    # Deltas: only the newest job matters.
 
-    def _encode(self, order: link.Encode) -> None:
+    def _encode(self, order: messages.EncodeDelta) -> None:
         start = time.monotonic()
         with self._lock:
             base, target = self._slots[order.base_slot], self._slots[order.target_slot]
         deltas: list[bytes | None] = []
         for index, runs in enumerate(order.bucket_runs()):
             if order.job != self._newest_job:
-                self._tell(link.Encoded(order.job, [], 0.0))
+                self._send(messages.DeltaEncoded(order.job, [], 0.0))
                 return
             deltas.append(_bucket_delta(base, target, index, runs))
         with self._lock:
             self._deltas[order.job] = deltas
         sizes = [-1 if delta is None else len(delta) for delta in deltas]
-        self._tell(link.Encoded(order.job, sizes, time.monotonic() - start))
+        self._send(messages.DeltaEncoded(order.job, sizes, time.monotonic() - start))
 
 
 def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes | None:
@@ -203,18 +204,18 @@ def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes |
 
 
 def _answer(connection: socket.socket, session: _Session, request: Request) -> None:
-    """All items of a request, in its order."""
+    """Send all items of a request, in its order."""
     if not session.key:
         for item in request.items:
             connection.sendall(_delta_or_bucket(session, item))
         return
     nonce = os.urandom(NONCE_BYTES)
     connection.sendall(nonce)
-    seal = Seal(session.key, request, nonce)
+    cipher = RecordCipher(session.key, request, nonce)
     for item in request.items:
         data = _delta_or_bucket(session, item)
         for start in range(0, len(data), RECORD_BYTES):
-            connection.sendall(seal.seal(data[start : start + RECORD_BYTES]))
+            connection.sendall(cipher.encrypt(data[start : start + RECORD_BYTES]))
 
 
 def _delta_or_bucket(session: _Session, item: int) -> memoryview:
@@ -224,16 +225,16 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
     number, bucket = divmod(item - num_buckets, num_buckets)
     delta = session.chain[number][bucket] if number < len(session.chain) else None
     if delta is None:
-        raise OSError(f"there is no item {item} in this session")
+        raise OSError(f"expected items of this session, got item {item}")
     return memoryview(delta)
 
 
 def main(
     arguments: Sequence[str], environment: Mapping[str, str] = os.environ, leave: Callable[[int], None] = os._exit
 ):
-    """Serve until the learner hangs up; then leave at once, whoever still pulls."""
+    """Serve until the learner closes the pipe; then exit at once, even if generators still pull."""
     logging.basicConfig(level=environment.get("ASYNC_RL_LOG", "WARNING"), format="stream server: %(message)s")
-    # The terminal's Ctrl-C reaches the whole group; the learner says when it is over.
+    # Ctrl-C in the terminal reaches the whole process group, but only the learner ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(arguments[0])) as learner:
         StreamServer(learner).run()

@@ -16,12 +16,14 @@ import torch
 from async_rl.errors import AddressError, WireError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.messages import Announcement
-from async_rl.weights.buffers import StagedWeights
 from async_rl.weights.publisher import Publisher
+from async_rl.weights.receive_buffers import ReceivedWeights
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.tcp import receiver as tcp_receiver
-from async_rl.weights.tcp.protocol import make_request, read_head, read_items
+from async_rl.weights.tcp.protocol import HEADER_BYTES, make_request, read_header, read_items
+from async_rl.weights.tcp.sender import StreamSender
+from async_rl.weights.tcp.server_process import StreamServerProcess
 from tests.weights.conftest import ReceiverProcess
 
 DEADLINE_S = 20.0
@@ -70,7 +72,12 @@ def a_plane(**options) -> Iterator[Plane]:
         yield Plane(publisher, Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S, is_pulled=True, min_versions=2))
 
 
-def arrived(receiver: Receiver, version: int) -> StagedWeights:
+def stream_server(plane: Plane) -> StreamServerProcess:
+    assert isinstance(plane.publisher._pull, StreamSender)
+    return plane.publisher._pull.server
+
+
+def arrived(receiver: Receiver, version: int) -> ReceivedWeights:
     """The version, activated."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
@@ -83,19 +90,19 @@ def arrived(receiver: Receiver, version: int) -> StagedWeights:
     pytest.fail(f"version {version} did not come: {receiver.error}")
 
 
-def assert_same(staged: StagedWeights, named: dict[str, torch.Tensor]) -> None:
+def assert_same(staged: ReceivedWeights, named: dict[str, torch.Tensor]) -> None:
     assert {name: t.dtype for name, t in staged.tensors.items()} == {name: t.dtype for name, t in named.items()}
     for name, tensor in named.items():
         assert torch.equal(staged.tensors[name], tensor), name
 
 
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_every_byte_arrives_in_the_clear_and_sealed(tmp_path, is_sealed: bool):
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_every_byte_arrives_unencrypted_and_encrypted(tmp_path, is_encrypted: bool):
     make_keys(tmp_path / "keys")
-    keys = ServerKeys.ephemeral(tmp_path / "keys") if is_sealed else None
-    mine = ClientKeys.load(tmp_path / "keys" / "client.key") if is_sealed else None
+    keys = ServerKeys.ephemeral(tmp_path / "keys") if is_encrypted else None
+    mine = ClientKeys.load(tmp_path / "keys" / "client.key") if is_encrypted else None
     with (
-        a_plane(keys=keys, is_sealed=is_sealed) as plane,
+        a_plane(keys=keys, is_encrypted=is_encrypted) as plane,
         closing(Receiver("g", insecure=False, keys=mine)) as receiver,
     ):
         first = plane.publish(0, model(0))
@@ -106,9 +113,9 @@ def test_every_byte_arrives_in_the_clear_and_sealed(tmp_path, is_sealed: bool):
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
         stats = plane.publisher.stats()
     assert (stats.pulls, stats.failures, stats.attempts) == (2, 0, 0)
-    # A record of up to 256 KiB is 16 bytes longer when it is sealed; every bucket here is one record.
-    seals = 16 * len(first.buckets) if is_sealed else 0
-    assert stats.pulled_bytes == 2 * (first.manifest.size_bytes + seals)
+    # A record of up to 256 KiB is 16 bytes longer when it is encrypted; every bucket here is one record.
+    tags = 16 * len(first.buckets) if is_encrypted else 0
+    assert stats.pulled_bytes == 2 * (first.manifest.size_bytes + tags)
 
 
 def test_only_what_changed_travels_and_a_lagging_generator_catches_up_by_a_chain():
@@ -135,7 +142,7 @@ def test_only_what_changed_travels_and_a_lagging_generator_catches_up_by_a_chain
         # The one that was away holds version 0 still: it says so when it joins, and gets three links at once.
         rejoined = stack.enter_context(closing(Receiver("lagging", insecure=False)))
         rejoined._buffers = receivers[1]._buffers
-        rejoined._transfers._buffers = receivers[1]._buffers
+        rejoined._worker._buffers = receivers[1]._buffers
         last = plane.publish(4, weights[4])
         rejoined.follow(plane.announcement(last))
         assert_same(arrived(rejoined, 4), weights[4])
@@ -158,8 +165,8 @@ def test_weights_that_changed_everywhere_travel_whole():
         assert receiver.stats().wire_bytes <= receiver.stats().received_bytes
 
 
-def test_a_corrupted_bucket_is_asked_for_again_by_itself_and_reported(monkeypatch: pytest.MonkeyPatch):
-    read, faults = tcp_receiver._Source.read, [2]
+def test_a_corrupted_bucket_is_requested_again_by_itself_and_reported(monkeypatch: pytest.MonkeyPatch):
+    read, faults = tcp_receiver._Answer.read, [2]
 
     def faulty(self, into, hasher):
         read(self, into, None)
@@ -171,7 +178,7 @@ def test_a_corrupted_bucket_is_asked_for_again_by_itself_and_reported(monkeypatc
         if hasher is not None:
             hasher.update(into)
 
-    monkeypatch.setattr(tcp_receiver._Source, "read", faulty)
+    monkeypatch.setattr(tcp_receiver._Answer, "read", faulty)
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         staged = plane.publish(0, model(0))
         receiver.follow(plane.announcement(staged))
@@ -182,8 +189,8 @@ def test_a_corrupted_bucket_is_asked_for_again_by_itself_and_reported(monkeypatc
         assert again in staged.manifest.bucket_sizes
 
 
-def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    receive, faults = tcp_receiver._Source._receive, [2]
+def test_a_byte_changed_on_the_way_is_detected_and_requested_again(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    receive, faults = tcp_receiver._Answer._receive, [2]
 
     def faulty(self, into):
         receive(self, into)
@@ -193,24 +200,24 @@ def test_a_byte_changed_on_the_way_breaks_the_seal_and_is_asked_for_again(tmp_pa
                 faults.clear()
                 into[0] ^= 1
 
-    monkeypatch.setattr(tcp_receiver._Source, "_receive", faulty)
+    monkeypatch.setattr(tcp_receiver._Answer, "_receive", faulty)
     make_keys(tmp_path / "keys")
     mine = ClientKeys.load(tmp_path / "keys" / "client.key")
     with (
-        a_plane(keys=ServerKeys.ephemeral(tmp_path / "keys"), is_sealed=True) as plane,
+        a_plane(keys=ServerKeys.ephemeral(tmp_path / "keys"), is_encrypted=True) as plane,
         closing(Receiver("g", insecure=False, keys=mine)) as receiver,
     ):
         staged = plane.publish(0, model(0))
         receiver.follow(plane.announcement(staged))
         assert_same(arrived(receiver, 0), model(0))
         assert plane.publisher.wait(0, DEADLINE_S, num_members=1)
-        # The second bucket and all behind it: what follows a broken seal on a connection proves nothing.
+        # The second bucket and all after it: nothing that follows a changed record on a connection can be trusted.
         assert plane.publisher.stats().corrupt == len(staged.buckets) - 1
 
 
 def test_weights_that_never_match_fail_and_say_so(monkeypatch: pytest.MonkeyPatch):
-    read = tcp_receiver._Source.read
-    monkeypatch.setattr(tcp_receiver._Source, "read", lambda self, into, _: read(self, into, None))
+    read = tcp_receiver._Answer.read
+    monkeypatch.setattr(tcp_receiver._Answer, "read", lambda self, into, _: read(self, into, None))
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         staged = plane.publish(0, model(0))
         receiver.follow(plane.announcement(staged))
@@ -228,7 +235,7 @@ def test_a_server_that_dies_is_started_again_and_versions_go_on():
         first = plane.publish(0, model(0))
         receiver.follow(plane.announcement(first))
         arrived(receiver, 0)
-        os.kill(plane.publisher._stream.server_pid, signal.SIGKILL)
+        os.kill(stream_server(plane).pid, signal.SIGKILL)
         plane.publish(1, model(1))
         assert_same(arrived(receiver, 1), model(1))
         assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
@@ -263,7 +270,7 @@ def test_an_unauthenticated_peer_gets_nothing_and_harms_nobody():
         first = plane.publish(0, model(0))
         receiver.follow(plane.announcement(first))
         arrived(receiver, 0)
-        port = plane.publisher._stream._host.port
+        port = stream_server(plane).port
         malformed = (b"GET / HTTP/1.1\r\n" + b"\r\n" * 40, bytes(1 << 17))
         for request in (*malformed, make_request(bytes(16), [0]).encode(), make_request(bytes(16), []).encode()):
             with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
@@ -277,13 +284,13 @@ def test_an_unauthenticated_peer_gets_nothing_and_harms_nobody():
 
 
 def test_the_token_is_checked_before_the_items_of_a_request_are_read():
-    head = make_request(bytes(16), [0] * (1 << 20)).encode()[:40]
+    header = make_request(bytes(16), [0] * (1 << 20)).encode()[:HEADER_BYTES]
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         receiver.follow(plane.announcement(plane.publish(0, model(0))))
         arrived(receiver, 0)
-        port = plane.publisher._stream._host.port
+        port = stream_server(plane).port
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
-            connection.sendall(head)
+            connection.sendall(header)
             # None of the 4 MiB of item numbers comes: the server ends it by the token alone.
             assert connection.recv(1) == b""
 
@@ -292,10 +299,10 @@ def test_a_request_for_more_items_than_its_session_has_is_refused():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(make_request(bytes(16), [0, 1, 2]).encode())
-        head = read_head(theirs)
-        assert head is not None
+        header = read_header(theirs)
+        assert header is not None
         with pytest.raises(WireError, match="at most 2 items, got 3"):
-            read_items(theirs, head, 2)
+            read_items(theirs, header, 2)
 
 
 def test_a_killed_and_a_frozen_puller_delay_neither_publishing_nor_the_others(

@@ -1,8 +1,8 @@
-"""A generator's host buffers for versions: one in use, one verified and waiting, one being received.
+"""A generator's host memory for versions: one in use, one verified and waiting, one being received.
 
-Main thread and transfer thread both call; a lock guards the states. A buffer that was handed out (``newest``) or is in
-use (``activated``) is never written to. Buffers are made when they are first needed: two in the common case, three
-when versions come faster than they are activated. torch is imported when the first is made.
+The main thread and the transfer thread both call; a lock guards the states. A buffer that was returned by ``newest``
+or is in use (``activated``) is never written to. Buffers are allocated when first needed: two in the common case, three
+when versions come faster than they are activated. torch is imported with the first buffer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedWeights:
-    """A verified version in host memory. ``tensors`` are views, valid until a later version's ``activated``.
+class ReceivedWeights:
+    """A verified version in host memory. ``tensors`` are views, valid until a later version is ``activated``.
 
-    ``receive_s`` is the time its transfer took; decoding went on meanwhile.
+    ``receive_s`` is how long its transfer took; decoding went on meanwhile.
     """
 
     lineage: str
@@ -32,14 +32,14 @@ class StagedWeights:
     tensors: Mapping[str, Any]
     manifest: Manifest
     receive_s: float
-    _buffer: Buffer = field(repr=False)
+    _buffer: ReceiveBuffer = field(repr=False)
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
-    """Flat byte buckets, uint8 [N] each; ``manifest`` is the version that is in them, once all of it is.
+class ReceiveBuffer:
+    """Flat byte buckets, uint8 [N] each. ``manifest`` is the version that they hold, once it is complete.
 
-    ``tensors`` are views into them, laid out by ``specs``: made once, for versions seldom differ in their layout.
+    ``tensors`` are views into them as ``specs`` says; versions that share a layout share the views.
     """
 
     buckets: list[Tensor]
@@ -48,30 +48,30 @@ class Buffer:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Buffers:
-    """The rotation. At most ``MAX_BUFFERS`` versions are ever in memory."""
+class ReceiveBuffers:
+    """All buffers. At most ``MAX_BUFFERS`` versions are in memory."""
 
     MAX_BUFFERS = 3
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self._lock = threading.Lock()
-        self._all: list[Buffer] = []
-        self._writing: Buffer | None = None
-        self._waiting: StagedWeights | None = None
-        self._handed_out: StagedWeights | None = None
-        self._in_use: StagedWeights | None = None
+        self._all: list[ReceiveBuffer] = []
+        self._writing: ReceiveBuffer | None = None
+        self._waiting: ReceivedWeights | None = None
+        self._handed_out: ReceivedWeights | None = None
+        self._in_use: ReceivedWeights | None = None
 
-    def reserve(self, manifest: Manifest) -> Buffer:
-        """A buffer to receive this version into, until the next ``reserve`` or ``commit``.
+    def reserve(self, manifest: Manifest) -> ReceiveBuffer:
+        """Return a buffer to receive this version into, until the next ``reserve`` or ``commit``.
 
-        Where no other is free, the version that waits and was not handed out gives up its buffer.
+        If no other is free, it is the buffer of the version that waits and was not handed out.
         """
         with self._lock:
             buffer = self._pick()
             self._writing = buffer
             buffer.manifest = None
-        # Outside the lock: allocating may take long, and nobody else touches this buffer any more.
+        # Outside the lock: allocating may take long, and nobody else uses this buffer now.
         if [bucket.numel() for bucket in buffer.buckets] != list(manifest.bucket_sizes):
             import torch
 
@@ -85,7 +85,7 @@ class Buffers:
             buffer.specs = manifest.tensors
         return buffer
 
-    def _pick(self) -> Buffer:
+    def _pick(self) -> ReceiveBuffer:
         if self._writing is not None:
             return self._writing
         taken = [staged._buffer for staged in (self._waiting, self._handed_out, self._in_use) if staged is not None]
@@ -93,20 +93,20 @@ class Buffers:
             if not any(buffer is other for other in taken):
                 return buffer
         if len(self._all) < self.MAX_BUFFERS:
-            self._all.append(Buffer([]))
+            self._all.append(ReceiveBuffer([]))
             return self._all[-1]
         # All three hold a version, so one of them is the waiting one, and only it may be overwritten.
         assert self._waiting is not None
         waiting, self._waiting = self._waiting, None
         return waiting._buffer
 
-    def commit(self, buffer: Buffer, manifest: Manifest, receive_s: float) -> StagedWeights:
-        """All of the version is in ``buffer`` and matches its digests: it waits to be activated.
+    def commit(self, buffer: ReceiveBuffer, manifest: Manifest, receive_s: float) -> ReceivedWeights:
+        """Record that ``buffer`` holds the whole version, verified. It now waits to be activated.
 
         Raises:
             WeightsError: the buffer is not the reserved one.
         """
-        staged = StagedWeights(
+        staged = ReceivedWeights(
             manifest.lineage, manifest.version, manifest.digest, buffer.tensors, manifest, receive_s, buffer
         )
         with self._lock:
@@ -117,8 +117,8 @@ class Buffers:
             self._waiting = staged
         return staged
 
-    def newest(self, lineage: str) -> StagedWeights | None:
-        """The newest verified version of this lineage that is not in use; it is handed out, so its bytes stay."""
+    def newest(self, lineage: str) -> ReceivedWeights | None:
+        """Hand out the newest verified version of this lineage that is not in use; its bytes stay."""
         with self._lock:
             if self._waiting is not None and self._waiting.lineage == lineage:
                 self._handed_out, self._waiting = self._waiting, None
@@ -126,43 +126,43 @@ class Buffers:
                 return self._handed_out
             return None
 
-    def activated(self, staged: StagedWeights) -> None:
-        """``staged`` is in use now; the buffer of the one before is free.
+    def activated(self, received: ReceivedWeights) -> None:
+        """Record that ``received`` is in use now; the buffer of the one before is free.
 
         Raises:
-            WeightsError: it was not handed out last, so its bytes may be gone already.
+            WeightsError: it was not handed out last, so its bytes may be overwritten already.
         """
         with self._lock:
-            if staged is self._in_use:
+            if received is self._in_use:
                 return
-            if staged is not self._handed_out:
+            if received is not self._handed_out:
                 raise WeightsError(
-                    f"version {staged.version} was activated after its buffer was given up; activate what poll() "
+                    f"version {received.version} was activated after its buffer was given up; activate what poll() "
                     f"returned last"
                 )
-            self._in_use, self._handed_out = staged, None
+            self._in_use, self._handed_out = received, None
 
     def holds(self, manifest: Manifest) -> bool:
-        """Whether this very version is here, verified."""
+        """Whether this very version is in memory, verified."""
         key = (manifest.lineage, manifest.version, manifest.digest)
         return any((s.lineage, s.version, s.digest) == key for s in self._held())
 
     def newest_digest(self) -> str:
-        """Digest of the weights that came last and are still here; empty without any."""
+        """Return the digest of the newest version in memory; empty if there is none."""
         return next((staged.digest for staged in self._held()), "")
 
     def find(self, digest: str) -> list[Tensor] | None:
-        """The buckets of the weights with this digest. The transfer thread may read them until its next ``reserve``."""
+        """Return the buckets of the version with this digest, which the transfer thread may read until ``reserve``."""
         return next((staged._buffer.buckets for staged in self._held() if staged.digest == digest), None)
 
-    def _held(self) -> list[StagedWeights]:
+    def _held(self) -> list[ReceivedWeights]:
         """Newest first."""
         with self._lock:
             return [s for s in (self._waiting, self._handed_out, self._in_use) if s is not None]
 
 
 def tensor_views(manifest: Manifest, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Name -> view into the buckets, in its dtype and shape."""
+    """Return each tensor by name, as a view into the buckets, in its dtype and shape."""
     import torch
 
     views: dict[str, Tensor] = {}

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from async_rl.errors import WeightsError
-from async_rl.weights.buffers import Buffer, Buffers, StagedWeights
 from async_rl.weights.manifest import Manifest, digest_bytes, plan_layout
+from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers, ReceivedWeights
 
 LAYOUT = plan_layout([("a", "float32", [4]), ("b", "uint8", [3])], 64)
 
@@ -18,12 +18,12 @@ def manifest_of(version: int, lineage: str = "l") -> Manifest:
     return Manifest(lineage, version, LAYOUT.tensors, LAYOUT.bucket_sizes, digests)
 
 
-def fill(buffer: Buffer, version: int) -> None:
+def fill(buffer: ReceiveBuffer, version: int) -> None:
     for bucket in buffer.buckets:
         bucket.fill_(version % 256)
 
 
-def intact(staged: StagedWeights) -> bool:
+def intact(staged: ReceivedWeights) -> bool:
     raw = [t.reshape(-1).view(torch.uint8) for t in staged.tensors.values()]
     return all(bool((r == staged.version % 256).all()) for r in raw)
 
@@ -31,11 +31,11 @@ def intact(staged: StagedWeights) -> bool:
 class Rotation(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.buffers = Buffers()
+        self.buffers = ReceiveBuffers()
         self.version = 0
         self.lineage = "l"
-        self.handed_out: StagedWeights | None = None
-        self.in_use: StagedWeights | None = None
+        self.handed_out: ReceivedWeights | None = None
+        self.in_use: ReceivedWeights | None = None
         self.newest: int | None = None
 
     @rule(complete=st.booleans(), lineage=st.sampled_from(["l", "l", "m"]))
@@ -67,14 +67,14 @@ class Rotation(RuleBasedStateMachine):
     def what_the_engine_may_read_is_whole(self):
         assert self.in_use is None or intact(self.in_use)
         assert self.handed_out is None or intact(self.handed_out)
-        assert len(self.buffers._all) <= Buffers.MAX_BUFFERS
+        assert len(self.buffers._all) <= ReceiveBuffers.MAX_BUFFERS
 
 
 Rotation.TestCase.settings = settings(max_examples=60, deadline=None)
 TestRotation = Rotation.TestCase
 
 
-def received(buffers: Buffers, version: int) -> StagedWeights:
+def received(buffers: ReceiveBuffers, version: int) -> ReceivedWeights:
     manifest = manifest_of(version)
     buffer = buffers.reserve(manifest)
     fill(buffer, version)
@@ -82,7 +82,7 @@ def received(buffers: Buffers, version: int) -> StagedWeights:
 
 
 def test_two_buffers_are_enough_when_each_version_is_activated_before_the_next_comes():
-    buffers = Buffers()
+    buffers = ReceiveBuffers()
     for version in range(6):
         received(buffers, version)
         staged = buffers.newest("l")
@@ -94,7 +94,7 @@ def test_two_buffers_are_enough_when_each_version_is_activated_before_the_next_c
 
 
 def test_a_version_that_was_superseded_before_it_was_activated_is_refused():
-    buffers = Buffers()
+    buffers = ReceiveBuffers()
     received(buffers, 1)
     first = buffers.newest("l")
     received(buffers, 2)
@@ -107,7 +107,7 @@ def test_a_version_that_was_superseded_before_it_was_activated_is_refused():
 
 
 def test_versions_of_another_lineage_are_not_given():
-    buffers = Buffers()
+    buffers = ReceiveBuffers()
     received(buffers, 1)
     assert buffers.newest("m") is None
     assert buffers.holds(manifest_of(1))

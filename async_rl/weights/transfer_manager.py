@@ -1,0 +1,174 @@
+"""Carries out what ``SyncScheduler`` decides: keeps the bytes of every attempt, and calls the right transport.
+
+Part of the publisher, used by its thread alone. Every attempt, a collective or a pull, pins its version from its first
+message to its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from async_rl.weights import control
+from async_rl.weights.manifest import manifest_fields
+from async_rl.weights.scheduler import (
+    DropAction,
+    FinishAction,
+    Member,
+    PrepareAction,
+    PullAction,
+    StartAction,
+    SyncScheduler,
+)
+from async_rl.weights.staging import StagedVersion
+from async_rl.weights.transport import Delivery, PullSender, Send, TransportSender
+
+_RETRY_S = 2.0
+
+
+class TransferManager:
+    """Attempts in progress.
+
+    Args:
+        collective: sends to all members at once; None: members pull every version.
+        pull: serves members that pull.
+        send: sends a message to a member.
+        counts: where events are counted.
+    """
+
+    def __init__(
+        self,
+        scheduler: SyncScheduler,
+        *,
+        collective: TransportSender | None,
+        pull: PullSender,
+        send: Send,
+        counts: Counter[str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._collective = collective
+        self._pull = pull
+        self._send = send
+        self._counts = counts
+        self._newest: StagedVersion | None = None
+        self._pinned: dict[int, StagedVersion] = {}
+        self._pulls: dict[int, tuple[PullAction, float]] = {}
+        self.last_drop = ""
+
+    def publish(self, staged: StagedVersion) -> None:
+        """Send this version to every member; the one before is retired."""
+        if self._newest is not None:
+            self._counts["superseded"] += bool(self._scheduler.outdated())
+            self._newest.retire()
+        self._newest = staged
+        self._scheduler.publish(staged.manifest.version)
+        if self._collective is None:
+            # In a run with a collective a pull is the exception; it needs no preparation.
+            self._pull.publish(staged, has_members=bool(self._scheduler.members))
+
+    def act(self) -> None:
+        """Carry out actions until there are none for now."""
+        while actions := self._scheduler.advance(time.monotonic(), self._can_pull):
+            for action in actions:
+                match action:
+                    case PrepareAction():
+                        self._prepare(action)
+                    case StartAction():
+                        self._start(action)
+                    case FinishAction():
+                        self._finish(action)
+                    case PullAction():
+                        self._offer_pull(action)
+                    case DropAction(member_id, reason):
+                        self._counts["dropped"] += 1
+                        self.last_drop = reason
+                        self._send(member_id, control.Dropped(reason, _RETRY_S))
+            self._end_pulls()
+        self._end_pulls()
+        if self._newest is not None:
+            # A member that pulls keeps its version by a pin; staging waits for the others only.
+            self._newest.mark_delivered(not self._scheduler.awaiting_collective())
+
+    def version_of(self, attempt: int) -> StagedVersion | None:
+        """Return the version that this attempt sends; the newest one if the attempt is over."""
+        return self._pinned.get(attempt, self._newest)
+
+    def pulled_for(self, attempt: int) -> float | None:
+        """Return the seconds since this pull was offered; None if the attempt is no pull, or is over."""
+        pull = self._pulls.get(attempt)
+        return None if pull is None else time.monotonic() - pull[1]
+
+    def close(self, timeout_s: float) -> None:
+        """Give up everything in progress. Bytes that a collective still reads stay pinned."""
+        for attempt in [a for a in self._pinned if a in self._pulls or not self._scheduler.is_sending]:
+            self._pinned.pop(attempt).unpin()
+        if self._collective is not None:
+            self._collective.close(timeout_s)
+        self._pull.close(timeout_s)
+
+    def _can_pull(self, member: Member) -> bool:
+        return self._newest is not None and self._pull.can_offer(self._newest, member)
+
+    def _pin(self, attempt: int) -> StagedVersion | None:
+        """Keep the newest version's bytes for this attempt. Returns None if they are gone."""
+        staged = self._newest
+        assert staged is not None
+        if not staged.pin():
+            # Its buffer went to a newer version, which is published in a moment.
+            self._scheduler.publish(None)
+            return None
+        self._pinned[attempt] = staged
+        return staged
+
+    def _prepare(self, action: PrepareAction) -> None:
+        staged = self._pin(action.attempt)
+        if staged is None:
+            return
+        message = control.PrepareCollective(action.attempt, manifest_fields(staged.manifest))
+        for member_id in action.member_ids:
+            self._send(member_id, message)
+
+    def _start(self, action: StartAction) -> None:
+        assert self._collective is not None
+        if action.skips_prepare and self._pin(action.attempt) is None:
+            self._scheduler.cancel_start(action.attempt)
+            return
+        members = tuple(self._scheduler.members[member_id] for member_id in action.participants)
+        self._counts["attempts"] += 1
+        delivery = Delivery(
+            attempt=action.attempt,
+            staged=self._pinned[action.attempt],
+            members=members,
+            deadline=action.deadline,
+            epoch=action.epoch,
+            build=action.build,
+            skips_prepare=action.skips_prepare,
+        )
+        self._collective.deliver(delivery, self._send)
+
+    def _finish(self, action: FinishAction) -> None:
+        assert self._collective is not None
+        self._collective.end(action.attempt, intact=action.intact)
+        if (staged := self._pinned.pop(action.attempt, None)) is not None:
+            staged.unpin()
+
+    def _offer_pull(self, action: PullAction) -> None:
+        member = self._scheduler.members.get(action.member_id)
+        if member is None:
+            return
+        staged = self._pin(action.attempt)
+        if staged is None:
+            self._scheduler.cancel_pull(action.member_id)
+            return
+        self._counts["pulls"] += 1
+        self._pulls[action.attempt] = (action, time.monotonic())
+        self._pull.deliver(Delivery(action.attempt, staged, (member,), action.deadline), self._send)
+
+    def _end_pulls(self) -> None:
+        """Unpin the versions of pulls that are over."""
+        for attempt, (action, _) in list(self._pulls.items()):
+            member = self._scheduler.members.get(action.member_id)
+            if member is None or member.pull is not action:
+                del self._pulls[attempt]
+                self._pull.end(attempt, intact=True)
+                self._pinned.pop(attempt).unpin()

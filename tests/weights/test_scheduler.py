@@ -1,0 +1,366 @@
+"""The publisher's state machine, driven by hand and by hypothesis. Deadline 12 s, ready 3 s, silence 6 s."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from async_rl.weights.scheduler import (
+    Action,
+    DropAction,
+    FinishAction,
+    Member,
+    PrepareAction,
+    PullAction,
+    StartAction,
+    SyncScheduler,
+)
+
+_T = TypeVar("_T")
+A, B, C = b"a", b"b", b"c"
+
+
+def rounds_with(*members: bytes, has_collective: bool = True) -> SyncScheduler:
+    """Members that hold version -1; with a collective they are in it for the next."""
+    scheduler = SyncScheduler(deadline_s=12, ready_s=3, silent_s=6)
+    scheduler.publish(-1)
+    for member in members:
+        scheduler.join(member, member.decode(), 0.0, can_collect=has_collective)
+    pull_all(scheduler, 0.0)
+    return scheduler
+
+
+def pull_all(scheduler: SyncScheduler, now: float) -> list[bytes]:
+    """Let everybody who is offered a pull succeed with it; who they were."""
+    pulls = [action for action in scheduler.advance(now) if isinstance(action, PullAction)]
+    for pull in pulls:
+        scheduler.ack(pull.member_id, pull.attempt, pull.version)
+    return [pull.member_id for pull in pulls]
+
+
+def only(actions: Sequence[Action], kind: type[_T]) -> _T:
+    """The one action, which is of this kind."""
+    [action] = actions
+    assert isinstance(action, kind)
+    return action
+
+
+def deliver(scheduler: SyncScheduler, version: int, *members: bytes, now: float = 0.0) -> StartAction:
+    scheduler.publish(version)
+    enter = only(scheduler.advance(now), PrepareAction)
+    assert set(enter.member_ids) == set(members)
+    for member in members:
+        scheduler.mark_ready(member, enter.attempt)
+    go = only(scheduler.advance(now), StartAction)
+    scheduler.mark_sent(go.attempt, ok=True)
+    for member in members:
+        scheduler.ack(member, go.attempt, version)
+    finish = only(scheduler.advance(now), FinishAction)
+    assert finish == FinishAction(go.attempt, version, True)
+    return go
+
+
+def test_a_newcomer_is_fed_by_the_stream_and_in_the_collective_from_the_next_version_on():
+    scheduler = rounds_with(A, B)
+    assert [deliver(scheduler, version, A, B).build for version in range(3)] == [True, False, False]
+    scheduler.join(C, "c", 0.0, can_collect=True)
+    pull = only(scheduler.advance(0.0), PullAction)
+    assert (pull.member_id, pull.version, pull.deadline) == (C, 2, 12.0)
+    # While it pulls, the collective goes on without it.
+    assert deliver(scheduler, 3, A, B).build is False
+    # What it missed it pulls as well: nobody builds an epoch for one.
+    scheduler.ack(C, pull.attempt, 2)
+    assert pull_all(scheduler, 1.0) == [C]
+    scheduler.publish(4)
+    enter = only(scheduler.advance(1.0), PrepareAction)
+    assert enter.member_ids == (A, B, C)
+
+
+def test_a_member_that_is_not_ready_in_time_is_left_out_and_pulls():
+    scheduler = rounds_with(A, B)
+    scheduler.publish(0)
+    enter = only(scheduler.advance(0.0), PrepareAction)
+    scheduler.mark_ready(A, enter.attempt)
+    assert scheduler.advance(2.9) == []
+    go, pull = scheduler.advance(3.0)
+    assert isinstance(go, StartAction)
+    assert go.participants == (A,)
+    assert isinstance(pull, PullAction)
+    # It was told of the version at 0: that is when its deadline began.
+    assert (pull.member_id, pull.deadline) == (B, 12.0)
+    scheduler.mark_sent(go.attempt, ok=True)
+    scheduler.ack(A, go.attempt, 0)
+    assert only(scheduler.advance(3.1), FinishAction).intact
+
+
+def test_survivors_of_a_broken_epoch_pull_and_build_a_new_one_for_the_next_version():
+    scheduler = rounds_with(A, B, C)
+    scheduler.publish(0)
+    enter = only(scheduler.advance(0.0), PrepareAction)
+    for member in (A, B, C):
+        scheduler.mark_ready(member, enter.attempt)
+    go = only(scheduler.advance(0.0), StartAction)
+    scheduler.ack(A, go.attempt, 0)
+    scheduler.mark_failed(B, go.attempt, "connection closed")
+    # B is fed at once, although the attempt is not over: C has not answered yet.
+    pull = only(scheduler.advance(0.5), PullAction)
+    assert (pull.member_id, pull.version) == (B, 0)
+    scheduler.leave(C)
+    scheduler.mark_sent(go.attempt, ok=False)
+    assert only(scheduler.advance(1.0), FinishAction) == FinishAction(go.attempt, 0, False)
+    scheduler.ack(B, pull.attempt, 0)
+    again = deliver(scheduler, 1, A, B, now=1.0)
+    assert (again.build, again.epoch) == (True, go.epoch + 1)
+
+
+def test_a_member_whose_collectives_break_again_and_again_stays_with_the_stream_for_a_while():
+    scheduler = rounds_with(A)
+    for version in range(3):
+        scheduler.publish(version)
+        enter = only(scheduler.advance(0.0), PrepareAction)
+        scheduler.mark_ready(A, enter.attempt)
+        go = only(scheduler.advance(0.0), StartAction)
+        scheduler.mark_failed(A, go.attempt, "unreachable")
+        scheduler.mark_sent(go.attempt, ok=False)
+        finish, pull = scheduler.advance(0.0)
+        assert isinstance(finish, FinishAction)
+        assert isinstance(pull, PullAction)
+        scheduler.ack(A, pull.attempt, version)
+    for version in range(3, 35):
+        scheduler.publish(version)
+        assert pull_all(scheduler, 0.0) == [A]
+    scheduler.publish(35)
+    only(scheduler.advance(0.0), PrepareAction)
+
+
+def test_without_a_collective_everybody_pulls_everything_at_a_pace_of_its_own():
+    scheduler = rounds_with(A, B, has_collective=False)
+    scheduler.publish(0)
+    slow, fast = scheduler.advance(0.0)
+    assert isinstance(slow, PullAction)
+    assert isinstance(fast, PullAction)
+    scheduler.ack(B, fast.attempt, 0)
+    scheduler.publish(1)
+    assert pull_all(scheduler, 1.0) == [B]
+    # A goes on with version 0 and skips what came meanwhile.
+    scheduler.publish(2)
+    scheduler.ack(A, slow.attempt, 0)
+    assert pull_all(scheduler, 2.0) == [A, B]
+    assert {member.version for member in scheduler.members.values()} == {2}
+
+
+def test_a_pull_that_can_not_be_offered_yet_is_offered_when_it_can():
+    scheduler = rounds_with(A, has_collective=False)
+    scheduler.publish(0)
+
+    def never(_: Member) -> bool:
+        return False
+
+    assert scheduler.advance(0.0, never) == []
+    # Nor does its deadline begin: it was told of nothing.
+    assert only(scheduler.advance(5.0), PullAction).deadline == 17.0
+
+
+def test_a_silent_member_is_dropped_and_waited_for_no_longer():
+    scheduler = rounds_with(A, B)
+    scheduler.publish(0)
+    enter = only(scheduler.advance(0.0), PrepareAction)
+    scheduler.mark_ready(A, enter.attempt)
+    scheduler.mark_ready(B, enter.attempt)
+    go = only(scheduler.advance(0.0), StartAction)
+    scheduler.mark_sent(go.attempt, ok=True)
+    scheduler.ack(A, go.attempt, 0)
+    scheduler.mark_seen(A, 6.0)
+    assert scheduler.advance(6.0) == []
+    assert scheduler.advance(6.1) == [DropAction(B, "silent for 6.1 s"), FinishAction(go.attempt, 0, False)]
+    assert list(scheduler.members) == [A]
+
+
+def test_a_member_without_a_version_by_the_deadline_is_dropped_although_it_lives():
+    scheduler = rounds_with(A)
+    scheduler.publish(0)
+    scheduler.advance(0.0)
+    for now in (3.0, 6.0, 9.0, 11.9):
+        scheduler.mark_seen(A, now)
+        assert not any(isinstance(action, DropAction) for action in scheduler.advance(now))
+    drop = only(scheduler.advance(12.0), DropAction)
+    assert "weights.deadline_s" in drop.reason
+
+
+def test_a_member_whose_pulls_fail_three_times_in_a_row_is_dropped_with_the_last_reason():
+    scheduler = rounds_with(A)
+    scheduler.join(A, "a", 0.0, can_collect=True)
+    for time in range(3):
+        pull = only(scheduler.advance(time), PullAction)
+        scheduler.mark_failed(A, pull.attempt, f"reason {time}")
+    assert scheduler.advance(3.0) == [DropAction(A, "failed 3 times in a row, at last: reason 2")]
+
+
+def test_who_was_in_the_collective_before_and_was_heard_of_is_not_asked_again():
+    scheduler = rounds_with(A, B)
+    scheduler._fresh_s = 1.5
+    first = deliver(scheduler, 0, A, B)
+    assert (first.build, first.skips_prepare) == (True, False)
+    scheduler.mark_seen(A, 1.0)
+    scheduler.publish(1)
+    go = only(scheduler.advance(1.5), StartAction)
+    assert (go.build, go.skips_prepare, go.participants, go.deadline) == (False, True, (A, B), 13.5)
+    assert scheduler.awaited == {A, B}
+    scheduler.mark_sent(go.attempt, ok=True)
+    for member in (A, B):
+        scheduler.ack(member, go.attempt, 1)
+    assert only(scheduler.advance(1.5), FinishAction).intact
+    # B was last last_seen of at 0: frozen, perhaps, and must say that it is ready.
+    scheduler.publish(2)
+    assert set(only(scheduler.advance(1.6), PrepareAction).member_ids) == {A, B}
+
+
+def test_what_was_to_go_at_once_and_is_gone_leaves_the_epoch_as_it_was():
+    scheduler = rounds_with(A)
+    scheduler._fresh_s = 1.5
+    deliver(scheduler, 0, A)
+    scheduler.publish(1)
+    go = only(scheduler.advance(0.0), StartAction)
+    scheduler.publish(None)
+    scheduler.cancel_start(go.attempt)
+    assert only(scheduler.advance(0.0), FinishAction) == FinishAction(go.attempt, 1, True)
+    scheduler.publish(2)
+    again = only(scheduler.advance(0.0), StartAction)
+    assert (again.build, again.epoch) == (False, go.epoch)
+
+
+def test_a_newer_version_replaces_one_that_has_not_gone_out():
+    scheduler = rounds_with(A)
+    scheduler.publish(0)
+    first = only(scheduler.advance(0.0), PrepareAction)
+    scheduler.publish(1)
+    finish, second = scheduler.advance(0.1)
+    assert finish == FinishAction(first.attempt, 0, False)
+    assert second == PrepareAction(first.attempt + 1, 1, (A,))
+    scheduler.mark_ready(A, first.attempt)
+    assert scheduler.advance(0.2) == []
+
+
+def test_a_generator_that_comes_back_over_a_new_connection_replaces_its_old_self():
+    scheduler = rounds_with(A)
+    scheduler.join(B, "a", 1.0, can_collect=True)
+    assert scheduler.advance(1.0)[0] == DropAction(A, "joined again over another connection")
+    assert list(scheduler.members) == [B]
+
+
+class Chaos(RuleBasedStateMachine):
+    """Members join, leave, answer, fail or fall silent in any order; one simulated sender."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = SyncScheduler(deadline_s=12, ready_s=3, silent_s=6, fresh_s=1)
+        self.now = 0.0
+        self.version = -1
+        self.going: StartAction | None = None
+        self.entered_at: dict[bytes, float] = {}
+        self.invited: dict[bytes, PrepareAction | StartAction] = {}
+        self.pulls: dict[bytes, PullAction] = {}
+        self.can_pull = True
+
+    def act(self) -> None:
+        for _ in range(20):
+            actions = self.scheduler.advance(self.now, lambda _: self.can_pull)
+            for action in actions:
+                if isinstance(action, PullAction):
+                    member = self.scheduler.members[action.member_id]
+                    assert member.pull is action, "one pull at a time"
+                    assert action.version == self.version
+                    assert self.now < action.deadline <= self.now + 12
+                    self.pulls[action.member_id] = action
+                elif isinstance(action, PrepareAction):
+                    assert self.going is None, "one attempt at a time"
+                    for member in action.member_ids:
+                        self.invited[member] = action
+                elif isinstance(action, StartAction):
+                    assert self.going is None
+                    assert action.participants
+                    assert self.now < action.deadline <= self.now + 12
+                    self.going = action
+                    for member in action.participants if action.skips_prepare else ():
+                        self.invited[member] = action
+                elif isinstance(action, FinishAction):
+                    self.going = None
+            if not actions:
+                return
+        pytest.fail("it never comes to rest")
+
+    @rule()
+    def publish(self):
+        self.version += 1
+        self.scheduler.publish(self.version)
+        self.act()
+
+    @rule(member=st.sampled_from([A, B, C]), can_collect=st.sampled_from([True, True, False]))
+    def join(self, member: bytes, can_collect: bool):
+        self.scheduler.join(member, member.decode(), self.now, can_collect=can_collect)
+        self.act()
+
+    @rule(can_pull=st.booleans())
+    def stream(self, can_pull: bool):
+        self.can_pull = can_pull
+        self.act()
+
+    @rule(
+        member=st.sampled_from([A, B, C]),
+        event=st.sampled_from(["ready", "ack", "fail", "pulled", "pulled", "broken", "leave", "hear"]),
+    )
+    def member_event(self, member: bytes, event: str):
+        told, pull = self.invited.get(member), self.pulls.get(member)
+        if event == "leave":
+            self.scheduler.leave(member)
+        elif event == "hear":
+            self.scheduler.mark_seen(member, self.now)
+        elif event in ("pulled", "broken"):
+            if pull is not None and event == "pulled":
+                self.scheduler.ack(member, pull.attempt, pull.version)
+            elif pull is not None:
+                self.scheduler.mark_failed(member, pull.attempt, "y")
+        elif told is not None and event == "ready":
+            self.scheduler.mark_ready(member, told.attempt)
+        elif told is not None and event == "ack":
+            self.scheduler.ack(member, told.attempt, told.version)
+        elif told is not None:
+            self.scheduler.mark_failed(member, told.attempt, "x")
+        self.act()
+
+    @precondition(lambda self: self.going is not None)
+    @rule(ok=st.booleans())
+    def sent(self, ok: bool):
+        assert self.going is not None
+        self.scheduler.mark_sent(self.going.attempt, ok=ok)
+        self.act()
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 4.0]))
+    def pass_time(self, seconds: float):
+        self.now += seconds
+        if self.going is not None and self.now > self.going.deadline:
+            self.scheduler.mark_sent(self.going.attempt, ok=False)
+        self.act()
+
+    @invariant()
+    def nobody_silent_or_overdue_is_waited_for(self):
+        for member in self.scheduler.awaited:
+            state = self.scheduler.members[member]
+            assert self.now - state.last_seen <= 6
+            assert state.offered_at is not None
+            assert self.now < state.offered_at + 12
+
+    @invariant()
+    def whoever_lacks_the_version_is_on_its_way_to_it(self):
+        for member in self.scheduler.outdated():
+            by_collective = not member.pulls and (self.going is not None or member.member_id in self.invited)
+            assert by_collective or member.pulls, "nobody is forgotten"
+            if member.pulls and self.can_pull and self.going is None:
+                assert member.pull is not None or member.member_id in self.scheduler.awaited
+
+
+Chaos.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestChaos = Chaos.TestCase
