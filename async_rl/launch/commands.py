@@ -1,7 +1,7 @@
 """The command lines of the roles that ``launch`` starts, each with the environment that it needs. Pure.
 
-Devices, threads and the ranks' rendezvous are decided here; the supervisor runs what comes out, ``--dry-run`` prints
-it.
+This module assigns devices, threads and the ranks' rendezvous. The supervisor runs the commands, ``--dry-run`` prints
+them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ _DAY_S = 86400
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start. ``environment`` is what it gets beside the inherited one; ``name`` names its log file.
+    """One process to start.
 
-    ``cores`` are the CPU cores that it keeps to; none: wherever the system puts it.
+    Attributes:
+        name: also the name of its log file.
+        environment: variables in addition to the inherited ones.
+        cores: CPU cores that it is bound to; if empty, any.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Command:
     cores: tuple[int, ...] = ()
 
     def shell_line(self) -> str:
-        """The command as one would type it."""
+        """The command as a user would type it."""
         variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
         pinned = ["taskset", "-c", ",".join(map(str, self.cores))] if self.cores else []
         return " ".join([*variables, *pinned, shlex.join(self.argv)])
@@ -55,14 +58,17 @@ class RunCommands:
         num_cores: int,
         cores: Sequence[int] = (),
     ) -> None:
-        """``config_arguments`` name the config to the roles: a path and its ``--set``s.
+        """Assign devices, threads and cores.
 
-        ``cores`` are dealt out among ranks and generators, if there is one for each and nobody has chosen a number of
-        threads. Where the CPU computes, that is worth a fifth of the steps/s: else the system moves processes about,
-        away from what their cores' caches hold.
+        Args:
+            config_arguments: how the roles name the config: a path and its ``--set`` options.
+            inherited: the environment that every process inherits.
+            cores: shared out among ranks and generators, if there is one for each and the user has set no number of
+                threads. On a CPU that gains a fifth of the steps/s: otherwise the system moves processes away from
+                their warm caches.
 
         Raises:
-            ConfigError: a device index is not among the visible ones of ``inherited``.
+            ConfigError: a device index is not among those that ``inherited`` makes visible.
         """
         self._config, self._config_arguments, self._run_id = config, tuple(config_arguments), run_id
         self._flags = ("--insecure",) if insecure else ()
@@ -81,18 +87,18 @@ class RunCommands:
         return self._config.generator.count
 
     def queue(self, bound_port: int | None) -> Command:
-        """The queue server; after a restart it takes the port it had, for everyone knows it by that."""
+        """The queue server. After a restart it binds its old port, since the others connect to it."""
         argv = ["queue", *self._config_arguments]
         if bound_port is not None:
             host, _ = check_address(self._config.queue.address or "tcp://127.0.0.1:0")
             host = f"[{host}]" if ":" in host else host
             argv += ["--set", f"queue.address=tcp://{host}:{bound_port}"]
-        # It ends with launch, so it need not guess from silence: loading a large model takes longer than it lingers.
+        # It ends with launch, so no learner for queue.linger_s must not end it: loading a large model takes longer.
         argv += ["--set", f"queue.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
         return Command("queue", _python(argv), self._environment(1, {"CUDA_VISIBLE_DEVICES": ""}))
 
     def learner(self, master_port: int) -> list[Command]:
-        """Every rank of the learner; ``master_port`` is the ranks' rendezvous on this machine."""
+        """Every rank of the learner. ``master_port`` is the port of the ranks' rendezvous on this machine."""
         world = self._config.learner.nproc
         threads = self._config.learner.num_threads
         devices = {} if self._learner_devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self._learner_devices)}
@@ -118,14 +124,14 @@ class RunCommands:
         ]
 
     def generator(self, index: int, address: str, num_restarts: int) -> Command:
-        """One generator. A restarted one has a name of its own, and says whose place it takes."""
+        """One generator. A restarted one has a new name, and names the one that it replaces."""
         name = f"generator-{index}"
         identity, dead = (f"{name}-{n}" if n else name for n in (num_restarts, num_restarts - 1))
         size = self._config.generator.tensor_parallel_size
         extra: dict[str, str] = {}
         if self._generator_devices is not None:
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
-        # What may be imported is each machine's own to say, so it is never read from the config that the queue sends.
+        # Each machine decides itself which code may be imported: the config that the queue sends never does.
         allowed = [json.dumps(name, ensure_ascii=False) for name in self._config.generator.allow_code]
         own = ["--set", f"generator.allow_code=[{', '.join(allowed)}]"] if allowed else []
         own += ["--replaces", dead] if num_restarts else []
@@ -159,7 +165,7 @@ def _python(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, str]) -> list[str] | None:
-    """Device indices as CUDA_VISIBLE_DEVICES entries: they count among the devices that this process may see."""
+    """Entries of CUDA_VISIBLE_DEVICES for device indices, which count among the devices that this process may use."""
     if devices is None:
         return None
     value = inherited.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""``async-rl launch``: check everything, start everything on this machine, show it, say how it ended.
+"""``async-rl launch``: check everything, start everything on this machine, show it, report how it ended.
 
 Called by the command line only. ``supervisor`` keeps the processes alive, ``live_view`` shows them.
 """
@@ -34,22 +34,27 @@ def launch(
 ) -> int:
     """Run ``config`` until it is finished, has failed or is stopped; the exit code.
 
-    ``config_path`` and ``overrides`` are what ``config`` was read from: ``dry_run`` prints commands with them, and
-    what stands in the way here, if anything does.
+    Args:
+        config_path: the file that ``config`` was read from; ``dry_run`` prints commands with it.
+        overrides: the ``--set`` values that ``config`` was read with.
+        dry_run: print the commands and whether the launch would start here; write and start nothing.
 
     Raises:
-        UserError: something that the user can mend stands in the way; nothing was written or started.
+        UserError: the run can't start for a reason that the user can fix; nothing was written or started.
     """
     console = Console(stderr=False)
     run_dir = check_run_dir(config, fresh=fresh)
     if run_dir.is_finished and not fresh:
-        _say(console, f"the run in {run_dir.path} is finished; --fresh starts over (the old directory is moved aside)")
+        _print_line(
+            console,
+            f"the run in {run_dir.path} is finished; pass --fresh to start over (the old directory is moved aside)",
+        )
         return 0
     if dry_run:
         arguments = [str(config_path), *(part for override in overrides for part in ("--set", override))]
         commands = _commands(config, arguments, run_id="RUN_ID", insecure=insecure)
         for line in [*describe_commands(config, commands), *_readiness(config, insecure=insecure)]:
-            _say(console, line)
+            _print_line(console, line)
         return 0
     with console.status("checking data, model and address"):  # seconds; shown on a terminal only
         preflight(config, insecure=insecure)
@@ -58,28 +63,28 @@ def launch(
 
 
 def preflight(config: Config, *, insecure: bool) -> None:
-    """Everything that can be known to fail before anything is written: data, model, address, devices, accounts.
+    """Check everything that can be checked before anything is written: data, model, address, devices, accounts.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first check that failed.
     """
     _commands(config, [], run_id="", insecure=insecure)
     check_launch(config, insecure=insecure)
 
 
 def _readiness(config: Config, *, insecure: bool) -> list[str]:
-    """Whether a launch on this machine would start; the recipes of another machine may be looked at here, too."""
+    """Whether a launch would start on this machine. A dry run may be of a recipe for another machine."""
     try:
         preflight(config, insecure=insecure)
     except UserError as error:
         return [f"# launch would be refused here: {line}" for line in str(error).splitlines()]
-    return ["# launch would start here: data, model and address are fit"]
+    return ["# launch would start here: data, model and address passed the checks"]
 
 
 def describe_commands(config: Config, commands: RunCommands) -> list[str]:
-    """What ``--dry-run`` prints: one shell line a process. Ports that are chosen at start read as 0 and 29500."""
+    """What ``--dry-run`` prints: one shell line per process. Ports chosen at start are shown as 0 and 29500."""
     address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
-    lines = [f"# run directory: {config.run.dir}; ports that are free are chosen at start"]
+    lines = [f"# run directory: {config.run.dir}; free ports are chosen at start"]
     for command in (
         commands.queue(None),
         *commands.learner(29500),
@@ -98,16 +103,16 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
 
 
 def _has_gpu() -> bool:
-    """Whether there is one of NVIDIA's or AMD's. Which cores are near it is the system's to know."""
+    """Whether there is an NVIDIA or AMD GPU. Then cores are not assigned: the system knows which are near it."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
 @contextmanager
 def _owned_run_dir(config: Config, *, fresh: bool) -> Iterator[RunDir]:
-    """The prepared run directory, ours alone among launches of this machine until the block ends.
+    """The prepared run directory, locked against other launches on this machine until the block ends.
 
     Raises:
-        RunError: another launch runs in it.
+        RunError: another launch uses it.
     """
     run_dir = RunDir(Path(config.run.dir))
     if run_dir.lock.exists():
@@ -123,22 +128,20 @@ def _lock(fd: int, run_dir: RunDir) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RunError(
-            f"another `async-rl launch` runs in {run_dir.path}; stop it, or choose another run.dir"
-        ) from None
+        raise RunError(f"another `async-rl launch` uses {run_dir.path}; stop it, or choose another run.dir") from None
 
 
 def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -> int:
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
-    _say(console, f"{name}: {config.learner.steps} steps in {run_dir.path} (logs in {run_dir.logs})")
+    _print_line(console, f"{name}: {config.learner.steps} steps in {run_dir.path} (logs in {run_dir.logs})")
     if console.is_terminal:
         view = LiveView(console, run_dir.metrics, config.learner.steps, client_keys_of(config.queue.keys))
     else:
         view = PlainView(console, run_dir.metrics, config.learner.steps)
     try:
-        # The roles read the resolved copy: an edit of the source while the run goes on can't reach a restart.
+        # The roles read the resolved copy, so an edit of the source file can't affect a restarted process.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
         supervisor = Supervisor(commands, run_dir, environment=dict(os.environ), view=view)
         outcome = supervisor.run()
@@ -147,14 +150,14 @@ def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -
     if outcome.exit_code <= 1:
         write_curve(run_dir)
     for line in summary(run_dir, time.monotonic() - started):
-        _say(console, line)
+        _print_line(console, line)
     sys.stdout.flush()
     sys.stderr.write("".join(f"{line}\n" for line in explain(outcome, checkpoint=run_dir.latest_checkpoint)))
     return outcome.exit_code
 
 
 def summary(run_dir: RunDir, wall_s: float) -> list[str]:
-    """How the run stands: steps, accuracies before and after, the groups' ledger, where to look."""
+    """The state of the run: steps, accuracies before and after, the ledger of groups, where its files are."""
     rows = read_rows(run_dir.metrics)
     steps = max((row["step"] for row in rows), default=0)
     evals: dict[str, list[float]] = {}
@@ -175,7 +178,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
 
 
 def ledger_line(ledger: Mapping[str, Any]) -> str:
-    """The groups' identity with its terms that are not zero."""
+    """Where all issued groups went: the terms of the ledger that are not zero."""
     groups = ledger["groups"]
     terms = [
         f"{name} {groups[name]}" for name in ("in_flight", "queued", "taken", "trained", "filtered") if groups[name]
@@ -185,11 +188,11 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
 
 
 def explain(outcome: Outcome, *, checkpoint: str | None = None) -> list[str]:
-    """Why a run stopped, the first cause last; empty when it finished. ``checkpoint`` is the latest one's name."""
+    """Why the run stopped, the first cause last; empty if it finished. ``checkpoint`` is the latest one's name."""
     if outcome.exit_code == 0:
         return []
     if outcome.exit_code > 128:
-        remedy = f"resumes from {checkpoint}" if checkpoint else "starts anew, for there is no checkpoint yet"
+        remedy = f"resumes from {checkpoint}" if checkpoint else "starts over, since there is no checkpoint yet"
         return [f"async-rl: stopped by {outcome.stopped_by}; the same command {remedy}"]
     lines = [f"async-rl: the run stopped: {outcome.stopped_by}"]
     for number, death in enumerate(outcome.deaths, start=1):
@@ -198,5 +201,5 @@ def explain(outcome: Outcome, *, checkpoint: str | None = None) -> list[str]:
     return lines
 
 
-def _say(console: Console, line: str) -> None:
+def _print_line(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""What ``launch`` shows while a run goes on: a live table on a terminal, else one line a step.
+"""What ``launch`` shows while the run goes on: a live table on a terminal, else one line per step.
 
-Figures come from tailing ``metrics.jsonl`` and from a thread that asks the queue server; showing them never blocks.
+Figures come from following ``metrics.jsonl`` and from a thread that asks the queue server; showing them never blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from async_rl.errors import AsyncRLError
 from async_rl.launch.status import ask_status, awaited_by
-from async_rl.launch.supervisor import Member
+from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.run.step_log import Row, StepLogTail
 
@@ -29,12 +29,12 @@ STATUS_TIMEOUT_S = 2.0
 REFRESH_S = 0.5
 ETA_STEPS = 20
 SHOWN_WAIT_S = 2.0
-MAX_NAMED_MEMBERS = 8
+MAX_NAMED_PROCESSES = 8
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
 class StatusPoller:
-    """Asks the queue server every ``POLL_S`` in a thread of its own; ``latest`` is the newest answer."""
+    """Asks the queue server every ``POLL_S`` seconds in a thread of its own; ``latest`` is the newest answer."""
 
     def __init__(self, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._ask = ask
@@ -49,7 +49,7 @@ class StatusPoller:
             try:
                 self.latest = self._ask()
                 self.error = ""
-            except AsyncRLError as error:  # shown, and asked again: the supervisor judges whether the queue is dead
+            except AsyncRLError as error:  # shown, and asked again: the supervisor decides whether the queue is dead
                 self.error = str(error)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class StatusPoller:
 
 
 class Progress:
-    """Everything shown, gathered from rows and status answers."""
+    """The figures to show, collected from the rows of ``metrics.jsonl``."""
 
     def __init__(self, num_steps: int, history: Sequence[Row]) -> None:
         self.num_steps = num_steps
@@ -70,20 +70,20 @@ class Progress:
         self._times.clear()
 
     def add(self, row: Row) -> None:
-        """Take in one row."""
+        """Add one row."""
         for dataset, accuracy in eval_accuracies(row).items():
             self.evals.setdefault(dataset, []).append((row["step"], accuracy))
         if is_step_row(row):
             if self._times and row["step"] <= self._times[-1][0]:
-                self._times.clear()  # rolled back: the pace is measured anew
-            # Generators report less often than the learner steps: their figures stand until the next ones.
+                self._times.clear()  # rolled back: measure the pace again
+            # Generators report less often than the learner steps: keep their figures until the next ones.
             kept = {key: self.step_row[key] for key in _GENERATOR_KEYS if key in self.step_row}
             self.step_row = kept | row
             self._times.append((row["step"], row["time_s"]))
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last ``ETA_STEPS``; None before there are two."""
+        """Seconds to the last step, at the pace of the last ``ETA_STEPS`` steps; None before there are two."""
         if len(self._times) < 2:
             return None
         (first_step, first_s), (last_step, last_s) = self._times[0], self._times[-1]
@@ -91,7 +91,7 @@ class Progress:
 
 
 def is_step_row(row: Row) -> bool:
-    """Whether ``row`` tells of an optimizer step (others tell of evaluations)."""
+    """Whether ``row`` is a step row; the others are eval rows."""
     return "version" in row and "tokens/trained" in row
 
 
@@ -102,7 +102,7 @@ def eval_accuracies(row: Row) -> dict[str, float]:
 
 
 def eval_lines(row: Row) -> list[str]:
-    """A line for each set of an eval row; rows without an answer are told, for they count as wrong."""
+    """One line for each set of an eval row. It names rows without an answer, since they count as wrong."""
     lines: list[str] = []
     for dataset, accuracy in eval_accuracies(row).items():
         missing, rows = (row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows"))
@@ -112,7 +112,7 @@ def eval_lines(row: Row) -> list[str]:
 
 
 def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
-    """One step in one line of text."""
+    """One step as one line of text."""
     parts = [f"step {row['step']}/{num_steps}"]
     parts += [
         f"{label} {_number(row.get(key))}{unit}"
@@ -135,13 +135,13 @@ def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
 
 
 class PlainView:
-    """One line a step, an evaluation or an event, for logs and pipes."""
+    """One line per step, evaluation or event, for logs and pipes."""
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
         self._console, self._tail = console, StepLogTail(metrics)
         self._progress = Progress(num_steps, self._tail.history)
 
-    def refresh(self, members: Sequence[Member]) -> None:
+    def refresh(self, processes: Sequence[ProcessStatus]) -> None:
         for row in self._tail.poll():
             self._progress.add(row)
             for line in eval_lines(row):
@@ -156,12 +156,12 @@ class PlainView:
         self.note(f"queue server at {address}")
 
     def close(self) -> None:
-        """Show what came in since the last refresh."""
+        """Show what arrived since the last refresh."""
         self.refresh([])
 
 
 class LiveView:
-    """A table that is drawn anew twice a second, events scrolling above it. ``keys`` are for asking the queue."""
+    """A table redrawn twice a second, with events scrolling above it. ``keys`` are for asking the queue server."""
 
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
         self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
@@ -171,13 +171,13 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
 
-    def refresh(self, members: Sequence[Member]) -> None:
+    def refresh(self, processes: Sequence[ProcessStatus]) -> None:
         now = time.monotonic()
         if now - self._drawn_at < REFRESH_S:
             return
         self._drawn_at = now
         self._show_rows()
-        self._live.update(self._draw(members), refresh=True)
+        self._live.update(self._draw(processes), refresh=True)
 
     def note(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False)
@@ -200,7 +200,7 @@ class LiveView:
             for line in eval_lines(row):
                 self.note(line)
 
-    def _draw(self, members: Sequence[Member]) -> RenderableType:
+    def _draw(self, processes: Sequence[ProcessStatus]) -> RenderableType:
         progress, row = self._progress, self._progress.step_row
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(style="bold")
@@ -212,14 +212,14 @@ class LiveView:
         if row:
             self._add_figures(table, row)
         else:
-            table.add_row("", "no step yet: the model is loaded, then evaluated, then sampled from")
+            table.add_row("", "no step yet: the model is loaded, evaluated, then sampled from")
             table.add_row("queue", self._queue_text(row))
         if waits := _waits_text(self._poller.latest.get("waits", ())) if self._poller is not None else "":
             table.add_row("waiting", waits)
         for dataset, points in progress.evals.items():
             shown = points if len(points) <= 5 else [points[0], *points[-4:]]
             table.add_row(f"eval {dataset}", "  ".join(f"{accuracy:.3f} @{at}" for at, accuracy in shown))
-        return Group(table, _members_text(members)) if members else table
+        return Group(table, _processes_text(processes)) if processes else table
 
     def _add_figures(self, table: Table, row: Row) -> None:
         table.add_row("reward, accuracy", f"{_number(row.get('reward/mean'))}, {_number(row.get('accuracy/mean'))}")
@@ -240,22 +240,22 @@ class LiveView:
         return f"{text} (no answer: {error.splitlines()[0]})" if error else text
 
 
-def _members_text(members: Sequence[Member]) -> RenderableType:
-    """Every process with its state, none broken over two lines; many of a kind are counted."""
-    if len(members) <= MAX_NAMED_MEMBERS:
-        texts = [Text(_member_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in members]
+def _processes_text(processes: Sequence[ProcessStatus]) -> RenderableType:
+    """Every process with its state, none broken over two lines; if there are many, counts by kind and state."""
+    if len(processes) <= MAX_NAMED_PROCESSES:
+        texts = [Text(_process_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in processes]
     else:
-        kinds: dict[tuple[str, str], list[Member]] = {}
-        for member in members:
-            kinds.setdefault((member.name.partition("-")[0], member.state), []).append(member)
+        kinds: dict[tuple[str, str], list[ProcessStatus]] = {}
+        for process in processes:
+            kinds.setdefault((process.name.partition("-")[0], process.state), []).append(process)
         texts = [
-            Text(_member_line(kind, f"{len(same)} {state}", sum(m.num_restarts for m in same)), style=_style(state))
+            Text(_process_line(kind, f"{len(same)} {state}", sum(m.num_restarts for m in same)), style=_style(state))
             for (kind, state), same in kinds.items()
         ]
     return Columns(texts, padding=(0, 3, 0, 0))
 
 
-def _member_line(name: str, state: str, num_restarts: int) -> str:
+def _process_line(name: str, state: str, num_restarts: int) -> str:
     restarts = f", {num_restarts} restart{'s' if num_restarts > 1 else ''}" if num_restarts else ""
     return f"{name}: {state}{restarts}"
 
@@ -265,7 +265,7 @@ def _style(state: str) -> str:
 
 
 def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
-    """Who waits for what since when, of waits that can be noticed; the queue server names them."""
+    """Who waits for what and since when, for waits of at least ``SHOWN_WAIT_S``, as the queue server reports them."""
     shown = [
         f"{wait['who']} for {awaited_by(wait)} ({duration(wait['since_s'])})"
         for wait in waits

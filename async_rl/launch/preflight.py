@@ -1,7 +1,7 @@
-"""What can be known to fail before anything is written or started: run directory, address, devices, data, model.
+"""Checks before anything is written or started: run directory, address, devices, data, model.
 
-Called by ``launch``, and by the command line for a ``learner`` or ``queue`` that was started by hand. Cheap checks
-come first; every refusal names the key, what was expected, what was got and what to do.
+Called by ``launch``, by doctor, and by the command line for a ``learner`` or ``queue`` that was started by hand. Cheap
+checks come first. Every error names the key, what was expected, what was found and what to do.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from async_rl.run.wandb_run import check_wandb
 
 
 def check_launch(config: Config, *, insecure: bool) -> None:
-    """What ``launch`` needs of this machine, its run directory's config apart.
+    """Check what ``launch`` needs on this machine; ``check_run_dir`` has checked the run directory's config.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first check that failed.
     """
     check_writable(Path(config.run.dir), "run.dir")
     if config.queue.address is not None:
@@ -44,12 +44,12 @@ def check_launch(config: Config, *, insecure: bool) -> None:
 
 
 def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
-    """What a learner that nobody checked yet needs. A finished run passes: it will say so itself.
+    """Check what a learner needs that ``launch`` did not start. A finished run passes: the learner reports it.
 
-    The data is looked at only where this learner may start the queue server; else it is on the server's machine.
+    The data is checked only if this learner may start the queue server; otherwise it is on the server's machine.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first check that failed.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     if run_dir.is_finished and not fresh:
@@ -69,20 +69,20 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
 
 
 def check_queue(config: Config) -> None:
-    """What a queue server needs beside its data and its address, which it checks itself before it writes.
+    """Check what a queue server needs, except its data and address, which it checks itself before it writes.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first check that failed.
     """
     check_train_is_set(config)
     check_writable(check_run_dir(config, fresh=False).path, "run.dir")
 
 
 def check_keys(config: Config, *, is_server: bool) -> None:
-    """The keys of ``queue.keys`` can be read: the learner's, and where it is started here the queue server's.
+    """Check that the learner's key in ``queue.keys`` can be read, and the queue server's if it starts here.
 
     Raises:
-        KeyFileError: they can't.
+        KeyFileError: one can't.
     """
     client_keys_of(config.queue.keys)
     if is_server and config.queue.keys is not None:
@@ -90,16 +90,16 @@ def check_keys(config: Config, *, is_server: bool) -> None:
 
 
 def check_train_is_set(config: Config) -> None:
-    """Raise ``ConfigError`` without ``data.train``, unless an environment's rows are made up."""
+    """Raise ``ConfigError`` if ``data.train`` is unset, unless the environment needs no rows."""
     if not config.data.train and not config.makes_up_rows:
-        raise ConfigError("data.train: needed, but not set")
+        raise ConfigError("data.train: expected a file or data set, got none; set data.train")
 
 
 def check_code(config: Config) -> None:
-    """The code of yours that the config names is there, and may be imported by the generators that launch starts.
+    """Check that the user's code named in the config exists, and that generators started here may import it.
 
     Raises:
-        ConfigError: it isn't, or may not.
+        ConfigError: it does not exist, or ``generator.allow_code`` does not name it.
     """
     code_digests(config.code_names)
     if config.generator.count:
@@ -107,7 +107,7 @@ def check_code(config: Config) -> None:
 
 
 def check_data(config: Config) -> LoadedRows:
-    """Every dataset loads; the training rows.
+    """Load every data set; the training rows.
 
     Raises:
         ConfigError: ``data.train`` is not set.
@@ -126,20 +126,20 @@ def check_data(config: Config) -> LoadedRows:
 
 
 def check_code_reward(config: Config) -> None:
-    """This machine, where generators will run, can isolate programs; or their verifier works.
+    """Check that this machine, where generators will run, can isolate programs, or that their verifier answers.
 
     Raises:
-        SandboxError: neither, and ``reward.code.allow_unsafe`` does not insist.
+        SandboxError: neither, and ``reward.code.allow_unsafe`` is false.
     """
     if config.reward.runs_programs:
         build_reward(config).close()
 
 
 def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> None:
-    """Whether a server of this machine could bind ``address`` now.
+    """Check that a server on this machine could bind ``address`` now.
 
     Raises:
-        AddressError: it is busy, another machine's, or open to a network without keys and without ``insecure``.
+        AddressError: it is in use, belongs to another machine, or is beyond loopback without keys or ``insecure``.
     """
     refuse_open_bind(address, insecure=insecure, has_keys=has_keys)
     host, port = check_address(address)
@@ -158,10 +158,10 @@ def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> N
 
 
 def _is_of_this_machine(address: str) -> bool:
-    """Whether a server here could bind the host of ``address``.
+    """Whether a server on this machine could bind the host of ``address``.
 
     Raises:
-        AddressError: no machine of that name is known.
+        AddressError: the host's name can't be resolved.
     """
     host, _ = check_address(address)
     if host == "*" or host in {name for _, name in socket.if_nameindex()}:
@@ -169,7 +169,9 @@ def _is_of_this_machine(address: str) -> bool:
     try:
         family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise AddressError(f"queue.address: expected a host that is known here, got {host!r}: {error}") from None
+        raise AddressError(
+            f"queue.address: expected a host that this machine can resolve, got {host!r}: {error}; check its name"
+        ) from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(place)
@@ -179,10 +181,10 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def check_devices(config: Config, *roles: str) -> None:
-    """The CUDA devices that the config names for ``roles`` (``learner``, ``generator``) are there.
+    """Check that the CUDA devices that the config names for ``roles`` (``learner``, ``generator``) exist.
 
     Raises:
-        ConfigError: they are not, and the run would silently go on without them.
+        ConfigError: they don't; the run would otherwise silently continue without them.
     """
     named = {f"{role}.devices": getattr(config, role).devices for role in roles}
     named = {key: devices for key, devices in named.items() if devices is not None}
@@ -207,10 +209,10 @@ def check_devices(config: Config, *roles: str) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """The engine that the generators started here need is installed; whether it runs the model, it says itself.
+    """Check that the engine of the generators started here is installed. Whether it runs the model, it checks itself.
 
     Raises:
-        ModelError: it is not.
+        ModelError: its package is missing.
     """
     name = config.generator.backend
     needs = known_capabilities(name)
@@ -219,10 +221,10 @@ def check_engine(config: Config) -> None:
 
 
 def check_fake_vocabulary(config: Config) -> None:
-    """A backend without a model samples only tokens that the model knows.
+    """Check that a backend without a model samples only tokens of the model's vocabulary.
 
     Raises:
-        ConfigError: its vocabulary is larger.
+        ConfigError: its vocabulary is larger than the model's.
     """
     if config.own_vocab_size is None:
         return

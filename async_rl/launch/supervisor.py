@@ -1,8 +1,9 @@
-"""Keeps the processes of one run alive, and ends them all: queue server, learner ranks, generators.
+"""Keeps the processes of one run alive and ends them all: queue server, learner ranks, generators.
 
-``launch`` makes one and calls ``run``. Dead generators and a dead queue server are restarted with a cap and a growing
-pause; a dead learner is restarted once per new checkpoint. Anything else stops the run; the first cause is kept. Before
-the run is finished (the learner says so with a file) no end is a good one, whatever the exit code.
+``launch`` constructs a ``Supervisor`` and calls ``run``. It restarts dead generators and a dead queue server, a limited
+number of times and after a growing pause; it restarts a dead learner once per new checkpoint. Anything else stops the
+run, and the first cause is kept. Until the run is finished (the learner writes ``finished.json``) every exit counts as
+a death, whatever its code.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from async_rl.queue.server.files import QueueRecord, read_record
 from async_rl.run.directory import RunDir
 
 MAX_RESTARTS = 5
-"""Of one generator, or of the queue server, without ``HEALTHY_S`` of life between them."""
+"""Restarts of one generator, or of the queue server, without ``HEALTHY_S`` of life between them."""
 HEALTHY_S = 600.0
 USER_ERROR = 2
 TAIL_LINES = 25
 TAIL_BYTES = 64 << 10
 CAUSE_S = 30.0
-"""A death that was made good for longer than this is no cause of the next one."""
+"""A restarted process that has lived this long is not the cause of a later death."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. Tests shorten them."""
+    """Durations, in seconds. Tests shorten them."""
 
     poll_s: float = 0.2
     queue_start_s: float = 120.0
@@ -49,8 +50,8 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One process as the view shows it."""
+class ProcessStatus:
+    """One process as the view shows it: running, restarting, done, or how it ended."""
 
     name: str
     state: str
@@ -59,7 +60,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process that ended as it should not; its own lines are bytes ``log_start`` to ``log_end`` of ``log``."""
+    """A process that ended unexpectedly. Its output is bytes ``log_start`` to ``log_end`` of ``log``."""
 
     name: str
     exit_code: int
@@ -71,7 +72,7 @@ class Death:
         return f"{self.name} {describe_exit(self.exit_code)}"
 
     def tail(self) -> list[str]:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
         with self.log.open("rb") as lines:
             lines.seek(max(self.log_start, self.log_end - TAIL_BYTES))
             text = lines.read(self.log_end - lines.tell()).decode("utf-8", errors="replace")
@@ -80,9 +81,11 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the run ended: ``exit_code`` 0 finished, 1 failed, 128 + N by signal N.
+    """How the run ended.
 
-    ``deaths`` end with the first cause; before it comes, when that is another, the death that stopped the run.
+    Attributes:
+        exit_code: 0 finished, 1 failed, 128 + N stopped by signal N.
+        deaths: the death that stopped the run, then the first cause if that is another death.
     """
 
     exit_code: int
@@ -91,7 +94,7 @@ class Outcome:
 
 
 class Commands(Protocol):
-    """What to start; ``async_rl.launch.commands.RunCommands`` in earnest."""
+    """The command of each process; ``async_rl.launch.commands.RunCommands`` implements it."""
 
     @property
     def num_generators(self) -> int: ...
@@ -101,9 +104,9 @@ class Commands(Protocol):
 
 
 class View(Protocol):
-    """Where progress is shown; calls must not block."""
+    """Where progress is shown. Calls must not block."""
 
-    def refresh(self, members: Sequence[Member]) -> None: ...
+    def refresh(self, processes: Sequence[ProcessStatus]) -> None: ...
     def note(self, line: str) -> None: ...
     def watch_queue(self, address: str) -> None: ...
 
@@ -121,7 +124,7 @@ class _Process:
 
 @dataclass(slots=True)
 class _Unit:
-    """Processes that live and die together. ``restart_at`` is set between a death and the restart."""
+    """Processes that are started and ended together. ``restart_at`` is set between a death and the restart."""
 
     name: str
     commands: Callable[[], list[Command]]
@@ -141,11 +144,11 @@ class _Unit:
         return [p for p in self.ended() if p.popen.returncode != 0]
 
     def done(self) -> bool:
-        """Whether it was started and every process has exited with 0."""
+        """Whether it was started and every process has exited with code 0."""
         return bool(self.processes) and all(p.popen.poll() == 0 for p in self.processes)
 
 
-class _Stop(Exception):  # noqa: N818 - not an error: the way out of the loop
+class _Stop(Exception):  # noqa: N818 - not an error: it leaves the loop
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.stopped_by)
         self.outcome = outcome
@@ -163,7 +166,7 @@ class Supervisor:
         view: View,
         timing: Timing | None = None,
     ) -> None:
-        """``environment`` is the inherited part of every child's."""
+        """``environment`` is what every child process inherits."""
         self._commands, self._run_dir = commands, run_dir
         self._environment, self._view, self._timing = environment, view, timing or Timing()
         self._parent_watch = ParentWatch()
@@ -182,7 +185,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start everything, keep it alive until the learner is done, end everything.
 
-        SIGINT and SIGTERM end it in order, a second one at once.
+        SIGINT or SIGTERM ends the processes in order; a second signal ends them at once.
         """
         with self._handle_signals():
             try:
@@ -199,10 +202,12 @@ class Supervisor:
                 self._stop_all()
                 self._parent_watch.close()
 
-    def members(self) -> list[Member]:
-        """Every process with its state."""
+    def processes(self) -> list[ProcessStatus]:
+        """The status of every process."""
         return [
-            Member(p.command.name, _state(unit, p), unit.num_restarts) for unit in self._units() for p in unit.processes
+            ProcessStatus(p.command.name, _state(unit, p), unit.num_restarts)
+            for unit in self._units()
+            for p in unit.processes
         ]
 
     def _units(self) -> list[_Unit]:
@@ -236,7 +241,7 @@ class Supervisor:
             unit.processes.append(_Process(command, popen, log, offset))
 
     def _await_queue(self) -> str:
-        """The address that the queue server just started has written down."""
+        """Wait for the new queue server to write ``queue.json``; its address."""
         deadline = time.monotonic() + self._timing.queue_start_s
         while time.monotonic() < deadline:
             self._pause()
@@ -245,30 +250,30 @@ class Supervisor:
             if (record := self._queue_record()) is not None:
                 _, self._bound_port = check_address(record.address)
                 return record.address
-        reason = f"the queue server did not write {self._run_dir.queue} in {self._timing.queue_start_s:.0f} s"
+        reason = f"the queue server did not write {self._run_dir.queue} within {self._timing.queue_start_s:.0f} s"
         process = self._queue.processes[0]
         kill_group(process.popen.pid, signal.SIGKILL)
         process.popen.wait()
         raise _Stop(Outcome(1, reason, (process.death(),)))
 
     def _queue_record(self) -> QueueRecord | None:
-        """What the queue server of now has written down; an earlier one's record has another process id."""
+        """What the running queue server wrote to ``queue.json``; an earlier server's record has another pid."""
         record = read_record(self._run_dir.path)
         return record if record is not None and record.pid in {p.popen.pid for p in self._queue.running()} else None
 
     def _pause(self) -> None:
-        """Wait for the next poll, show, and leave on a signal."""
+        """Wait for the next poll, refresh the view, and stop on a signal."""
         self._wake.wait(self._timing.poll_s)
-        self._view.refresh(self.members())
+        self._view.refresh(self.processes())
         if self._signals:
             raise _Stop(Outcome(128 + self._signals[0], signal.Signals(self._signals[0]).name))
 
     def _check(self) -> None:
-        """One round: notice deaths, judge them, start what is due."""
+        """One round: find dead processes, decide what to do, start what is due."""
         self._pause()
-        # The queue first: when it took others down with it, it is the first cause.
+        # The queue first: if its death made others die, it is the first cause.
         for unit in (self._queue, *self._generators):
-            # In this order: the file is there before the queue server tells anyone to end.
+            # In this order: the file exists before the queue server tells anyone to end.
             if unit.restart_at is None and unit.ended() and (unit.dead() or not self._run_dir.is_finished):
                 self._restart_later(unit)
         if self._learner.dead():
@@ -276,7 +281,7 @@ class Supervisor:
         for unit in self._units():
             if unit.restart_at is not None and time.monotonic() >= unit.restart_at:
                 if unit is self._learner and self._queue_record() is None:
-                    continue  # a learner that finds no queue server starts one, and that one would be nobody's here
+                    continue  # without a queue server the learner would start one that nobody here supervises
                 unit.num_restarts += 1
                 unit.recent_restarts += 1
                 self._start(unit)
@@ -284,7 +289,7 @@ class Supervisor:
     def _restart_later(self, unit: _Unit) -> None:
         process = unit.processes[0]
         death = process.death()
-        kill_group(process.popen.pid, signal.SIGKILL)  # what it started must not outlive it
+        kill_group(process.popen.pid, signal.SIGKILL)  # its children must not outlive it
         self._deaths.append((unit, death))
         if time.monotonic() - unit.started_at > HEALTHY_S:
             unit.recent_restarts = 0
@@ -298,12 +303,12 @@ class Supervisor:
         self._view.note(f"{death}; restarting it in {pause:.0f} s (log: {death.log})")
 
     def _restart_learner(self) -> None:
-        # Several ranks may be dead by now: the one that fell silent first is the cause.
+        # Several ranks may be dead by now: the one whose log ended first is the cause.
         dead = sorted(self._learner.dead(), key=lambda p: (p.popen.returncode != USER_ERROR, p.log.stat().st_mtime))
         death = dead[0].death()
         self._end(self._learner.processes, grace_s=0.0)
         self._deaths.append((self._learner, death))
-        # One that died after its last file, but before it could tell the others, is asked to tell them.
+        # A learner that died after its last file, but before it notified the others, is restarted to do so.
         newest = "its end" if self._run_dir.is_finished else self._run_dir.latest_checkpoint
         if death.exit_code == USER_ERROR or newest is None or newest == self._checkpoint:
             raise self._failure(self._learner, death)
@@ -313,26 +318,26 @@ class Supervisor:
         self._view.note(f"{death}; restarting the learner from {newest} (log: {death.log})")
 
     def _failure(self, unit: _Unit, death: Death, stopped_by: str = "") -> _Stop:
-        """The end of the run. The first cause is the oldest death whose unit has not been well since."""
+        """The end of the run. The first cause is the oldest death whose unit has not recovered since."""
         now = time.monotonic()
         open_deaths = [d for u, d in self._deaths if u is unit or not u.running() or now - u.started_at < CAUSE_S]
         deaths = (death,) if not open_deaths or open_deaths[0] is death else (death, open_deaths[0])
         return _Stop(Outcome(1, stopped_by or str(death), deaths))
 
     def _await_others(self) -> None:
-        """Generators end by themselves when the queue server tells them that the run is finished."""
+        """Wait for the generators: they end when the queue server tells them that the run is finished."""
         deadline = time.monotonic() + self._timing.finish_s
         while time.monotonic() < deadline and any(unit.running() for unit in self._generators):
             self._pause()
 
     def _stop_all(self) -> None:
-        """Learner and generators first: their last words still find the queue server."""
+        """End learner and generators first: their last messages still reach the queue server."""
         others = [p for unit in (self._learner, *self._generators) for p in unit.processes]
         self._end(others, self._timing.grace_s)
         self._end(self._queue.processes, self._timing.grace_s)
 
     def _end(self, processes: Sequence[_Process], grace_s: float) -> None:
-        """SIGTERM, ``grace_s``, SIGKILL for whole groups. A second signal to us cuts the grace short."""
+        """Send SIGTERM, wait ``grace_s``, kill whole process groups. A second signal to us skips the wait."""
         for process in processes:
             if process.popen.poll() is None:
                 process.popen.terminate()
@@ -362,7 +367,7 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 

@@ -85,7 +85,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
         TrainingError: the run can't go on.
     """
     if not fresh and (run_dir := check_run_dir(config, fresh=False)).is_finished:
-        logger.info("the run in %s is finished; --fresh starts over", config.run.dir)
+        logger.info("the run in %s is finished; pass --fresh to start over", config.run.dir)
         finish_queue(config, run_dir.run_id)
         return
     check_wandb(config)

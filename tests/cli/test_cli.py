@@ -114,7 +114,7 @@ def test_an_address_open_to_the_network_needs_insecure(tmp_path: Path, capsys: p
 
 def test_launch_refuses_missing_data_bad_rows_and_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = str(write_config(tmp_path))
-    assert "data.train: needed, but not set" in refusal(capsys, "launch", config)
+    assert "data.train: expected a file or data set, got none" in refusal(capsys, "launch", config)
     missing = f"data.train={tmp_path / 'none.jsonl'}"
     assert "none.jsonl" in refusal(capsys, "launch", config, "--set", missing)
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
@@ -152,7 +152,7 @@ def test_a_bad_dataset_is_refused_with_file_and_line(
 @pytest.mark.parametrize("command", ["launch", "learner", "queue"])
 def test_a_missing_dataset_is_named_with_its_key(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = str(write_config(tmp_path))
-    assert "data.train: needed, but not set" in refusal(capsys, command, config)
+    assert "data.train: expected a file or data set, got none" in refusal(capsys, command, config)
     config = str(write_config(tmp_path, data=f"{write_data(tmp_path)}\n[data.eval]\nheld_out = 'none.jsonl'"))
     said = refusal(capsys, command, config)
     assert "no dataset at none.jsonl" in said
@@ -350,7 +350,7 @@ def test_a_finished_run_is_left_alone_with_exit_code_0(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit) as leaving:
         cli.main(["launch", str(config)])
     assert not leaving.value.code
-    assert "is finished; --fresh starts over" in " ".join(capsys.readouterr().out.split())
+    assert "is finished; pass --fresh to start over" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_dry_run_prints_every_command_and_writes_nothing(

@@ -32,7 +32,7 @@ from async_rl.launch.live_view import (
     step_line,
 )
 from async_rl.launch.preflight import check_bindable
-from async_rl.launch.supervisor import Member, Outcome, Supervisor, Timing
+from async_rl.launch.supervisor import Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.parent_watch import ParentWatch
 from async_rl.run.directory import RunDir, prepare_run_dir
 from async_rl.run.step_log import StepLogTail
@@ -295,11 +295,11 @@ class FakeCommands:
 class FakeView:
     """Keeps what it is shown; ``on_refresh`` lets a test act at a moment of its choice."""
 
-    on_refresh: Callable[[Sequence[Member]], None] = lambda members: None
+    on_refresh: Callable[[Sequence[ProcessStatus]], None] = lambda processes: None
     notes: list[str] = field(default_factory=list)
 
-    def refresh(self, members: Sequence[Member]) -> None:
-        self.on_refresh(members)
+    def refresh(self, processes: Sequence[ProcessStatus]) -> None:
+        self.on_refresh(processes)
 
     def note(self, line: str) -> None:
         self.notes.append(line)
@@ -312,7 +312,7 @@ def supervise(commands: FakeCommands, view: FakeView | None = None, timing: Timi
     run_dir = prepare_run_dir(a_config(commands.run))
     supervisor = Supervisor(commands, run_dir, environment=dict(os.environ), view=view or FakeView(), timing=timing)
     outcome = supervisor.run()
-    assert [m for m in supervisor.members() if m.state == "running"] == []
+    assert [m for m in supervisor.processes() if m.state == "running"] == []
     return outcome
 
 
@@ -349,8 +349,8 @@ def test_an_end_in_good_order_before_the_run_is_finished_is_a_death(tmp_path: Pa
         generator_codes=[(again if leaver == "generator-0" else "") + WAIT],
     )
 
-    def tell(members: Sequence[Member]) -> None:
-        if any(m.name == "learner-0" for m in members):
+    def tell(processes: Sequence[ProcessStatus]) -> None:
+        if any(m.name == "learner-0" for m in processes):
             (tmp_path / "run" / "up").touch()
 
     view = FakeView(tell)
@@ -386,8 +386,8 @@ def test_a_dead_queue_server_is_restarted_on_its_port(tmp_path: Path):
         learner_codes=[when_it_exists("back", "sys.exit(0)")],
     )
 
-    def tell(members: Sequence[Member]) -> None:
-        if any(m.name == "learner-0" for m in members):
+    def tell(processes: Sequence[ProcessStatus]) -> None:
+        if any(m.name == "learner-0" for m in processes):
             (tmp_path / "run" / "up").touch()
 
     assert supervise(commands, FakeView(tell)) == Outcome(0)
@@ -437,8 +437,8 @@ def test_the_first_cause_comes_last_when_one_death_led_to_another(tmp_path: Path
         generator_codes=["import sys; sys.exit('out of memory')"],
     )
 
-    def tell(members: Sequence[Member]) -> None:
-        if any(m.state == "restarting" for m in members):
+    def tell(processes: Sequence[ProcessStatus]) -> None:
+        if any(m.state == "restarting" for m in processes):
             (tmp_path / "run" / "noted").touch()
 
     outcome = supervise(commands, FakeView(tell), Timing(poll_s=0.02, backoff_s=30.0, grace_s=5.0))
@@ -466,7 +466,7 @@ def test_a_signal_ends_everything_in_order(tmp_path: Path, signum: int, code: in
         learner_codes=[f"{last_words}open(RUN + '/up', 'w')\nsignal.pause()"],
     )
 
-    def send(members: Sequence[Member]) -> None:
+    def send(processes: Sequence[ProcessStatus]) -> None:
         if (tmp_path / "run" / "up").exists():
             os.kill(os.getpid(), signum)
 
@@ -573,7 +573,7 @@ def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):
     console = Console(width=100, force_terminal=True, record=True, file=io.StringIO())
     view = LiveView(console, tmp_path / "metrics.jsonl", 10)
     append(tmp_path / "metrics.jsonl", {"step": 0, "eval/gsm8k/accuracy": 0.5}, a_row(1, **{"reward/mean": 1.0}))
-    view.refresh([Member("queue", "running", 0), Member("generator-0", "restarting", 2)])
+    view.refresh([ProcessStatus("queue", "running", 0), ProcessStatus("generator-0", "restarting", 2)])
     view.close()
     text = console.export_text()
     for shown in ("1/10", "0.500 @0", "queue: running", "generator-0: restarting, 2 restarts"):
@@ -583,14 +583,20 @@ def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):
 def test_the_live_view_breaks_no_member_over_two_lines_and_counts_many(tmp_path: Path):
     console = Console(width=60, force_terminal=True, record=True, file=io.StringIO())
     view = LiveView(console, tmp_path / "metrics.jsonl", 10)
-    few = [Member("queue", "running", 0), *(Member(f"generator-{i}", "running", 0) for i in range(5))]
+    few = [ProcessStatus("queue", "running", 0), *(ProcessStatus(f"generator-{i}", "running", 0) for i in range(5))]
     view.refresh(few)
     text = console.export_text()
     assert [m.name for m in few if f"{m.name}: running" not in text] == []
     view.close()
     console.export_text()
     view = LiveView(console, tmp_path / "metrics.jsonl", 10)
-    view.refresh([*(Member(f"generator-{i}", "running", i) for i in range(3)), *few, Member("learner-0", "done", 0)])
+    view.refresh(
+        [
+            *(ProcessStatus(f"generator-{i}", "running", i) for i in range(3)),
+            *few,
+            ProcessStatus("learner-0", "done", 0),
+        ]
+    )
     text = console.export_text()
     assert "generator: 8 running, 3 restarts" in text  # 0 + 1 + 2 restarts
     assert "generator-0" not in text
