@@ -78,7 +78,7 @@ def make_config(options: argparse.Namespace, after_swap: str) -> Any:
         "generator": {
             "backend": options.backend,
             "batch_size": MAX_RUNNING,
-            "kv_after_swap": after_swap,
+            "kv_after_update": after_swap,
             "num_threads": 1,
             "vllm": {"kv_cache_bytes": 256 << 20},
         },

@@ -111,7 +111,7 @@ def write_config(directory: Path, load: Load, options: ProductOptions) -> Path:
     )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     queue = {
-        "max_staleness": options.max_staleness, "journal": options.has_journal, "max_messages_per_s": 1e6,
+        "max_staleness": options.max_staleness,
         **({"keys": str(directory / "keys")} if options.has_keys else {}),
     }  # fmt: skip
     config = {
@@ -124,6 +124,7 @@ def write_config(directory: Path, load: Load, options: ProductOptions) -> Path:
         },
         "reward": {"cache_length": 1},
         "queue": queue,
+        "experimental": {"journal": options.has_journal, "max_messages_per_s": 1e6},
         "weights": {"sync_every": options.sync_every},
         "learner": {"groups_per_step": options.groups_per_step, "steps": 10_000_000},
     }  # fmt: skip

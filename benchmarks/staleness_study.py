@@ -1,6 +1,6 @@
 """What does staleness cost, and what do the corrections save? The quickstart's task with the lag held.
 
-Every run is the whole product (``launch``: queue, learner, generator) with ``learner.n_behind`` = 0, 1, 4 or 16 and
+Every run is the whole product (``launch``: queue, learner, generator) with ``learner.fixed_lag`` = 0, 1, 4 or 16 and
 one of three losses, at a learning rate at which the uncorrected one falls apart:
 
     off       no ratio at all: REINFORCE on stale samples as if they were fresh
@@ -82,7 +82,7 @@ class Setting:
         return {
             **{key: value for key, value in paths.items() if not key.startswith("sft.")},
             "model.path": paths["sft.out"],
-            "learner.n_behind": self.lag,
+            "learner.fixed_lag": self.lag,
             "queue.max_staleness": self.lag,
             "queue.filter_range": "[]",
             "learner.steps": self.steps,

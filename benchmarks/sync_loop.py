@@ -41,7 +41,7 @@ class SyncLoop:
         self.model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="sdpa")
         settings = config.optimizer
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.lr, betas=(settings.beta1, settings.beta2),
+            self.model.parameters(), lr=settings.lr, betas=settings.betas,
             weight_decay=settings.weight_decay, fused=True,
         )  # fmt: skip
         self._schedule = torch.optim.lr_scheduler.LambdaLR(

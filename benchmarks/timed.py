@@ -113,8 +113,8 @@ def timed_config(directory: Path, *, num_generators: int, max_staleness: int, st
         "generator": {
             "backend": "fake",
             "batch_size": MAX_RUNNING // num_generators,
-            "fake": {"mean_tokens": MEAN_TOKENS, "sigma": SIGMA, "step_time_s": DECODE_STEP_S},
         },
+        "experimental": {"fake": {"mean_tokens": MEAN_TOKENS, "sigma": SIGMA, "step_time_s": DECODE_STEP_S}},
         "checkpoint": {"every": 0},
         "eval": {"every": 0},
         "log": {"rollouts_every": 0},

@@ -177,6 +177,6 @@ def _config(directory: str, after_swap: str) -> Any:
         "run": {"dir": f"{directory}/run"},
         "model": {"path": directory, "dtype": "float32"},
         "sampling": {"max_new_tokens": NUM_TOKENS, "max_prompt_tokens": 16},
-        "generator": {"backend": "vllm", "batch_size": NUM_SEQUENCES, "num_threads": 1, "kv_after_swap": after_swap},
+        "generator": {"backend": "vllm", "batch_size": NUM_SEQUENCES, "num_threads": 1, "kv_after_update": after_swap},
     }
     return parse_config(raw, "the benchmark's config")

@@ -30,7 +30,7 @@ class BackendCapabilities:
         scores_tokens: it implements ``generator.parity.ScoringBackend``, so learner and engine can be compared.
         offline: it can load the weights in a model's directory, for evaluations without a learner.
         reports_sampling_mask: it obeys ``sampling.top_p`` and ``top_k``, and says which tokens they left.
-        recomputes_kv: it obeys ``generator.kv_after_swap = "recompute"``.
+        recomputes_kv: it obeys ``generator.kv_after_update = "recompute"``.
         has_model: it samples from the run's model. Without one its log-probabilities are made up: nothing is compared,
             and no device is needed.
         min_temperature: the lowest ``sampling.temperature`` that it applies exactly.
@@ -149,8 +149,8 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
         )
     masks = config.sampling.top_p < 1 or config.sampling.top_k > 0
     for key, value, is_asked, is_able, default in (
-        ("generator.kv_after_swap", '"recompute"', generator.kv_after_swap == "recompute", capabilities.recomputes_kv,
-         '"keep"'),
+        ("generator.kv_after_update", '"recompute"', generator.kv_after_update == "recompute",
+         capabilities.recomputes_kv, '"keep"'),
         ("sampling.top_p, sampling.top_k", f"{config.sampling.top_p}, {config.sampling.top_k}", masks,
          capabilities.reports_sampling_mask, "1, 0 (off)"),
     ):  # fmt: skip

@@ -14,6 +14,7 @@ from async_rl.config.backends import check_capabilities, has_model, known_capabi
 from async_rl.config.data import DataConfig
 from async_rl.config.environment import EnvironmentConfig
 from async_rl.config.eval import EvalConfig
+from async_rl.config.experimental import ExperimentalConfig
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.learner import LearnerConfig, OptimizerConfig
 from async_rl.config.loss import ADVANTAGES, LossConfig
@@ -48,6 +49,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     sft: SftConfig = SftConfig()
+    experimental: ExperimentalConfig = ExperimentalConfig()
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
@@ -78,14 +80,14 @@ class Config(Section):
                 f"learner.updates_per_batch: expected a divisor of learner.groups_per_step = "
                 f"{self.learner.groups_per_step}, got {self.learner.updates_per_batch}"
             )
-        self._check_n_behind()
+        self._check_fixed_lag()
         self._check_adaptive()
         low_high = self.queue.filter_range
         if low_high is not None and low_high[0] >= low_high[1]:
             raise ValueError(f"queue.filter_range: expected [low, high] with low < high, got {list(low_high)}")
 
-    def _check_n_behind(self) -> None:
-        lag = self.learner.n_behind
+    def _check_fixed_lag(self) -> None:
+        lag = self.learner.fixed_lag
         if lag is None:
             return
         for key, value, needed in (
@@ -94,24 +96,25 @@ class Config(Section):
             ("learner.updates_per_batch", self.learner.updates_per_batch, 1),
         ):
             if value != needed:
-                raise ValueError(f"{key}: under learner.n_behind = {lag} expected {needed}, got {value}")
+                raise ValueError(f"{key}: under learner.fixed_lag = {lag} expected {needed}, got {value}")
 
     def _check_adaptive(self) -> None:
         queue, loss = self.queue, self.loss
         if not queue.adaptive:
             return
-        if self.learner.n_behind is not None:
-            raise ValueError("queue.adaptive: expected false with learner.n_behind, which holds the lag, got true")
+        if self.learner.fixed_lag is not None:
+            raise ValueError("queue.adaptive: expected false with learner.fixed_lag, which holds the lag, got true")
         if queue.max_staleness <= self.lowest_bound:
             raise ValueError(
                 f"queue.adaptive: expected queue.max_staleness above weights.sync_every + learner.updates_per_batch - "
                 f"2 = {self.lowest_bound}, got {queue.max_staleness}; there is no lower bound to go to"
             )
-        if queue.adaptive_min_ess <= (loss.min_ess or 0) or queue.adaptive_max_kl >= (loss.max_kl or float("inf")):
+        limits = self.experimental
+        if limits.adaptive_min_ess <= (loss.min_ess or 0) or limits.adaptive_max_kl >= (loss.max_kl or float("inf")):
             raise ValueError(
-                f"queue.adaptive_min_ess, queue.adaptive_max_kl: expected them to speak before loss.min_ess = "
-                f"{loss.min_ess} and loss.max_kl = {loss.max_kl} skip the step, got {queue.adaptive_min_ess} and "
-                f"{queue.adaptive_max_kl}"
+                f"experimental.adaptive_min_ess, experimental.adaptive_max_kl: expected an ESS above loss.min_ess = "
+                f"{loss.min_ess} and a KL below loss.max_kl = {loss.max_kl}, so that the bound is lowered before steps "
+                f"are skipped, got {limits.adaptive_min_ess} and {limits.adaptive_max_kl}"
             )
 
     def _check_sampling_keys(self) -> None:
@@ -224,7 +227,7 @@ class Config(Section):
     @property
     def own_vocab_size(self) -> int | None:
         """Tokens that a backend without a model samples from; None: the model's vocabulary."""
-        return None if has_model(self.generator.backend) else self.generator.fake.vocab_size
+        return None if has_model(self.generator.backend) else self.experimental.fake.vocab_size
 
     @property
     def makes_up_rows(self) -> bool:

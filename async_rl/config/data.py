@@ -13,38 +13,74 @@ PromptFormat = Literal["chat", "text"]
 
 
 class ColumnsConfig(Section):
-    """What the keys of a row are called in the data."""
+    """The names that the fields of a row have in the data, where they differ from ours."""
 
-    messages: str = Field(default="messages", min_length=1, description="the chat so far, or one message of it")
-    prompt: str = Field(default="prompt", min_length=1, description="instead: text, or messages")
-    gt_answer: str = Field(default="gt_answer", min_length=1, description="right answer of a math row")
-    test_cases: str = Field(default="test_cases", min_length=1, description="inputs and outputs of a code row")
-    fn_name: str = Field(default="fn_name", min_length=1, description="function that the tests call; none: stdin")
-    extra_info: str = Field(default="extra_info", min_length=1, description="for environments and rewards of yours")
+    messages: str = Field(
+        default="messages", min_length=1, description="Column with the chat so far: a list of messages, or one message."
+    )
+    prompt: str = Field(
+        default="prompt",
+        min_length=1,
+        description="Column with the prompt of rows without messages: text, or messages.",
+    )
+    gt_answer: str = Field(
+        default="gt_answer", min_length=1, description="Column with the right answer, for rewards that compare answers."
+    )
+    test_cases: str = Field(
+        default="test_cases", min_length=1, description="Column with the test inputs and outputs, for the code reward."
+    )
+    fn_name: str = Field(
+        default="fn_name",
+        min_length=1,
+        description="Column with the name of the function that the tests call; rows without one test a whole program.",
+    )
+    extra_info: str = Field(
+        default="extra_info",
+        min_length=1,
+        description="Column with further data, handed to environments and to your own rewards.",
+    )
 
 
 class DataConfig(Section):
+    """The rows."""
+
     train: str = Field(
         default="",
-        description="training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
-        "[split@]owner/name[:config] of the hub; needed by every role but sft",
+        description="Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
+        "[split@]owner/name[:config] on the Hugging Face hub; every command but sft needs it.",
     )
-    eval: dict[str, str] = Field(default={}, description="dataset name -> rows, as for train")
-    columns: ColumnsConfig = Field(default=ColumnsConfig(), description="what the data calls them")
+    eval: dict[str, str] = Field(
+        default={}, description="Evaluation sets: a table from a name to rows, which are given as in data.train."
+    )
+    columns: ColumnsConfig = Field(default=ColumnsConfig(), description="Names of the columns, where they differ.")
     prompt_format: PromptFormat = Field(
-        default="chat", description="a prompt column is a user's message, or text to be continued without a template"
+        default="chat",
+        description="Whether the prompt column is a user's message of a chat, or text that the model continues as is.",
     )
     on_long_prompt: Literal["drop", "truncate"] = Field(
         default="drop",
-        description="beyond sampling.max_prompt_tokens: set aside and counted, or the end of the last user message cut",
+        description="What happens to prompts above sampling.max_prompt_tokens: they are skipped and counted, or the "
+        "end of the last user message is cut.",
     )
-    epochs: int | None = Field(default=None, ge=1, description="end the run after so many passes; none: learner.steps")
-    system_prompt: str | None = Field(default=None, description="none: by reward type; empty: no system message")
-    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    epochs: int | None = Field(
+        default=None,
+        ge=1,
+        description="Passes over the training rows after which the run ends; if unset, learner.steps alone decides.",
+    )
+    system_prompt: str | None = Field(
+        default=None,
+        description="System message for rows without one; if unset, reward.type chooses it, and empty means none.",
+    )
+    on_bad_row: Literal["refuse", "skip"] = Field(
+        default="refuse", description="Whether a malformed row stops the run at its start or is skipped with a warning."
+    )
     on_change: Literal["refuse", "accept"] = Field(
-        default="refuse", description="when the training file is another one than at the checkpoint"
+        default="refuse",
+        description="Whether a run may resume although the training rows have changed since its checkpoint.",
     )
-    shuffle: bool = Field(default=True, description="a new seeded order every epoch")
+    shuffle: bool = Field(
+        default=True, description="Whether every epoch has a new random order, which run.seed determines."
+    )
 
     @field_validator("eval")
     @classmethod

@@ -1,4 +1,4 @@
-"""The section ``environment``: what a rollout of several turns is played with. ``config.py`` checks it with others."""
+"""The section ``environment``: which environment plays rollouts of several turns."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ from async_rl.process.user_code import is_code_name
 
 
 class EnvironmentConfig(Section):
+    """Rollouts of several turns: your own code answers the model and scores it."""
+
     name: str = Field(
         default="",
-        description="file.py, file.py:name, module or module:name, allowed by generator.allow_code; empty: one answer "
-        "a prompt, scored by reward.type",
+        description="Environment as file.py, file.py:name, module or module:name, which generator.allow_code must "
+        "list; if empty, a rollout is one answer that reward.type scores.",
     )
-    max_turns: int = Field(default=8, ge=1, le=1024, description="answers of the model in one rollout")
+    max_turns: int = Field(default=8, ge=1, le=1024, description="Most answers of the model in one rollout.")
     max_turn_tokens: int | None = Field(
-        default=None, ge=1, description="in one answer; none: what sampling.max_new_tokens leaves"
+        default=None,
+        ge=1,
+        description="Most tokens of one answer; if unset, whatever is left of sampling.max_new_tokens.",
     )
-    timeout_s: float = Field(default=30.0, gt=0, description="of one reset or step; a slower rollout has failed")
-    start_timeout_s: float = Field(default=120.0, gt=0, description="for importing it")
-    rows: int | None = Field(default=None, ge=1, description="made-up empty rows, in place of data.train")
-    extra: dict[str, Any] = Field(default={}, description="settings of its own, handed on in extra_info")
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="Most seconds for one reset or step; a rollout that takes longer has failed."
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="Most seconds for importing the environment's code."
+    )
+    rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of empty rows to train on instead of data.train, for environments that make their own "
+        "tasks.",
+    )
+    extra: dict[str, Any] = Field(
+        default={}, description="Settings of the environment's own, handed to it in extra_info."
+    )
 
     @field_validator("name")
     @classmethod
@@ -34,4 +49,5 @@ class EnvironmentConfig(Section):
 
     @property
     def is_set(self) -> bool:
+        """Whether rollouts are played with an environment."""
         return bool(self.name)

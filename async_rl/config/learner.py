@@ -4,34 +4,79 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from async_rl.config.section import Section
 
 
 class LearnerConfig(Section):
-    steps: int = Field(default=1000, ge=1)
-    groups_per_step: int = Field(default=32, ge=1)
+    """The learner: how much it trains, and on which processes and devices."""
+
+    steps: int = Field(
+        default=1000, ge=1, description="Number of batches to train on; the run ends after the last one."
+    )
+    groups_per_step: int = Field(default=32, ge=1, description="Number of groups in a batch, over all ranks.")
     updates_per_batch: int = Field(
-        default=1, ge=1, description="optimizer steps on each batch, on disjoint parts of it"
+        default=1,
+        ge=1,
+        description="Number of optimizer steps on each batch; each trains on another part of it and makes a version.",
     )
-    n_behind: int | None = Field(
-        default=None, ge=0, le=1024, description="for studies: train on samples exactly so many versions old"
+    fixed_lag: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="Train on rollouts that are exactly this many versions old, for measurements; if unset, as fresh "
+        "as they come.",
     )
-    max_tokens: int = Field(default=16384, ge=1, description="tokens in one packed micro-batch of one rank")
-    nproc: int = Field(default=1, ge=1, description="ranks that launch starts")
-    devices: tuple[int, ...] | None = Field(default=None, strict=False, description="CUDA devices, one a rank")
-    reshard: Literal["full", "none"] = Field(default="full", description="full: ZeRO-3; none: keep parameters gathered")
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads a rank; none: cores over processes")
-    distributed_timeout_s: float = Field(default=600.0, gt=0)
+    max_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="Most tokens in one packed micro-batch of one rank; it decides the memory used.",
+    )
+    nproc: int = Field(default=1, ge=1, description="Number of learner processes (ranks) that launch starts.")
+    devices: tuple[int, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="CUDA devices of the ranks, one for each; if unset, the first ones of the machine.",
+    )
+    reshard: Literal["full", "none"] = Field(
+        default="full",
+        description="Whether ranks free gathered parameters after use (full, ZeRO-3) or keep them, which is faster.",
+    )
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads of each rank; if unset, the cores divided by the processes of the run.",
+    )
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="floor of cosine and linear, times lr")
-    warmup_steps: int = Field(default=0, ge=0)
+    """AdamW and its learning rate."""
+
+    lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warm-up.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay of AdamW.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999),
+        strict=False,
+        description="Decay rates of AdamW's running means of the gradient and of its square, both below 1.",
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Norm to which longer gradients are scaled down.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="How the learning rate changes from the end of the warm-up to the last step."
+    )
+    min_lr_ratio: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Learning rate at the last step under cosine and linear, as a factor of lr.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0 to lr."
+    )
+
+    @field_validator("betas")
+    @classmethod
+    def _are_rates(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError(f"expected two numbers from 0 to below 1, got {list(value)}")
+        return value

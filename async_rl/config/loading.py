@@ -12,9 +12,13 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from async_rl.config.config import Config
+from async_rl.config.experimental import ExperimentalConfig
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import OFF_VALUES
 from async_rl.errors import ConfigError
+
+_GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm_prepare_weights")
+"""Keys, or what they begin with, that one generator may set for itself."""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -85,16 +89,19 @@ def check_generator_overrides(overrides: Iterable[str]) -> None:
     raw: dict[str, Any] = {}
     for override in overrides:
         apply_override(raw, override)
-        if not override.strip().startswith("generator."):
+        if not override.strip().startswith(_GENERATORS_OWN):
             raise ConfigError(
                 f"--set {override}: a generator takes only generator.* keys; everything else comes from the learner's "
                 f"config"
             )
-    try:
-        GeneratorConfig.model_validate(raw.get("generator", {}))
-    except ValidationError as error:
-        details = [{**detail, "loc": ("generator", *detail["loc"])} for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(["--set is not valid:", *(f"  {_explain(d)}" for d in details)])) from None
+    details: list[dict[str, Any]] = []
+    for section, model in (("generator", GeneratorConfig), ("experimental", ExperimentalConfig)):
+        try:
+            model.model_validate(raw.get(section, {}))
+        except ValidationError as error:
+            details += [{**detail, "loc": (section, *detail["loc"])} for detail in error.errors(include_url=False)]
+    if details:
+        raise ConfigError("\n".join(["--set is not valid:", *(f"  {_explain(d)}" for d in details)]))
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

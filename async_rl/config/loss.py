@@ -138,7 +138,7 @@ OFF_VALUES: Mapping[str, Any] = {
     "kl_placement": "",
     "kl_reference": "",
 }
-"""How TOML, which has no null, says that one of these is off."""
+"""The value that switches a key off in TOML, which has no null."""
 
 
 if TYPE_CHECKING:
@@ -161,61 +161,112 @@ def _choices(table: Mapping[str, Any]) -> str:
 
 
 class LossConfig(Section):
-    preset: PresetName = Field(default="dapo", description="fills the keys below that are not set")
+    """The policy-gradient loss. pi is the policy that is trained, mu the behavior policy that sampled."""
+
+    preset: PresetName = Field(
+        default="dapo", description="Published algorithm that fills those keys here that are unset."
+    )
 
     advantage: AdvantageName = Field(
-        default="group_norm", description=f"how rewards become advantages. {_choices(ADVANTAGES)}"
+        default="group_norm", description=f"How rewards become advantages. {_choices(ADVANTAGES)}."
     )
-    best_k: int | None = Field(default=None, ge=1, description="answers of a group kept, the best after the baseline")
-    length_bonus: float = Field(default=0.0, ge=0, description="for short answers among a mixed group's correct ones")
+    best_k: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of rollouts of each group that are trained on, those of highest advantage; 0 means all.",
+    )
+    length_bonus: float = Field(
+        default=0.0,
+        ge=0,
+        description="Largest extra reward for short right answers in groups that have right and wrong ones.",
+    )
 
     surrogate: SurrogateName = Field(
-        default="clip", description=f"what a token adds to the objective. {_choices(SURROGATES)}"
+        default="clip", description=f"What a token adds to the objective. {_choices(SURROGATES)}."
     )
     ratio_level: Literal["token", "sequence"] = Field(
-        default="token", description="sequence: geometric mean of the sequence's token ratios, for all its tokens"
+        default="token",
+        description="Whether each token has its own ratio, or all tokens of a sequence their geometric mean (GSPO).",
     )
-    anchor: Literal["behavior", "proximal"] = Field(default="behavior", description="what pi is clipped against")
+    anchor: Literal["behavior", "proximal"] = Field(
+        default="behavior",
+        description="Policy to which pi is compared: mu, or (decoupled PPO) a proximal policy.",
+    )
     proximal: Literal["recompute", "interpolate"] = Field(
-        default="recompute", description="interpolate: log-linear between mu and pi by lag, without a forward pass"
+        default="recompute",
+        description="How the proximal policy is found: with a forward pass before the first update on a batch, or "
+        "without one, between mu and pi by staleness.",
     )
-    clip_low: float = Field(default=0.2, ge=0, le=1, description="ratios below 1 - this are clipped; 1: none are")
-    clip_high: float = Field(default=0.2, ge=0, description="ratios above 1 + this are clipped")
-    dual_clip: float | None = Field(default=None, gt=1, description="at A < 0 no ratio counts for more; 0 is off")
+    clip_low: float = Field(
+        default=0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1 clips none of them."
+    )
+    clip_high: float = Field(default=0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="Largest ratio that counts where the advantage is negative; 0 sets no limit."
+    )
     importance_cap: float | None = Field(
         default=None,
         ge=1,
-        description="largest detached weight pi/mu (surrogate plain) or prox/mu (anchor proximal); 0: no weights",
+        description="Largest importance weight: pi/mu for the plain surrogate, proximal/mu for a proximal anchor; 0 "
+        "uses no weights.",
     )
 
     skip_threshold: float | None = Field(
-        default=20.0, gt=0, description="a sequence whose skip_statistic of pi/mu is above leaves the loss; 0 is off"
+        default=20.0,
+        gt=0,
+        description="Sequences whose skip_statistic is above this leave the loss; 0 keeps all of them.",
     )
     skip_statistic: SkipStatisticName = Field(
-        default="mean", description=f"of a sequence's ratios r = pi/mu. {_choices(SKIP_STATISTICS)}"
+        default="mean", description=f"Statistic of a sequence's ratios r = pi/mu. {_choices(SKIP_STATISTICS)}."
     )
     skip_unit: Literal["sequence", "micro_batch"] = Field(
-        default="sequence", description="micro_batch: the historic rule; depends on how the batch is cut"
+        default="sequence",
+        description="What skip_threshold leaves out: single sequences, or (Colossal-RL's rule) whole micro-batches, "
+        "so that results depend on how a batch is cut.",
     )
     token_range: tuple[float, float] | None = Field(
-        default=None, strict=False, description="tokens of a ratio to mu outside leave the loss (IcePop); [] is off"
+        default=None,
+        strict=False,
+        description="Tokens whose ratio to mu is outside this range leave the loss (IcePop); [] keeps all of them.",
     )
-    min_ess: float | None = Field(default=None, gt=0, lt=1, description="below, the optimizer step is skipped")
-    max_kl: float | None = Field(default=None, gt=0, description="KL(mu || pi), nats; above, the step is skipped")
-    max_skipped_steps: int = Field(default=10, ge=1, description="skipped in a row; one more stops the run")
+    min_ess: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Effective sample size, as a share of a step's tokens, below which the step is skipped; 0 skips "
+        "none.",
+    )
+    max_kl: float | None = Field(
+        default=None, gt=0, description="KL(mu || pi), in nats, above which the step is skipped; 0 skips none."
+    )
+    max_skipped_steps: int = Field(
+        default=10, ge=1, description="Number of steps that may be skipped in a row; one more stops the run."
+    )
 
-    kl_coef: float = Field(default=0.0, ge=0, description="0: no reference is loaded")
-    kl_estimator: KlEstimatorName = Field(
-        default="k1", description=f"if unset: k3 in the loss, else k1. {_choices(KL_ESTIMATORS)}"
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="Factor of the KL penalty towards a reference model; 0 loads no reference."
     )
-    kl_placement: KlPlacement | None = None
-    kl_reference: str | None = Field(default=None, description="model directory; none: what the run began from")
-    entropy_coef: float = Field(default=0.0, ge=0, description="times the mean entropy, subtracted from the loss")
+    kl_estimator: KlEstimatorName = Field(
+        default="k1",
+        description="Estimate of that KL for each token; if unset, k3 with kl_placement = loss, else k1. "
+        f"{_choices(KL_ESTIMATORS)}.",
+    )
+    kl_placement: KlPlacement | None = Field(
+        default=None, description="Where the KL penalty goes; a kl_coef above 0 needs it."
+    )
+    kl_reference: str | None = Field(
+        default=None, description="Directory of the reference model; if unset, the model that the run began with."
+    )
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="Factor of the mean entropy, in nats, which is subtracted from the loss."
+    )
 
     aggregation: AggregationName = Field(
-        default="token", description=f"how token losses become the step's loss. {_choices(AGGREGATIONS)}"
+        default="token", description=f"How the losses of tokens become the step's loss. {_choices(AGGREGATIONS)}."
     )
-    mask_truncated: bool = Field(default=False, description="answers cut at max_new_tokens leave the loss")
+    mask_truncated: bool = Field(
+        default=False, description="Whether answers that were cut at sampling.max_new_tokens leave the loss."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -261,7 +312,7 @@ class LossConfig(Section):
 
 
 class Contradiction(NamedTuple):
-    """Settings that can't be meant together. ``example`` sets them; the rest is what the user is told."""
+    """An invalid combination of settings. ``example`` is one; ``expected`` and ``reason`` are shown to the user."""
 
     keys: tuple[str, ...]
     holds: Callable[[LossConfig], bool]
@@ -359,7 +410,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         example={"kl_reference": "some/model"},
     ),
 )  # fmt: skip
-"""Every combination of settings that is refused, in the order in which they are looked for."""
+"""Every invalid combination, in the order in which they are checked."""
 
 
 def _is_off(key: str, value: Any) -> bool:

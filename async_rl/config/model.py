@@ -10,24 +10,38 @@ from async_rl.config.section import Section
 
 
 class ModelConfig(Section):
-    path: str = Field(min_length=1, description="local directory or hub id of a Hugging Face causal LM")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="compute dtype; auto: bfloat16 on CUDA, float32 on CPU"
+    """The model that is trained and sampled."""
+
+    path: str = Field(
+        min_length=1,
+        description="Local directory or Hugging Face hub id of a causal language model with its tokenizer.",
     )
-    trust_remote_code: bool = False
-    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Precision in which learner and generators compute; auto is bfloat16 on CUDA and float32 on a CPU.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Whether Python code that comes with the model or its tokenizer may be executed."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Whether the learner recomputes activations in the backward pass, which saves memory and costs "
+        "time.",
+    )
 
 
 class LoraConfig(Section):
-    """Adapters beside frozen weights: a layer's W becomes W + alpha / rank * B A, and only A and B are trained."""
+    """Low-rank adapters: a layer's W becomes W + alpha / rank * B A, and only A and B are trained."""
 
-    rank: int | None = Field(default=None, ge=1, description="columns of A; none: no adapters, every weight is trained")
-    alpha: float = Field(default=16.0, gt=0, description="adapters are multiplied by alpha / rank")
+    rank: int | None = Field(
+        default=None, ge=1, description="Rank of the adapters; if unset, there are none and every weight is trained."
+    )
+    alpha: float = Field(default=16.0, gt=0, description="Scale of the adapters, which are multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         strict=False,
         min_length=1,
-        description="linear layers of the decoder that get an adapter, by the last part of their names",
+        description="Linear layers of the decoder that get an adapter, each given by the last part of its name.",
     )
 
     @field_validator("targets")
@@ -35,9 +49,12 @@ class LoraConfig(Section):
     def _are_last_parts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         unfit = [name for name in names if not name or "." in name]
         if unfit or len(set(names)) < len(names):
-            raise ValueError(f"expected the last parts of layers' names, each once, got {list(names)}")
+            raise ValueError(
+                f"expected each layer once, by the last part of its name, such as q_proj, got {list(names)}"
+            )
         return names
 
     @property
     def is_set(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
         return self.rank is not None

@@ -14,40 +14,73 @@ OnStale = Literal["drop", "wait", "mask"]
 
 
 class QueueConfig(Section):
-    address: str | None = Field(default=None, description="to bind; none: loopback, any free port")
-    advertise: str | None = Field(default=None, description="what others connect to; none: the bound address")
-    max_staleness: int = Field(default=4, ge=0, le=1024, description="versions")
+    """The queue server, and which groups it hands to the learner."""
+
+    address: str | None = Field(
+        default=None,
+        description="Address that the queue server binds, as in tcp://0.0.0.0:5555; if unset, a free port on loopback.",
+    )
+    advertise: str | None = Field(
+        default=None, description="Address that other machines connect to; if unset, the one that is bound."
+    )
+    max_staleness: int = Field(
+        default=4,
+        ge=0,
+        le=1024,
+        description="Most versions between sampling a token and training on it; 0 is on-policy training.",
+    )
     on_stale: OnStale = Field(
         default="mask",
-        description="tokens above the bound leave the loss; or drop their whole group; or wait, before a step, for "
-        "groups that it would make too old, then drop",
+        description="What happens to tokens above the bound: mask keeps them out of the loss, drop drops their "
+        "group, and wait holds a step up to wait_s for groups that it would make too old, then drops.",
     )
-    wait_s: float = Field(default=60.0, gt=0, description='longest wait of a step under on_stale = "wait"')
+    wait_s: float = Field(default=60.0, gt=0, description='Most seconds that one step waits if on_stale = "wait".')
     adaptive: bool = Field(
-        default=False, description="lower the bound for new leases, up to max_staleness, while steps look too stale"
+        default=False,
+        description="Whether the learner lowers the bound for new leases while the data is too stale, and raises it "
+        "again up to max_staleness.",
     )
-    adaptive_min_ess: float = Field(default=0.95, gt=0, lt=1, description="a step of a lower ESS looks too stale")
-    adaptive_max_kl: float = Field(default=0.02, gt=0, description="and one of a higher KL(mu || pi), nats")
     filter_range: tuple[float, float] | None = Field(
         default=(0.01, 0.99),
         strict=False,
-        description="groups whose mean accuracy lies outside are filtered; [] is off",
+        description="Groups whose mean accuracy lies outside this range are filtered; [] switches the filter off.",
     )
-    refill: bool = Field(default=True, description="replace filtered groups; false: keep and mask them")
+    refill: bool = Field(
+        default=True, description="Whether another prompt replaces a filtered group; if false, it is kept and masked."
+    )
     max_filtered: int | None = Field(
-        default=None, ge=1, description="filtered groups without a step; none: 100 steps' worth"
+        default=None,
+        ge=1,
+        description="Number of groups filtered since the last step that stops the run; if unset, 100 steps' worth.",
     )
-    max_bytes: int = Field(default=2 << 30, ge=1 << 20)
-    lease_timeout_s: float = Field(default=120.0, gt=0, description="without progress")
-    max_attempts: int = Field(default=3, ge=1, description="per prompt, then it is set aside as poison")
-    journal: bool = Field(default=True, description="keep groups and leases on disk, through the server's death")
-    journal_dir: str | None = Field(default=None, description="on a local disk; none: run.dir/queue")
+    max_bytes: int = Field(
+        default=2 << 30,
+        ge=1 << 20,
+        description="Most bytes of groups in the queue, counting the most that groups in flight may bring back.",
+    )
+    lease_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds without progress after which a generator's lease expires and its prompt is given out "
+        "again.",
+    )
+    max_attempts: int = Field(
+        default=3,
+        ge=1,
+        description="Number of times that a prompt may fail, or be too late, before it is excluded from the run.",
+    )
+    journal_dir: str | None = Field(
+        default=None,
+        description="Directory on a local disk for the groups that the queue holds; if unset, run.dir/queue.",
+    )
     keys: str | None = Field(
-        default=None, description="directory of `async-rl keys new`; none: nothing is encrypted, loopback only"
+        default=None,
+        description="Directory made by `async-rl keys new`, for encrypted and authenticated connections; if unset, "
+        "only loopback is allowed.",
     )
-    max_messages_per_s: float = Field(default=5000.0, gt=0, description="of one client; more are dropped unanswered")
-    max_malformed_per_minute: int = Field(default=64, ge=1, description="of one client; more: unheard for a minute")
-    linger_s: float = Field(default=60.0, ge=0, description="the server ends so long after its learner went away")
+    linger_s: float = Field(
+        default=60.0, ge=0, description="Seconds that the queue server stays after its learner has gone."
+    )
 
     @field_validator("filter_range", mode="before")
     @classmethod

@@ -13,33 +13,54 @@ from async_rl.config.section import Section
 
 
 class CodeRewardConfig(Section):
-    """How the model's programs are run and judged: ``reward.code``."""
+    """How programs that the model writes are run and judged, for ``reward.type = "code"``."""
 
-    time_limit_s: float = Field(default=10.0, gt=0, description="wall clock, of one test")
-    total_time_limit_s: float = Field(default=60.0, gt=0, description="of all tests of one answer")
-    memory_bytes: int = Field(default=1 << 30, ge=256 << 20, description="address space of a process")
-    output_bytes: int = Field(default=16 << 20, ge=1 << 10, description="of standard output, and of any file")
-    scratch_bytes: int = Field(default=64 << 20, ge=1 << 16, description="of all files of a program together")
-    max_processes: int = Field(default=1, ge=1, le=256, description="1: a program can't start any; memory is for each")
-    max_threads: int = Field(default=32, ge=1, le=1024)
+    time_limit_s: float = Field(default=10.0, gt=0, description="Most wall-clock seconds that one test may take.")
+    total_time_limit_s: float = Field(
+        default=60.0, gt=0, description="Most wall-clock seconds that all tests of one answer may take together."
+    )
+    memory_bytes: int = Field(
+        default=1 << 30, ge=256 << 20, description="Most bytes of address space of each process of a program."
+    )
+    max_processes: int = Field(
+        default=1, ge=1, le=256, description="Most processes of a program; 1 means that it can't start another."
+    )
     packages: tuple[str, ...] = Field(
         default=("numpy",),
         strict=False,
-        description="imported beforehand; if any, programs may import all that is installed beside async-rl",
+        description="Packages that are imported before a program starts; if empty, programs see only the standard "
+        "library, else all that is installed with async-rl.",
     )
     prelude: Literal["calls", "always", "never"] = Field(
-        default="calls", description="names of common modules without an import: for functions only, or for scripts too"
+        default="calls",
+        description="Which programs get names of common modules without an import: tested functions, all, or none.",
     )
     compare: Literal["ordered", "cascade"] = Field(
-        default="ordered", description="cascade: lines and tokens in any order too, as Colossal-RL has it"
+        default="ordered",
+        description="How outputs are compared: in order, or (cascade) as a last resort as sets of tokens, which is "
+        "unsafe.",
     )
-    partial_credit: bool = Field(default=False, description="reward and accuracy are the share of tests passed")
-    workers: int | None = Field(default=None, ge=1, description="programs at a time; none: one a core")
-    endpoint: str | None = Field(default=None, description="http://HOST:PORT of `async-rl verifier`; none: run here")
-    allow_unsafe: bool = Field(default=False, description="run programs unprotected where they can't be isolated")
+    partial_credit: bool = Field(
+        default=False,
+        description="Whether reward and accuracy are the share of tests passed instead of all or nothing.",
+    )
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of programs that run at the same time; if unset, the number of CPU cores.",
+    )
+    endpoint: str | None = Field(
+        default=None,
+        description="Address, as in http://10.0.0.1:8000, of an `async-rl verifier` that runs the programs; if "
+        "unset, every generator's machine runs them itself.",
+    )
+    allow_unsafe: bool = Field(
+        default=False, description="Whether programs may run without a sandbox on a machine that can't provide one."
+    )
 
     @property
     def num_workers(self) -> int:
+        """Programs that run at the same time."""
         return self.workers or len(os.sched_getaffinity(0))
 
     @field_validator("endpoint")
@@ -51,28 +72,55 @@ class CodeRewardConfig(Section):
 
 
 class RewardConfig(Section):
+    """How an answer is scored."""
+
     type: str = Field(
         default="boxed",
-        description="boxed, think_answer_tags, exact, xml_format, code, or a function of yours: module:function or "
-        "file.py:function, allowed by generator.allow_code",
+        description="Reward that scores answers: boxed, think_answer_tags, exact, xml_format, code, or your own "
+        "function as module:function or file.py:function, which generator.allow_code must list.",
     )
-    scale: float = Field(default=1.0, gt=0, description="reward of a correct answer; times what type gives")
+    scale: float = Field(default=1.0, gt=0, description="Factor of the main reward, so what a right answer earns.")
     equality: Literal["math", "exact"] = Field(
-        default="math", description="of boxed and think_answer_tags: the same mathematics, or the same text"
+        default="math",
+        description="When boxed and think_answer_tags take two answers for equal: same mathematical value, or same "
+        "text.",
     )
-    require_format: bool = Field(default=True, description="a right answer in a wrong format earns nothing")
-    format: float = Field(default=0.0, description="reward of a valid format, whatever the answer; not scaled")
-    extra: dict[str, float] = Field(default={}, description="further rewards and the weight each is added with")
-    soft_overlong: bool = Field(default=True, description="punish long answers, on a line over cache_length tokens")
+    require_format: bool = Field(
+        default=True,
+        description="Whether a right answer in a wrong format earns nothing; its accuracy counts all the same.",
+    )
+    format: float = Field(
+        default=0.0, description="Reward for a valid format, whatever the answer; reward.scale does not apply."
+    )
+    extra: dict[str, float] = Field(
+        default={},
+        description="Further rewards: a table from a name, as in reward.type, to the weight it is added with.",
+    )
+    soft_overlong: bool = Field(
+        default=True,
+        description="Whether answers lose reward, growing linearly, over the last cache_length tokens before the "
+        "limit.",
+    )
     overlong: Literal["dapo", "zero_at_limit"] = Field(
         default="dapo",
-        description="dapo: eq. 13, times scale, so cut answers lose 1 scale; zero_at_limit: the line only where there "
-        "is an answer, and a reward of 0 for cut answers, even without soft_overlong",
+        description="Form of that penalty: dapo subtracts up to 1 x scale from every answer; zero_at_limit subtracts "
+        "only where an answer was found, and gives 0 to answers that were cut, even without soft_overlong.",
     )
-    cache_length: int | None = Field(default=None, ge=1, description="none: min(1024, max_new_tokens // 4)")
-    time_limit_s: float = Field(default=5.0, gt=0, description="for comparing one answer, or one async call of yours")
-    max_concurrent: int = Field(default=64, ge=1, le=1024, description="async calls of yours at the same time")
-    code: CodeRewardConfig = CodeRewardConfig()
+    cache_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens before sampling.max_new_tokens over which that penalty grows; if unset, a quarter of "
+        "max_new_tokens, at most 1024.",
+    )
+    time_limit_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="Most seconds for comparing one answer, or for one call of your own async reward.",
+    )
+    max_concurrent: int = Field(
+        default=64, ge=1, le=1024, description="Most calls of your own async rewards that one generator runs at a time."
+    )
+    code: CodeRewardConfig = Field(default=CodeRewardConfig(), description="How programs are run and judged.")
 
     @field_validator("type")
     @classmethod

@@ -99,5 +99,5 @@ def reward_type(name: str) -> RewardType:
     if is_code_name(name):
         return USER_CODE
     if name not in REWARD_TYPES:
-        raise ValueError(f"expected {' or '.join(REWARD_TYPES)}, or module:function, got {name!r}")
+        raise ValueError(f"expected {', '.join(REWARD_TYPES)}, module:function or file.py:function, got {name!r}")
     return REWARD_TYPES[name]

@@ -8,23 +8,46 @@ from async_rl.config.section import Section
 
 
 class SamplingConfig(Section):
-    group_size: int = Field(default=8, ge=1, le=1024)
-    temperature: float = Field(default=1.0, gt=0)
+    """How training rollouts are sampled; ``eval`` has its own keys."""
+
+    group_size: int = Field(
+        default=8, ge=1, le=1024, description="Number of rollouts that are sampled for each prompt."
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="Temperature by which logits are divided before sampling."
+    )
     temperature_end: float | None = Field(
-        default=None, gt=0, description="what temperature goes to, on a line over the versions; none: it stays"
+        default=None,
+        gt=0,
+        description="Temperature that is approached linearly from sampling.temperature; if unset, it stays constant.",
     )
     temperature_steps: int | None = Field(
-        default=None, ge=1, description="version at which temperature_end is reached; none: the run's last"
+        default=None,
+        ge=1,
+        description="Version of the weights at which temperature_end is reached; if unset, the last one of the run.",
     )
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="sample from the likeliest tokens that reach this probability; 1: off"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Sample only from the most likely tokens whose probabilities add up to this; 1 means all tokens.",
     )
     top_k: int = Field(
-        default=0, ge=0, description="sample from so many of the likeliest tokens; 0: off. Bounds what top_p keeps"
+        default=0, ge=0, description="Sample only from this many most likely tokens; 0 means all tokens."
     )
-    max_new_tokens: int = Field(default=3584, ge=1)
-    max_prompt_tokens: int = Field(default=512, ge=1, description="longer prompts: see data.on_long_prompt")
-    stop: tuple[str, ...] = Field(default=(), strict=False, description="stop strings, kept in the text")
+    max_new_tokens: int = Field(
+        default=3584, ge=1, description="Most tokens that the model may generate in one rollout, over all its turns."
+    )
+    max_prompt_tokens: int = Field(
+        default=512, ge=1, description="Most tokens of a prompt; data.on_long_prompt decides about longer ones."
+    )
+    stop: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Strings that end a rollout when the model writes them; they stay in its text.",
+    )
     deterministic: bool = Field(
-        default=False, description="the same samples, bit for bit, whoever samples them; a group at a time, so slow"
+        default=False,
+        description="Whether every generator samples bit for bit the same rollouts, one group at a time, which is "
+        "slow.",
     )

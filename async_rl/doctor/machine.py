@@ -106,8 +106,8 @@ def check_disk(config: Config) -> list[Finding]:
     run_dir, journal = Path(config.run.dir).absolute(), journal_directory(config).absolute()
     check_writable(run_dir, "run.dir")
     rows = [_space_row(config, run_dir)]
-    if not config.queue.journal:
-        fix = "set queue.journal = true"
+    if not config.experimental.journal:
+        fix = "set experimental.journal = true"
         return [*rows, Finding("journal", "WARN", "off: a queue server that dies loses its groups", fix=fix)]
     check_writable(journal, "queue.journal_dir")
     kind, free = _file_system(journal), _free_bytes(journal)

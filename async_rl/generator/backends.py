@@ -131,7 +131,7 @@ def _own_class(name: str, config: Config, code_digests: Mapping[str, str] | None
 def _build_fake(directory: Path, config: Config, *, device: str | None, load_pretrained: bool) -> Backend:
     from async_rl.generator.fake import FakeBackend
 
-    backend = FakeBackend(config.generator, answer_form=config.reward.type)
+    backend = FakeBackend(config.generator, config.experimental.fake, answer_form=config.reward.type)
     if load_pretrained:
         backend.activate(0, {})
     return backend

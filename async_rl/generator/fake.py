@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from async_rl.config.backends import BACKENDS
-from async_rl.config.generator import FakeConfig, GeneratorConfig
+from async_rl.config.experimental import FakeConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.config.reward_types import REWARD_TYPES
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
@@ -63,8 +64,8 @@ class FakeBackend:
 
     capabilities = BACKENDS["fake"]
 
-    def __init__(self, config: GeneratorConfig, *, answer_form: str = "boxed") -> None:
-        self._fake = config.fake
+    def __init__(self, config: GeneratorConfig, fake: FakeConfig | None = None, *, answer_form: str = "boxed") -> None:
+        self._fake = fake or FakeConfig()
         self._max_running = config.batch_size
         # A function of the user's own says nothing of its form; most read a box.
         self._reward = REWARD_TYPES.get(answer_form, REWARD_TYPES["boxed"])
@@ -103,7 +104,7 @@ class FakeBackend:
         coder = self.text
         text = coder.render(messages)
         if self._fake.fails_on and self._fake.fails_on in text:
-            raise ValueError(f"generator.fake.fails_on = {self._fake.fails_on!r} is in the prompt")
+            raise ValueError(f"experimental.fake.fails_on = {self._fake.fails_on!r} is in the prompt")
         return coder.encode(text)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:

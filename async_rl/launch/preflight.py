@@ -231,6 +231,6 @@ def check_fake_vocabulary(config: Config) -> None:
     known = vocabulary_size(config.model.path)
     if known is not None and config.own_vocab_size > known:
         raise ConfigError(
-            f"generator.fake.vocab_size: expected at most the model's vocab_size = {known}, got "
-            f"{config.generator.fake.vocab_size}"
+            f"experimental.fake.vocab_size: expected at most the model's vocab_size = {known}, got "
+            f"{config.experimental.fake.vocab_size}"
         )

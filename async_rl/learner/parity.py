@@ -4,8 +4,8 @@ Two comparisons, both at one version exactly, and neither waits for anybody:
 
 - *sampled*: rollouts that come back while the learner still holds the version that sampled all of their tokens, as in
   the first step, are scored before it trains on them. That covers all of the sampling: cache, temperature, top-p.
-- *given*: every ``weights.parity_every`` versions, and for each newcomer, the learner scores a few tokens of the last
-  batch and announces them with the version; every generator answers once it has activated it.
+- *given*: every ``experimental.parity_every`` versions, and for each newcomer, the learner scores a few tokens of the
+  last batch and announces them with the version; every generator answers once it has activated it.
 
 A difference that a generator's answer, or the learner's own experiments, can explain stops the run at once. One in
 sampled tokens that nothing explains waits for the generator's answer about given ones, which excludes or proves its
@@ -66,6 +66,7 @@ class ParityGate:
 
     def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
         self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
+        self._every = config.experimental.parity_every
         self._max_tokens = config.learner.max_tokens
         self._checked: dict[str, int] = {}
         self._checked_sampled: dict[str, int] = {}
@@ -148,7 +149,7 @@ class ParityGate:
 
     def _is_due(self, checked: Mapping[str, int], generator_id: str, version: int) -> bool:
         last = checked.get(generator_id)
-        every = self._weights.parity_every
+        every = self._every
         return last is None or generator_id in self._suspects or bool(every and version - last >= every)
 
     def _collect(self, answers: Mapping[str, Answer]) -> None:

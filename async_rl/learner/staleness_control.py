@@ -42,7 +42,7 @@ class BoundState:
 
 @dataclass(frozen=True, slots=True)
 class BoundLimits:
-    """``lowest`` and ``highest`` bound, and what a step may show: ``queue.adaptive_min_ess``, ``adaptive_max_kl``."""
+    """``lowest`` and ``highest`` bound, and what a step may show: ``experimental.adaptive_{min_ess,max_kl}``."""
 
     lowest: int
     highest: int
@@ -51,8 +51,8 @@ class BoundLimits:
 
     @classmethod
     def from_config(cls, config: Config) -> BoundLimits:
-        queue = config.queue
-        return cls(config.lowest_bound, queue.max_staleness, queue.adaptive_min_ess, queue.adaptive_max_kl)
+        limits = config.experimental
+        return cls(config.lowest_bound, config.queue.max_staleness, limits.adaptive_min_ess, limits.adaptive_max_kl)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
     # Without a journal there is nothing to revive: the learner has to start again from its checkpoint, too.
     revive = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
-    may_revive = context.may_start_queue and config.queue.journal
+    may_revive = context.may_start_queue and config.experimental.journal
     queue = LearnerQueue(
         address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),
         revive=revive if may_revive else None, while_waiting=engine.tick,
@@ -173,17 +173,17 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 
 
 def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
-    """Staging and publishing, each version held back by ``learner.n_behind`` where that is set."""
+    """Staging and publishing, each version held back by ``learner.fixed_lag`` where that is set."""
     staging = Staging(
         config.weights.staging_bytes,
-        config.weights.bucket_bytes,
+        config.experimental.bucket_bytes,
         deadline_s=config.weights.deadline_s,
         is_pulled=publisher.are_all_pulled,
         # One that is pulled stays until the pull is over: without a second there would be none to publish.
         min_versions=2,
     )
     weights = StagedWeights(staging, publisher)
-    return weights if config.learner.n_behind is None else FixedLagWeights(weights, config.learner.n_behind)
+    return weights if config.learner.fixed_lag is None else FixedLagWeights(weights, config.learner.fixed_lag)
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
@@ -219,7 +219,7 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
         keys=None if config.queue.keys is None else ServerKeys.ephemeral(config.queue.keys),
         transport=transport,
         device=str(context.device) if context.device.type == "cuda" else None,
-        chunk_bytes=weights.bucket_bytes,
+        chunk_bytes=config.experimental.bucket_bytes,
         has_deltas=None if weights.deltas == "auto" else weights.deltas == "on",
     )
 

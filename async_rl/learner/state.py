@@ -26,7 +26,7 @@ class TrainerState:
     """``step`` and ``version`` count what is done: the next step trains with weights of ``version``.
 
     ``digests`` maps versions that may still be in flight to the digests they were published with: one, or two where
-    a restart laid the same weights out anew (``weights.bucket_bytes``). ``pending_evals`` are (dataset, step) that
+    a restart laid the same weights out anew (``experimental.bucket_bytes``). ``pending_evals`` are (dataset, step) that
     were asked for and not yet written. ``skipped_in_a_row`` counts optimizer steps since the last that was not skipped
     (``step_guard.py``); ``bound_state`` is where an adaptive bound stands (``staleness_control.py``). ``elapsed_s`` is
     the run's time up to here.

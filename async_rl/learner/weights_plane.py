@@ -1,6 +1,6 @@
 """The trainer's side of the weight plane: a version's tensors in, its digest out, to be announced.
 
-``StagedWeights`` sends every version at once; ``FixedLagWeights``, for studies of staleness (``learner.n_behind``),
+``StagedWeights`` sends every version at once; ``FixedLagWeights``, for studies of staleness (``learner.fixed_lag``),
 sends it exactly so many versions late. Built by ``start.py``.
 """
 

@@ -21,6 +21,12 @@ Verdict = Literal["passed", "wrong", "failed", "timed_out", "unusable", "not_run
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """``failed``: it ended with an error. ``unusable``: it does not compile, or lacks the function."""
 
+_OUTPUT_BYTES = 16 << 20
+"""Of standard output, and of any file that a program writes."""
+_SCRATCH_BYTES = 64 << 20
+"""Of all files of a program together."""
+_MAX_THREADS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
@@ -123,10 +129,10 @@ class LocalJudge:
         return Limits(
             time_s=min(code.time_limit_s, left_s),
             memory_bytes=code.memory_bytes,
-            output_bytes=code.output_bytes,
-            scratch_bytes=code.scratch_bytes,
+            output_bytes=_OUTPUT_BYTES,
+            scratch_bytes=_SCRATCH_BYTES,
             max_processes=code.max_processes,
-            max_threads=code.max_threads,
+            max_threads=_MAX_THREADS,
         )
 
     def _verdict(self, ran: Ran, function: str | None, test: CodeTest) -> Verdict:

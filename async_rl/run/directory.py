@@ -22,17 +22,16 @@ from async_rl.errors import ConfigError, RunError
 
 MAY_DIFFER: tuple[str, ...] = (
     "run.dir", "run.name",
-    "queue.address", "queue.advertise", "queue.keys", "queue.max_messages_per_s", "queue.max_malformed_per_minute",
-    "queue.max_bytes", "queue.lease_timeout_s", "queue.linger_s",
+    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.linger_s",
     "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
-    "learner.distributed_timeout_s",
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
     "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
-    "weights.transport", "weights.deadline_s", "weights.bucket_bytes", "weights.staging_bytes",
-    "weights.trusted_network", "weights.deltas", "weights.parity", "weights.parity_every", "weights.parity_limit",
+    "weights.transport", "weights.deadline_s", "weights.staging_bytes",
+    "weights.trusted_network", "weights.deltas", "weights.parity", "weights.parity_limit",
     "checkpoint.every", "checkpoint.keep_last", "reward.max_concurrent",
     "log.wandb", "log.project", "log.rollouts_every", "log.rollouts_groups",
-    "sft",
+    "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
+    "experimental.bucket_bytes", "experimental.parity_every", "sft",
 )  # fmt: skip
 """Keys (and one whole section) that a resumed run may change: they decide where and how fast it runs and what is
 recorded, not what is learned."""

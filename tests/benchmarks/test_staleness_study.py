@@ -22,7 +22,7 @@ RESULT = Result([(0, 0.3), (10, 0.8), (20, 1.0)], lag_mean=16.0, lag_max=16, ess
 def test_every_run_of_the_study_has_a_config_that_is_accepted(lag: int, loss: str):
     overrides = replace(SETTING, lag=lag, loss=loss).overrides
     config = load_config(ROOT / "configs/quickstart.toml", [f"{key}={value}" for key, value in overrides.items()])
-    assert (config.learner.n_behind, config.queue.max_staleness, config.queue.filter_range) == (lag, lag, None)
+    assert (config.learner.fixed_lag, config.queue.max_staleness, config.queue.filter_range) == (lag, lag, None)
     assert (config.loss.surrogate == "plain") == (loss == "off")
     assert config.loss.skip_threshold == (None if loss in ("off", "clip") else 20.0)
     assert loss not in STUDIED or config.loss.importance_cap is None

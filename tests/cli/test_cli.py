@@ -69,8 +69,8 @@ def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixt
         ("learner.steps=1.5", "learner.steps: input should be a valid integer"),
         (
             "reward.type=best",
-            "reward.type: expected boxed or think_answer_tags or exact or xml_format or code, or module:function, got "
-            "'best'",
+            "reward.type: expected boxed, think_answer_tags, exact, xml_format, code, module:function or "
+            "file.py:function, got 'best'",
         ),
         ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 5, got 9"),
         ("queue.address=localhost", "queue.address: expected an address like tcp://127.0.0.1:5555, got 'localhost'"),
@@ -271,9 +271,10 @@ def test_devices_that_are_not_there_are_refused(
 
 def test_a_fake_vocabulary_beyond_the_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_model(tmp_path / "model")
-    config = write_config(tmp_path, data=write_data(tmp_path), generator='backend = "fake"\nfake.vocab_size = 999')
+    sections = {"generator": 'backend = "fake"', "experimental": "fake.vocab_size = 999"}
+    config = write_config(tmp_path, data=write_data(tmp_path), **sections)
     said = refusal(capsys, "launch", str(config))
-    assert "generator.fake.vocab_size: expected at most the model's vocab_size = 46, got 999" in said
+    assert "experimental.fake.vocab_size: expected at most the model's vocab_size = 46, got 999" in said
 
 
 @pytest.mark.parametrize("command", ["launch", "learner"])

@@ -207,8 +207,8 @@ def test_an_override_is_toml_or_else_a_bare_string(override: str, value: Any):
 def test_overrides_go_deep_win_in_order_and_keep_their_neighbours(tmp_path: Path):
     path = tmp_path / "c.toml"
     path.write_text('[run]\ndir = "r"\nseed = 1\n[model]\npath = "m"\n')
-    config = load_config(path, ["generator.fake.accuracy=0.25", "run.seed=2", "run.seed=3"])
-    assert (config.generator.fake.accuracy, config.run.seed, config.run.dir) == (0.25, 3, "r")
+    config = load_config(path, ["experimental.fake.accuracy=0.25", "run.seed=2", "run.seed=3"])
+    assert (config.experimental.fake.accuracy, config.run.seed, config.run.dir) == (0.25, 3, "r")
 
 
 @pytest.mark.parametrize("override", ["s", "=3", "k=3", ".k=3", "s.=3", "s..k=3", "run.dir.deep=1"])
@@ -241,8 +241,8 @@ def test_the_toml_of_a_config_reads_back_equal(sections: dict[str, dict[str, Any
 
 
 def test_the_difference_names_nested_keys_old_and_new():
-    old, new = a_config(), a_config(generator={"fake": {"accuracy": 1.0}}, data={"eval": {"a": "f"}})
-    assert config_difference(old, new) == ["data.eval.a: None -> 'f'", "generator.fake.accuracy: 0.5 -> 1.0"]
+    old, new = a_config(), a_config(experimental={"fake": {"accuracy": 1.0}}, data={"eval": {"a": "f"}})
+    assert config_difference(old, new) == ["data.eval.a: None -> 'f'", "experimental.fake.accuracy: 0.5 -> 1.0"]
     assert config_difference(old, old) == []
 
 
@@ -285,25 +285,31 @@ def test_the_host_towards_loopback_is_loopback():
 
 
 def test_a_lag_that_is_held_needs_a_bound_that_is_equal_and_every_version_published():
-    assert a_config().learner.n_behind is None
-    held = {"n_behind": 2}
-    assert "queue.max_staleness: under learner.n_behind = 2 expected 2, got 4" in refusal(learner=held)
+    assert a_config().learner.fixed_lag is None
+    held = {"fixed_lag": 2}
+    assert "queue.max_staleness: under learner.fixed_lag = 2 expected 2, got 4" in refusal(learner=held)
     bound = {"max_staleness": 2}
-    assert "weights.sync_every: under learner.n_behind" in refusal(learner=held, queue=bound, weights={"sync_every": 2})
+    assert "weights.sync_every: under learner.fixed_lag" in refusal(
+        learner=held, queue=bound, weights={"sync_every": 2}
+    )
     assert "learner.updates_per_batch: under" in refusal(learner={**held, "updates_per_batch": 2}, queue=bound)
-    assert a_config(learner=held, queue=bound).learner.n_behind == 2
-    assert a_config(learner={"n_behind": 0}, queue={"max_staleness": 0}).learner.n_behind == 0
+    assert a_config(learner=held, queue=bound).learner.fixed_lag == 2
+    assert a_config(learner={"fixed_lag": 0}, queue={"max_staleness": 0}).learner.fixed_lag == 0
 
 
 def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_skipped():
     adaptive = {"adaptive": True}
     assert a_config(queue=adaptive).queue.adaptive
-    assert "queue.adaptive: expected false with learner.n_behind" in refusal(queue=adaptive, learner={"n_behind": 4})
+    assert "queue.adaptive: expected false with learner.fixed_lag" in refusal(queue=adaptive, learner={"fixed_lag": 4})
     # Published every third version and trained on twice: 2 + 1 = 3 versions old at times.
     assert "queue.adaptive: expected queue.max_staleness above" in refusal(
         queue={**adaptive, "max_staleness": 3}, weights={"sync_every": 3}, learner={"updates_per_batch": 2}
     )
     assert a_config(weights={"sync_every": 3}, learner={"updates_per_batch": 2}).lowest_bound == 3
     for loss in ({"min_ess": 0.95}, {"max_kl": 0.02}):
-        assert "queue.adaptive_min_ess, queue.adaptive_max_kl: expected" in refusal(queue=adaptive, loss=loss)
-    assert a_config(queue={**adaptive, "adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}).queue.adaptive
+        assert "experimental.adaptive_min_ess, experimental.adaptive_max_kl: expected" in refusal(
+            queue=adaptive, loss=loss
+        )
+    assert a_config(
+        queue=adaptive, experimental={"adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}
+    ).queue.adaptive

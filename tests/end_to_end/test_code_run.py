@@ -24,7 +24,8 @@ def test_code_rows_are_sampled_graded_and_trained_on(tmp_path: Path):
         reward={"type": "code", "code": {"packages": [], "time_limit_s": 20.0}},
         queue={"lease_timeout_s": 120.0, "filter_range": [0.01, 0.99]},
         learner={"steps": 2, "max_tokens": 4096},
-        generator={"backend": "fake", "fake": fake},
+        generator={"backend": "fake"},
+        experimental={"fake": fake},
     )
     with roles(tmp_path / "logs") as start:
         start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()

@@ -35,7 +35,8 @@ def slow_config(directory: Path) -> Path:
         directory,
         write_tiny_task(directory),
         learner={"steps": NUM_STEPS},
-        generator={"backend": "fake", "batch_size": 4, "fake": FAKE},
+        generator={"backend": "fake", "batch_size": 4},
+        experimental={"fake": FAKE},
         checkpoint={"every": 0},
         eval={"every": 0},
     )

@@ -27,7 +27,7 @@ def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, weights: dict[st
         # A random model earns nothing: the entropy bonus moves it.
         loss={"preset": "grpo", "kl_coef": 0.01, "entropy_coef": 0.1},
         optimizer={"lr": 3e-3},
-        generator={"kv_after_swap": "recompute"},
+        generator={"kv_after_update": "recompute"},
         weights=weights,
     )
     config, run_dir = write_config(tmp_path / "config.toml", raw), tmp_path / "run"

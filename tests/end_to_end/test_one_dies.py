@@ -15,7 +15,7 @@ GENERATORS = {
         "generator.num_threads=1",
     ),
     "recomputing": (
-        "generator.backend=transformers", "generator.batch_size=4", "generator.kv_after_swap=recompute",
+        "generator.backend=transformers", "generator.batch_size=4", "generator.kv_after_update=recompute",
         "generator.num_threads=1",
     ),
 }  # fmt: skip

@@ -44,7 +44,8 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
         write_tiny_task(tmp_path, num_rows=8),
         reward={"type": f"{source}:right", "extra": {f"{source}:loud": 0.25}, "soft_overlong": False},
         learner={"steps": 3},
-        generator={"backend": "fake", "batch_size": 4, "fake": FAKE, "allow_code": [str(source)]},
+        generator={"backend": "fake", "batch_size": 4, "allow_code": [str(source)]},
+        experimental={"fake": FAKE},
         eval={"every": 0},
     )
     config["data"] = {

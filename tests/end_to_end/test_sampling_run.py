@@ -53,7 +53,8 @@ def test_a_run_over_the_fake_backend_trains_on_its_kept_tokens(tmp_path: Path):
         tmp_path,
         sampling={"top_p": 0.5, "top_k": 12},
         learner={"steps": 4},
-        generator={"backend": "fake", "fake": {"mean_tokens": 6.0, "vocab_size": 20}},
+        generator={"backend": "fake"},
+        experimental={"fake": {"mean_tokens": 6.0, "vocab_size": 20}},
     )
     # 6 of 12 tokens are kept, and the tiny model's logits are close to equal, as the fake's are: an entropy near
     # log 6 = 1.792, where the whole vocabulary has more than 3. The mean of pi/mu over samples of mu is 1.

@@ -289,7 +289,7 @@ def test_programs_are_judged_offline(model: Path, tmp_path: Path):
     config = tmp_path / "code.toml"
     config.write_text(
         f"run.dir = 'r'\nmodel.path = '{model}'\nreward = {{ type = 'code', code.packages = [] }}\n"
-        "generator = { backend = 'fake', fake.accuracy = 0.5 }\nsampling.max_new_tokens = 64\n"
+        "generator.backend = 'fake'\nexperimental.fake.accuracy = 0.5\nsampling.max_new_tokens = 64\n"
     )
     figures = evaluate(model, CODE_ROWS, config=config, num_samples=4, out=tmp_path / "out", max_prompt_tokens=4000)
     records = lines_of(tmp_path / "out" / "mbpp_10.jsonl")
@@ -337,7 +337,7 @@ def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, 
         evaluate(model, dataset, out=dataset / "out")
     with pytest.raises(DataError, match="no dataset"):
         evaluate(model, tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match=r"reward\.type: expected boxed or"):
+    with pytest.raises(ConfigError, match=r"reward\.type: expected boxed, think_answer_tags"):
         evaluate(model, dataset, reward="best")
     with pytest.raises(ModelError, match=r"expected a model, a checkpoint or a run directory at .*nowhere"):
         evaluate(tmp_path / "nowhere", dataset)

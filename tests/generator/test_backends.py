@@ -69,7 +69,7 @@ def test_an_own_backend_must_be_the_learners(tmp_path: Path):
     ("section", "values", "message"),
     [
         ("sampling", {"top_k": 3}, r"sampling\.top_p, sampling\.top_k: expected 1, 0 \(off\) with"),
-        ("generator", {"kv_after_swap": "recompute"}, r'generator\.kv_after_swap: expected "keep"'),
+        ("generator", {"kv_after_update": "recompute"}, r'generator\.kv_after_update: expected "keep"'),
     ],
 )
 def test_an_own_backend_is_not_asked_for_what_it_does_not_declare(tmp_path: Path, section, values, message):

@@ -22,9 +22,10 @@ NEEDS_A_MODEL = {"stops_at_stop_strings", "scores_what_it_sampled", "digests_tel
 
 
 def config(backend: str, *, deterministic: bool = False, **generator: Any) -> Config:
-    generator = {"backend": backend, "batch_size": 4, "fake": {"mean_tokens": 20.0}, **generator}
+    generator = {"backend": backend, "batch_size": 4, **generator}
     sampling = {"deterministic": deterministic, "group_size": 4}
     raw = {"run": {"dir": "run"}, "model": {"path": "model"}, "generator": generator, "sampling": sampling}
+    raw["experimental"] = {"fake": {"mean_tokens": 20.0}}
     return parse_config(raw, "test")
 
 

@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config.environment import EnvironmentConfig
-from async_rl.config.generator import FakeConfig, GeneratorConfig
+from async_rl.config.experimental import FakeConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.data.chat import load_tokenizer
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.fake import FakeBackend, FakeText
@@ -97,10 +98,10 @@ def test_kept_tokens_of_all_turns_stay_with_their_sequence(directory):
 
 
 def test_the_fake_plays_too(directory):
-    config = GeneratorConfig(backend="fake", batch_size=3, fake=FakeConfig(mean_tokens=2.0))
-    backend = FakeBackend(config)
+    fake = FakeConfig(mean_tokens=2.0)
+    backend = FakeBackend(GeneratorConfig(backend="fake", batch_size=3), fake)
     backend.activate(5, {})
-    played = play(backend, FakeText(config.fake.vocab_size), directory, [make_lease("a"), make_lease("b", seed=9)])
+    played = play(backend, FakeText(fake.vocab_size), directory, [make_lease("a"), make_lease("b", seed=9)])
     for rollout in (*played["a"], *played["b"]):
         assert [turn.num_tokens for turn in rollout.turns] == [2, 2, 2]
         assert {int(v) for s in rollout.sequences for v in s.versions[s.loss_mask]} == {5}

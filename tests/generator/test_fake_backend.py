@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config.generator import FakeConfig, GeneratorConfig
+from async_rl.config.experimental import FakeConfig
+from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.backend import Sampled
 from async_rl.generator.fake import FakeBackend
 from async_rl.sampling_mask import contains
@@ -20,7 +21,7 @@ from tests.generator.leases import make_lease
 
 def make_backend(max_running: int = 4, version: int = 0, **fake: float | str) -> FakeBackend:
     settings = {"mean_tokens": 6.0, "sigma": 0.5, "vocab_size": 32} | fake
-    backend = FakeBackend(GeneratorConfig(batch_size=max_running, fake=FakeConfig.model_validate(settings)))
+    backend = FakeBackend(GeneratorConfig(batch_size=max_running), FakeConfig.model_validate(settings))
     backend.activate(version, {})
     return backend
 
@@ -75,8 +76,8 @@ def test_answers_are_right_as_often_as_asked_for_in_the_form_of_the_reward():
     right = [r"\boxed{42}" in s.text for s in run_all(backend).values()]
     # 4096 draws: standard deviation sqrt(0.25 * 0.75 / 4096) = 0.7 %.
     assert np.mean(right) == pytest.approx(0.25, abs=0.03)
-    config = GeneratorConfig(fake=FakeConfig(accuracy=1.0))
-    tags = FakeBackend(config, answer_form="think_answer_tags")
+    fake = FakeConfig(accuracy=1.0)
+    tags = FakeBackend(GeneratorConfig(), fake, answer_form="think_answer_tags")
     tags.activate(0, {})
     tags.submit(make_lease("a", answer="42"), prompt_of(backend))
     assert {s.text.split("\n")[1] for s in run_all_of(tags)} == {"<answer> 42 </answer>"}
@@ -85,8 +86,8 @@ def test_answers_are_right_as_often_as_asked_for_in_the_form_of_the_reward():
 def test_programs_know_their_tests_as_often_as_asked_for():
     row = {"test_cases": {"inputs": ["1\n", "2\n"], "outputs": ["one\n", "two\n"]}}
     for accuracy, printed in ((1.0, "one\n\n"), (0.0, "wrong\n")):
-        config = GeneratorConfig(fake=FakeConfig(accuracy=accuracy))
-        backend = FakeBackend(config, answer_form="code")
+        fake = FakeConfig(accuracy=accuracy)
+        backend = FakeBackend(GeneratorConfig(), fake, answer_form="code")
         backend.activate(0, {})
         lease = make_lease("a")
         backend.submit(replace(lease, prompt=replace(lease.prompt, reward_data=row)), prompt_of(backend))
@@ -162,7 +163,7 @@ def test_prompts_are_encoded_alike_everywhere_and_within_the_vocabulary():
 def test_prompts_that_contain_a_chosen_text_always_fail():
     backend = make_backend(fails_on="1 + 1")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"generator\.fake\.fails_on = '1 \+ 1' is in the prompt"):
+        with pytest.raises(ValueError, match=r"experimental\.fake\.fails_on = '1 \+ 1' is in the prompt"):
             prompt_of(backend)
     assert len(backend.encode_prompt([{"role": "user", "content": "1 + 2"}]))
 

@@ -177,7 +177,7 @@ def test_new_weights_score_from_the_next_step_on_and_keep_the_cache(make_backend
 
 
 def test_with_recompute_every_token_scores_as_a_full_forward_pass_of_its_version(make_backend):
-    backend, models = make_backend(max_running=5, kv_after_swap="recompute"), {3: make_model(0), 4: make_model(1)}
+    backend, models = make_backend(max_running=5, kv_after_update="recompute"), {3: make_model(0), 4: make_model(1)}
     for i, prompt in enumerate(PROMPTS):
         submit(backend, str(i), prompt, group_size=2, max_new_tokens=10 + 5 * i, seed=i)
     finished = [s for _ in range(6) for s in backend.step()]

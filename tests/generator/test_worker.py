@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
+from async_rl.config.experimental import FakeConfig
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.errors import ConfigError, QueueError
@@ -131,20 +132,26 @@ class Scene:
     """A worker with its fakes. Answers have four tokens each, so a lease takes four steps."""
 
     def __init__(
-        self, *, data: dict[str, Any] | None = None, engine: type[FakeBackend] = FakeBackend, **generator: Any
+        self,
+        *,
+        data: dict[str, Any] | None = None,
+        engine: type[FakeBackend] = FakeBackend,
+        mean_tokens: float = 4.0,
+        **generator: Any,
     ) -> None:
-        section = {"backend": "fake", "batch_size": 4, "fake": {"mean_tokens": 4.0}} | generator
+        section = {"backend": "fake", "batch_size": 4} | generator
         raw = {
             "run": {"dir": "run"},
             "model": {"path": "model"},
             "sampling": {"group_size": 2, "max_new_tokens": 8},
             "generator": section,
+            "experimental": {"fake": {"mean_tokens": mean_tokens}},
             "data": data or {},
         }
         self.config: Config = parse_config(raw, "test")
         self.clock = Clock()
         self.queue, self.receiver = FakeQueue(self.clock), FakeReceiver()
-        self.backend = engine(self.config.generator)
+        self.backend = engine(self.config.generator, self.config.experimental.fake)
         self.worker = Worker(
             queue=self.queue,
             receiver=self.receiver,
@@ -253,8 +260,8 @@ def test_an_answer_that_names_a_version_is_followed_by_silence_until_it_is_activ
 class SlowToPrepare(FakeBackend):
     """Ready at the third look at a version; notes each look with the tokens sampled by then, and each activation."""
 
-    def __init__(self, config: GeneratorConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: GeneratorConfig, fake: FakeConfig) -> None:
+        super().__init__(config, fake)
         self.looks: list[tuple[int, int]] = []
         self.activated: list[int] = []
 
@@ -340,7 +347,7 @@ def test_the_question_of_a_prompt_that_is_too_long_may_be_cut():
 
 def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
     # One slot and 1500 tokens an answer, at 1 ms and more a step: several heartbeats pass meanwhile.
-    scene = Scene(batch_size=1, fake={"mean_tokens": 1500.0})
+    scene = Scene(batch_size=1, mean_tokens=1500.0)
     lease, waiting = make_lease("a", group_size=1, max_new_tokens=2000), make_lease("b", group_size=1)
     scene.run(scene.announce(0), granted(lease, waiting), *quiet(900))
     progress = [p for p, _ in scene.queue.heartbeats if "a" in p]

@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": True}},
 }
 # The first moment is then the gradient itself, and nothing is clipped away.
-PLAIN = {"optimizer": {"lr": 1e-3, "beta1": 0.0, "max_grad_norm": 1e9, "schedule": "cosine"}}
+PLAIN = {"optimizer": {"lr": 1e-3, "betas": [0.0, 0.999], "max_grad_norm": 1e9, "schedule": "cosine"}}
 
 
 # What a step's gradient depends on differs: each adds its own sums over tokens, sequences and the step.
@@ -249,7 +249,7 @@ def stop_following(engine: Any) -> None:
 
 
 def ranks_with_timeout(directory: Path, timeout_s: float) -> Ranks:
-    return init_ranks(tiny_config(directory, "model", learner={"distributed_timeout_s": timeout_s}))
+    return init_ranks(tiny_config(directory, "model", experimental={"distributed_timeout_s": timeout_s}))
 
 
 def talking(directory: Path) -> None:

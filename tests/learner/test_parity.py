@@ -53,9 +53,9 @@ class FakeQueue:
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, **weights: Any) -> None:
+    def __init__(self, tmp_path: Path, *, parity_every: int = 50, **weights: Any) -> None:
         self.engine, self.queue = FakeEngine(), FakeQueue()
-        config = tiny_config(tmp_path, "model", weights=weights)
+        config = tiny_config(tmp_path, "model", weights=weights, experimental={"parity_every": parity_every})
         self.gate = ParityGate(config, cast(Engine, self.engine), cast(LearnerQueue, self.queue), dtype="float32")
 
     def check(self, groups: Sequence[Group], version: int) -> None:

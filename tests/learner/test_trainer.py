@@ -139,8 +139,8 @@ class Run:
         self.buffer.attach(state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0)
         self.queue = BufferQueue(self.buffer, answer=answer, before=before)
         weights: WeightsPlane = self.weights
-        if self.config.learner.n_behind is not None:
-            weights = FixedLagWeights(weights, self.config.learner.n_behind)
+        if self.config.learner.fixed_lag is not None:
+            weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
         trainer = Trainer(
             self.config,
             state=state,
@@ -370,16 +370,16 @@ def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, 
     assert run.buffer.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
 
 
-@pytest.mark.parametrize("n_behind", [0, 1, 3])
-def test_n_behind_holds_the_lag_of_every_token(tmp_path: Path, n_behind: int):
+@pytest.mark.parametrize("fixed_lag", [0, 1, 3])
+def test_fixed_lag_holds_the_lag_of_every_token(tmp_path: Path, fixed_lag: int):
     def every_third_is_filtered(lease: Lease, version: int) -> Group:
         accuracies = [1.0, float(lease.prompt.position % 3 == 0)]
         return group(lease, version, accuracies=accuracies[: lease.group_size])
 
     run = make_run(
         tmp_path,
-        learner={"steps": 9, "n_behind": n_behind},
-        queue={"max_staleness": n_behind},
+        learner={"steps": 9, "fixed_lag": fixed_lag},
+        queue={"max_staleness": fixed_lag},
         checkpoint={"every": 0},
         eval={"every": 3},
     )
@@ -388,7 +388,7 @@ def test_n_behind_holds_the_lag_of_every_token(tmp_path: Path, n_behind: int):
     # The sixth step is skipped: its version trains again, on a new batch that is as old.
     assert run.engine.versions == [0, 1, 2, 3, 4, 5, 5, 6, 7]
     rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
-    expected = [min(version, n_behind) for version in run.engine.versions]
+    expected = [min(version, fixed_lag) for version in run.engine.versions]
     assert [row["staleness/mean"] for row in rows] == expected
     assert [row["staleness/max"] for row in rows] == expected
     # The last step publishes what there is: the evaluation after training is wholly of the final version.
@@ -398,8 +398,8 @@ def test_n_behind_holds_the_lag_of_every_token(tmp_path: Path, n_behind: int):
     assert last["versions"] == [8, 8]
 
 
-def test_n_behind_after_a_restart_begins_with_the_version_of_the_checkpoint(tmp_path: Path):
-    run = make_run(tmp_path, learner={"steps": 7, "n_behind": 2}, queue={"max_staleness": 2}, checkpoint={"every": 3})
+def test_fixed_lag_after_a_restart_begins_with_the_version_of_the_checkpoint(tmp_path: Path):
+    run = make_run(tmp_path, learner={"steps": 7, "fixed_lag": 2}, queue={"max_staleness": 2}, checkpoint={"every": 3})
     run.dies("ack", 3)
     run.start()
     rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]

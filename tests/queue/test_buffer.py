@@ -616,7 +616,7 @@ def test_an_evaluation_waits_for_its_version():
 
 
 def test_an_evaluation_of_a_version_to_come_lets_training_go_on_with_the_next_one():
-    # As under learner.n_behind: version 2 is trained, 1 is announced, and the evaluation waits for 2. The bound has
+    # As under learner.fixed_lag: version 2 is trained, 1 is announced, and the evaluation waits for 2. The bound has
     # room for version 1 alone: (1 + 1 - (2 - 1)) * 2 = 2 groups.
     buffer = make_buffer()
     fill_and_take(buffer)

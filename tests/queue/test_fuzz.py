@@ -179,10 +179,10 @@ def memory_bytes(pid: int) -> int:
 
 
 @contextmanager
-def fuzzed_server(servers: Any, tmp_path: Path, **queue: Any) -> Iterator[tuple[Server, Client, Fuzzer]]:
+def fuzzed_server(servers: Any, tmp_path: Path, **experimental: Any) -> Iterator[tuple[Server, Client, Fuzzer]]:
     make_keys(tmp_path / "keys", ["client", "fuzzer"])
     keys = ClientKeys.load(tmp_path / "keys" / "client.key")
-    config = make_config(str(tmp_path / "run"), queue={"keys": str(tmp_path / "keys"), **queue})
+    config = make_config(str(tmp_path / "run"), queue={"keys": str(tmp_path / "keys")}, experimental=experimental)
     server = servers.start(config, "--run-id", "run", "--rows", "1000")
     client, fuzzer = Client(server.address, keys), Fuzzer(server.address, tmp_path / "keys" / "fuzzer.key")
     try:

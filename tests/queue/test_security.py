@@ -168,7 +168,8 @@ def test_the_learner_starts_and_finds_a_queue_with_its_keys(tmp_path, keys, monk
 
 
 def test_a_peer_of_too_many_malformed_messages_is_unheard_and_others_are_not(servers, tmp_path, keys):
-    server = servers.start(config_with(tmp_path, keys, max_malformed_per_minute=5))
+    limits = {"max_malformed_per_minute": 5}
+    server = servers.start(make_config(str(tmp_path / "run"), queue={"keys": str(keys)}, experimental=limits))
     learner = LearnerQueue(server.address, DEADLINE_S, client_file(keys))
     try:
         with dealer(server.address, client_file(keys)) as socket:

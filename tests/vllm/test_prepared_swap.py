@@ -38,7 +38,7 @@ def weights() -> list[dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     directory = write_files(tmp_path_factory.mktemp("model"), **SHAPE)
-    with engine(directory, batch_size=8, kv_after_swap="recompute") as backend:
+    with engine(directory, batch_size=8, kv_after_update="recompute") as backend:
         yield backend
 
 

@@ -31,7 +31,7 @@ def rounded(model: PreTrainedModel) -> PreTrainedModel:
 def test_logprobs_are_exact_before_and_after_a_swap_with_two_workers_and_another_dtype(tmp_path):
     from async_rl.generator.vllm.backend import VllmBackend
 
-    config = make_config(tensor_parallel_size=2, kv_after_swap="recompute", batch_size=8)
+    config = make_config(tensor_parallel_size=2, kv_after_update="recompute", batch_size=8)
     backend = VllmBackend.from_files(write_files(tmp_path), config, device="cpu")
     try:
         models = {0: rounded(make_model(0)), 1: rounded(make_model(1))}

@@ -89,7 +89,7 @@ class TransformersBackend:
         self._forward = make_forward(model)
         self._device = model.device
         self._deterministic = deterministic
-        self._recompute = config.kv_after_swap == "recompute"
+        self._recompute = config.kv_after_update == "recompute"
         self._version = version
         text_config: Any = model.config.get_text_config(decoder=True)
         self._vocab_size: int = text_config.vocab_size

@@ -137,9 +137,9 @@ class VllmBackend:
             eos_ids=end_of_sequence_ids(directory, model.config, tokenizer),
             max_running=config.generator.batch_size,
             max_length=max_length,
-            recompute=config.generator.kv_after_swap == "recompute",
+            recompute=config.generator.kv_after_update == "recompute",
             # Elsewhere a version is copied into the tensors that are there: compiled graphs hold their addresses.
-            prepares=device == "cpu" and config.generator.vllm.prepare_weights,
+            prepares=device == "cpu" and config.experimental.vllm_prepare_weights,
         )
 
     @property

@@ -50,7 +50,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig,
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=lr,
-        betas=(config.beta1, config.beta2),
+        betas=config.betas,
         fused=True,
     )
     for parameter in trained:

@@ -2,7 +2,7 @@
 
 Rank 0 runs the trainer's loop and *commands*; every other rank waits for the next command. Commands are wire frames
 over gloo on the host, whatever the device. Rank 0 may wait an hour for data: it ticks every few seconds, and so the
-other ranks' receive never reaches ``learner.distributed_timeout_s``, which still ends them if rank 0 hangs.
+other ranks' receive never reaches ``experimental.distributed_timeout_s``, which still ends them if rank 0 hangs.
 
 An error travels two ways. The rank that fails writes its cause into the rendezvous store, once, then ends; gloo's
 closed connections wake the others out of whatever collective they are in, and they find the first cause in the store.
@@ -32,7 +32,7 @@ from async_rl.errors import ConfigError, TrainingError
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 300.0
-"""Ranks that start together may come this far apart, however short ``learner.distributed_timeout_s`` is."""
+"""Ranks that start together may come this far apart, however short ``experimental.distributed_timeout_s`` is."""
 
 _FAILURE_KEY = "first_failure"
 
@@ -79,7 +79,7 @@ def init_ranks(config: Config) -> Ranks:
     device = _device(config, place)
     if place.world_size == 1 and device.type == "cpu" and compute_dtype(config, device) == torch.float32:
         return Ranks(place, device, None)
-    timeout = timedelta(seconds=config.learner.distributed_timeout_s)
+    timeout = timedelta(seconds=config.experimental.distributed_timeout_s)
     try:
         if place.world_size == 1:
             store: dist.Store = dist.HashStore()
@@ -188,7 +188,7 @@ class Ranks:
         self.scatter([frame] * self.world_size)
 
     def receive(self) -> bytes:
-        """Other ranks: the next frame of rank 0, waited for up to ``learner.distributed_timeout_s``."""
+        """Other ranks: the next frame of rank 0, waited for up to ``experimental.distributed_timeout_s``."""
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         dist.broadcast(sizes, 0, group=self.host_group)
         frame = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)

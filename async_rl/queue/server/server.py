@@ -79,7 +79,9 @@ class QueueServer:
         settings = BufferSettings.from_config(config, vocab_size=_vocabulary_size(config))
         run_dir = Path(config.run.dir)
         # A server that is refused its address leaves no journal behind.
-        self._endpoint = Endpoint(config.queue, insecure=insecure, last_port=last_port(run_dir, run_id))
+        self._endpoint = Endpoint(
+            config.queue, config.experimental, insecure=insecure, last_port=last_port(run_dir, run_id)
+        )
         self.address = self._endpoint.address
         try:
             self._journal = open_journal() if open_journal is not None else None

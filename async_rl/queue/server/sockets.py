@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from async_rl.config.experimental import ExperimentalConfig
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address, refuse_open_bind
@@ -60,17 +61,21 @@ class _Bundle:
 
 
 class Endpoint:
-    """A ROUTER socket at ``config.address``. ``last_port`` is tried first where the config leaves the port open.
+    """A ROUTER socket at ``config.address`` that limits what it accepts to ``rates``.
+
+    ``last_port`` is tried first where the config leaves the port open.
 
     Raises:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
         KeyFileError: the keys of ``queue.keys`` are missing or unfit.
     """
 
-    def __init__(self, config: QueueConfig, *, insecure: bool, last_port: int | None = None) -> None:
-        self._config = config
+    def __init__(
+        self, config: QueueConfig, rates: ExperimentalConfig, *, insecure: bool, last_port: int | None = None
+    ) -> None:
+        self._config, self._max_malformed = config, rates.max_malformed_per_minute
         self._limiter = RateLimiter(
-            max_messages_per_s=config.max_messages_per_s, max_malformed_per_minute=config.max_malformed_per_minute
+            max_messages_per_s=rates.max_messages_per_s, max_malformed_per_minute=rates.max_malformed_per_minute
         )
         self.limits = MessageLimits(config.max_bytes)
         self._outgoing: dict[bytes, list[_Bundle]] = {}
@@ -115,8 +120,8 @@ class Endpoint:
         """Count a malformed message of this peer; a peer that sends too many is ignored for a while."""
         if self._limiter.note_malformed(peer, now):
             logger.warning(
-                "peer %r (%s) sent more than queue.max_malformed_per_minute = %d malformed messages; it is "
-                "ignored for %.0f s", peer, self._sender(), self._config.max_malformed_per_minute, BLOCKED_S,
+                "peer %r (%s) sent more than experimental.max_malformed_per_minute = %d malformed messages; it is "
+                "ignored for %.0f s", peer, self._sender(), self._max_malformed, BLOCKED_S,
             )  # fmt: skip
 
     def require_learner_key(self, type_: str) -> None:

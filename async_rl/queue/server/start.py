@@ -53,7 +53,7 @@ def run_queue(
 
     train = load_train_rows(config)
     evals = {name: load_rows_of(config, source).rows for name, source in config.data.eval.items()}
-    open_journal = partial(_open_journal, config, run_id or "", fresh=fresh) if config.queue.journal else None
+    open_journal = partial(_open_journal, config, run_id or "", fresh=fresh) if config.experimental.journal else None
     server = QueueServer(
         config, train.rows, evals, data_digest=train.digest, open_journal=open_journal, run_id=run_id or "",
         insecure=insecure, parent_watch_fd=parent_watch_fd, on_ready=on_ready,

@@ -175,7 +175,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_one_is_clean(
 def test_a_step_past_a_limit_leaves_weights_optimizer_and_schedule_untouched(
     directory: Path, tmp_path: Path, limit: dict[str, float]
 ):
-    optimizer = PLAIN["optimizer"] | {"beta1": 0.9, "warmup_steps": 4, "weight_decay": 0.1}
+    optimizer = PLAIN["optimizer"] | {"betas": [0.9, 0.999], "warmup_steps": 4, "weight_decay": 0.1}
     guarded = make_engine(directory, {"optimizer": optimizer, "loss": limit})
     free = make_engine(directory, {"optimizer": optimizer})
     lenient, strict = policy_objective(guarded._config.model_copy(update={"loss": LossConfig()})), guarded._objective

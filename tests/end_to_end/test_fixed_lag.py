@@ -11,11 +11,11 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 
 @pytest.mark.slow
-def test_every_token_is_exactly_n_behind_versions_old(tmp_path: Path):
+def test_every_token_is_exactly_fixed_lag_versions_old(tmp_path: Path):
     raw = tiny_config(
         tmp_path,
         write_tiny_task(tmp_path),
-        learner={"steps": 6, "n_behind": 2, "nproc": 2},
+        learner={"steps": 6, "fixed_lag": 2, "nproc": 2},
         queue={"max_staleness": 2},
         loss={"preset": "decoupled_ppo", "kl_coef": 0.1, "kl_placement": "loss"},
         generator={"count": 2},
