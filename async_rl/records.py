@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.sampling_mask import KeptTokens
+from async_rl.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "error"]
 LeaseKind = Literal["train", "eval"]
@@ -80,7 +80,7 @@ class Lease(msgspec.Struct, frozen=True):
     seed: int
 
     @property
-    def wants_kept(self) -> bool:
+    def wants_sampling_mask(self) -> bool:
         """Whether every sampled token is to come with what top-p and top-k left: what is trained on needs it."""
         return self.kind == "train" and not self.sampling.keeps_all
 
@@ -93,22 +93,24 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
         loss_mask: bool [T], True on tokens that the policy sampled.
         behavior_logprobs: float32 [T], nats; 0 off the mask.
         versions: int32 [T], the version that sampled each token; ``NO_VERSION`` off the mask.
-        kept: a set of tokens for each one under the mask: those that top-p and top-k left, over which its behavior
-            logprob is renormalised. None where nothing was left out.
+        sampling_mask: for each token under the loss mask the tokens that top-p and top-k left, over which its
+            behavior logprob is renormalised. None where nothing was left out.
     """
 
     token_ids: Int32Array
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     versions: Int32Array
-    kept: KeptTokens | None = None
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions):
             lengths = [len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)]
             raise ValueError(f"expected four arrays of one length [T], got lengths {lengths}")
-        if self.kept is not None and len(self.kept) != (num_sampled := np.count_nonzero(self.loss_mask)):
-            raise ValueError(f"expected kept tokens for {num_sampled} sampled tokens, got {len(self.kept)}")
+        if self.sampling_mask is not None and len(self.sampling_mask) != (
+            num_sampled := np.count_nonzero(self.loss_mask)
+        ):
+            raise ValueError(f"expected sampling masks for {num_sampled} sampled tokens, got {len(self.sampling_mask)}")
 
 
 class Turn(msgspec.Struct, frozen=True):

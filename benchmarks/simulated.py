@@ -240,7 +240,7 @@ class _Simulation:
             lease_id=lease.lease_id, kind="train", position=lease.prompt.position, generator_id=generator.name,
             lineage=_LINEAGE, num_rollouts=size, num_tokens=num_tokens, oldest_version=min(versions),
             newest_version=max(versions), reward=accuracy, accuracy=accuracy, every_rollout_failed=False, unfit="",
-            temperature=lease.sampling.temperature, has_kept_tokens=False,
+            temperature=lease.sampling.temperature, has_sampling_mask=False,
         )  # fmt: skip
         self._handed[lease.lease_id] = rollouts
         self._buffer.put(generator.name, facts, lease.lease_id.encode(), self._now)

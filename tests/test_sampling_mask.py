@@ -1,4 +1,4 @@
-"""Sets of kept tokens: the three ways to write one, by hand, and against Python's own sets."""
+"""Sets of sampling masks: the three ways to write one, by hand, and against Python's own sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.sampling_mask import (
-    KeptTokens,
+    SamplingMask,
     contains,
     join,
     largest_id,
@@ -22,12 +22,12 @@ from async_rl.sampling_mask import (
 Sets = list[set[int]]
 
 
-def packed(sets: Sets, vocab_size: int) -> KeptTokens:
+def packed(sets: Sets, vocab_size: int) -> SamplingMask:
     ids = [i for each in sets for i in sorted(each)]
     return pack_ids(np.array([len(each) for each in sets], np.int64), np.array(ids, np.int32), vocab_size=vocab_size)
 
 
-def unpacked(kept: KeptTokens, vocab_size: int) -> Sets:
+def unpacked(kept: SamplingMask, vocab_size: int) -> Sets:
     """By asking every set about every token of the vocabulary."""
     columns = [contains(kept, np.full(len(kept), token, np.int32)) for token in range(vocab_size)]
     return [{token for token in range(vocab_size) if columns[token][row]} for row in range(len(kept))]
@@ -103,9 +103,9 @@ def test_the_largest_id_of_bits_is_known_to_a_word():
 @pytest.mark.parametrize(
     ("sizes", "words", "message"),
     [
-        ([1], [3], "expected sizes of 2 sets of kept tokens"),
-        ([1, -2], [3, 0], "expected 3 words of kept tokens"),
-        ([1, 0], [3, 4], "expected 1 words of kept tokens"),
+        ([1], [3], "expected sizes of 2 sampling masks"),
+        ([1, -2], [3, 0], "expected 3 words of sampling masks"),
+        ([1, 0], [3, 4], "expected 1 words of sampling masks"),
         ([-(2**31), 0], [], "expected 2147483648 words"),
         ([1, -1], [-3, -3], "expected token ids of 0 and above"),
     ],

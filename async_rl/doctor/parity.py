@@ -139,5 +139,5 @@ def _to_sequence(index: int, sample: Sampled, temperature: float) -> Any:
         versions=np.zeros(size, np.int32),
         advantages=np.zeros(size, np.float32),
         temperature=temperature,
-        kept=sample.kept,
+        sampling_mask=sample.sampling_mask,
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from async_rl.config.backends import BackendCapabilities
 from async_rl.records import FinishReason, Lease
-from async_rl.sampling_mask import KeptTokens
+from async_rl.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Sampled:
         versions: int32 [N].
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
         text: the sampled tokens decoded, without special tokens.
-        kept: N sets, what top-p and top-k left of the vocabulary; None unless the lease ``wants_kept``.
+        sampling_mask: N sets, what top-p and top-k left of the vocabulary; None unless ``lease.wants_sampling_mask``.
     """
 
     lease_id: str
@@ -41,7 +41,7 @@ class Sampled:
     versions: np.ndarray
     finish_reason: FinishReason
     text: str
-    kept: KeptTokens | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 class Text(Protocol):

@@ -139,7 +139,11 @@ class _Trial:
         self.expect(reason in ("stop", "length"), 'finish_reason "stop" or "length"', reason)
         if sample.finish_reason == "length":
             self.expect(count == limit, f'"length" after max_new_tokens = {limit} tokens only', count)
-        self.expect((sample.kept is not None) == lease.wants_kept, f"kept: {lease.wants_kept}", sample.kept)
+        self.expect(
+            (sample.sampling_mask is not None) == lease.wants_sampling_mask,
+            f"sampling_mask: {lease.wants_sampling_mask}",
+            sample.sampling_mask,
+        )
 
     def activate(self) -> int:
         """The next version, active now."""
@@ -216,11 +220,17 @@ def obeys_top_k_and_reports_what_it_left(trial: _Trial) -> bool | None:
     if not trial.capabilities.reports_sampling_mask:
         return False
     for sample in trial.sample(trial.lease(top_k=3)):
-        assert sample.kept is not None  # checked for every sample
-        trial.expect(len(sample.kept) == len(sample.token_ids), "a set of kept tokens for each token", len(sample.kept))
-        trial.expect(bool(contains(sample.kept, sample.token_ids).all()), "each token in its own set", sample.token_ids)
-        sizes = sample.kept.sizes  # of ids where above 0, of words of bits where below
-        trial.expect(bool(((sizes <= 3) & (sizes != 0)).all()), "at most 3 kept tokens under top_k = 3", sizes)
+        assert sample.sampling_mask is not None  # checked for every sample
+        trial.expect(
+            len(sample.sampling_mask) == len(sample.token_ids),
+            "a sampling mask for each token",
+            len(sample.sampling_mask),
+        )
+        trial.expect(
+            bool(contains(sample.sampling_mask, sample.token_ids).all()), "each token in its own set", sample.token_ids
+        )
+        sizes = sample.sampling_mask.sizes  # of ids where above 0, of words of bits where below
+        trial.expect(bool(((sizes <= 3) & (sizes != 0)).all()), "at most 3 sampling masks under top_k = 3", sizes)
     trial.sample(trial.lease(kind="eval", top_k=3))
     return None
 

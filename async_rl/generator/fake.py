@@ -25,7 +25,7 @@ from async_rl.config.generator import GeneratorConfig
 from async_rl.config.reward_types import REWARD_TYPES
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
-from async_rl.sampling_mask import KeptTokens, join, pack_ids
+from async_rl.sampling_mask import SamplingMask, join, pack_ids
 
 _CHARACTERS_PER_TOKEN = 4
 
@@ -191,7 +191,7 @@ class FakeBackend:
             versions=versions[np.searchsorted(changed_at, steps, side="right") - 1],
             finish_reason=sequence.finish_reason,
             text=self._text(lease, sequence.index),
-            kept=_first_ids(num_kept, count, self._fake.vocab_size) if lease.wants_kept else None,
+            sampling_mask=_first_ids(num_kept, count, self._fake.vocab_size) if lease.wants_sampling_mask else None,
         )
 
     def _text(self, lease: Lease, index: int) -> str:
@@ -228,7 +228,7 @@ def _num_kept(sampling: Sampling, vocab_size: int) -> int:
     return math.ceil(sampling.top_p * min(sampling.top_k or vocab_size, vocab_size))
 
 
-def _first_ids(num_kept: int, count: int, vocab_size: int) -> KeptTokens:
+def _first_ids(num_kept: int, count: int, vocab_size: int) -> SamplingMask:
     """The ids below ``num_kept``, ``count`` times."""
     once = pack_ids(np.array([num_kept]), np.arange(num_kept), vocab_size=vocab_size)
     return join([once] * count)

@@ -14,7 +14,7 @@ import numpy as np
 
 from async_rl.generator.backend import Sampled, Text
 from async_rl.records import NO_VERSION, TokenSequence
-from async_rl.sampling_mask import KeptTokens, join
+from async_rl.sampling_mask import SamplingMask, join
 
 
 class TokenizerText:
@@ -99,7 +99,7 @@ class _OpenSequence:
         self._masks: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
-        self._kept: list[KeptTokens] = []
+        self._sampling_masks: list[SamplingMask] = []
         self.has_samples = False
 
     def told(self, ids: np.ndarray) -> None:
@@ -108,8 +108,8 @@ class _OpenSequence:
     def sampled(self, sampled: Sampled) -> None:
         self._add(sampled.token_ids, True, sampled.logprobs, sampled.versions)
         self.has_samples = True
-        if sampled.kept is not None:
-            self._kept.append(sampled.kept)
+        if sampled.sampling_mask is not None:
+            self._sampling_masks.append(sampled.sampling_mask)
 
     def _add(self, ids: np.ndarray, mask: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self._ids.append(ids)
@@ -126,5 +126,5 @@ class _OpenSequence:
             loss_mask=np.concatenate(self._masks),
             behavior_logprobs=np.concatenate(self._logprobs).astype(np.float32),
             versions=np.concatenate(self._versions).astype(np.int32),
-            kept=join(self._kept) if self._kept else None,
+            sampling_mask=join(self._sampling_masks) if self._sampling_masks else None,
         )

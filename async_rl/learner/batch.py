@@ -15,7 +15,7 @@ from async_rl.errors import StaleRolloutError
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
-from async_rl.sampling_mask import KeptTokens, select
+from async_rl.sampling_mask import SamplingMask, select
 
 MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold", "step_skipped")
 """Why a rollout, or some of its tokens, leave the loss: sampled by weights this run did not publish; its engine failed;
@@ -163,7 +163,7 @@ def _sequences(builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str
                 versions=sequence.versions,
                 advantages=np.zeros(len(sequence.token_ids), dtype=np.float32),
                 temperature=item.group.temperature,
-                kept=_kept(sequence, mask),
+                sampling_mask=_sampling_mask(sequence, mask),
             )
         )
         builder.next_id += 1
@@ -175,10 +175,10 @@ def _young_enough(sequence: TokenSequence, oldest_version: int | None) -> np.nda
     return mask if oldest_version is None else mask & (sequence.versions >= oldest_version)
 
 
-def _kept(sequence: TokenSequence, mask: np.ndarray) -> KeptTokens | None:
-    if sequence.kept is None or mask is sequence.loss_mask:
-        return sequence.kept
-    return select(sequence.kept, mask[sequence.loss_mask])
+def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | None:
+    if sequence.sampling_mask is None or mask is sequence.loss_mask:
+        return sequence.sampling_mask
+    return select(sequence.sampling_mask, mask[sequence.loss_mask])
 
 
 def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.sampling_mask import NOTHING_LEFT_OUT, KeptTokens, join
+from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
 # Parts of an even load into which sequences that share a prompt are cut, at the least.
 _PARTS_PER_BIN = 4
@@ -42,7 +42,8 @@ class TrainSequence:
         temperature: the one it was sampled at.
         reference_logprobs, proximal_logprobs: float32 [T], nats, finite under the loss mask: the frozen reference
             model's, and those of the policy the step began with; [0] where the loss needs none.
-        kept: for each token under the loss mask those that top-p and top-k left; None where nothing was left out.
+        sampling_mask: what top-p and top-k left, for each token under the loss mask; None where nothing was
+            left out.
     """
 
     sequence_id: int
@@ -54,7 +55,7 @@ class TrainSequence:
     temperature: float
     reference_logprobs: np.ndarray = field(default_factory=_no_logprobs)
     proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
-    kept: KeptTokens | None = None
+    sampling_mask: SamplingMask | None = None
 
     @property
     def after_swap(self) -> np.ndarray:
@@ -80,7 +81,7 @@ class MicroBatch:
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
             after_swap: bool [N], as ``TrainSequence.after_swap``.
         reference_logprobs, proximal_logprobs: float32 [N]; [0] where the loss needs none.
-        kept_sizes: int32 [N], kept_words: int32 [W], as in ``KeptTokens``; both [0] where nothing was left out.
+        mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] where nothing was left out.
         sequence_index: int64 [N], which of the S sequences each trained token is in.
         sequence_ids: int64 [S]; -1 for the dummy sequence of a rank that has nothing to do.
     """
@@ -95,8 +96,8 @@ class MicroBatch:
     advantages: np.ndarray
     reference_logprobs: np.ndarray
     proximal_logprobs: np.ndarray
-    kept_sizes: np.ndarray
-    kept_words: np.ndarray
+    mask_sizes: np.ndarray
+    mask_words: np.ndarray
     temperatures: np.ndarray
     versions: np.ndarray
     after_swap: np.ndarray
@@ -201,8 +202,12 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
     for name in _OPTIONAL:
         if len(getattr(sequence, name)) not in (0, length):
             raise ValueError(f"{where}: expected {name} [{length}] or [0], got [{len(getattr(sequence, name))}]")
-    if sequence.kept is not None and len(sequence.kept) != (num_trained := np.count_nonzero(sequence.loss_mask)):
-        raise ValueError(f"{where}: expected kept tokens for {num_trained} trained tokens, got {len(sequence.kept)}")
+    if sequence.sampling_mask is not None and len(sequence.sampling_mask) != (
+        num_trained := np.count_nonzero(sequence.loss_mask)
+    ):
+        raise ValueError(
+            f"{where}: expected sampling masks for {num_trained} trained tokens, got {len(sequence.sampling_mask)}"
+        )
     if length == 0:
         raise ValueError(f"{where}: expected at least one token, got none")
     if length > max_tokens:
@@ -306,7 +311,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         return trained(parts, np.float32) if len(parts[0]) else _no_logprobs()
 
     num_trained = [len(at) for at in trained_at]
-    kept = _kept([s.kept for s in sequences], num_trained)
+    mask = _sampling_mask([s.sampling_mask for s in sequences], num_trained)
     temperatures = np.array([s.temperature for s in sequences], dtype=np.float32)
     return MicroBatch(
         token_ids=np.concatenate(tokens).astype(np.int64),
@@ -319,8 +324,8 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         advantages=trained((s.advantages for s in sequences), np.float32),
         reference_logprobs=optional([s.reference_logprobs for s in sequences]),
         proximal_logprobs=optional([s.proximal_logprobs for s in sequences]),
-        kept_sizes=kept.sizes,
-        kept_words=kept.words,
+        mask_sizes=mask.sizes,
+        mask_words=mask.words,
         temperatures=np.repeat(temperatures, num_trained),
         versions=trained((s.versions for s in sequences), np.int32),
         after_swap=trained((s.after_swap for s in sequences), np.bool_),
@@ -329,11 +334,11 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     )
 
 
-def _kept(of_sequences: Sequence[KeptTokens | None], num_trained: Sequence[int]) -> KeptTokens:
-    if all(kept is None for kept in of_sequences):
+def _sampling_mask(of_sequences: Sequence[SamplingMask | None], num_trained: Sequence[int]) -> SamplingMask:
+    if all(mask is None for mask in of_sequences):
         return NOTHING_LEFT_OUT
-    whole = (KeptTokens(np.zeros(n, np.int32), NOTHING_LEFT_OUT.words) for n in num_trained)
-    return join([w if kept is None else kept for kept, w in zip(of_sequences, whole, strict=True)])
+    whole = (SamplingMask(np.zeros(n, np.int32), NOTHING_LEFT_OUT.words) for n in num_trained)
+    return join([w if mask is None else mask for mask, w in zip(of_sequences, whole, strict=True)])
 
 
 _DTYPES = {
@@ -347,8 +352,8 @@ _DTYPES = {
     "advantages": np.float32,
     "reference_logprobs": np.float32,
     "proximal_logprobs": np.float32,
-    "kept_sizes": np.int32,
-    "kept_words": np.int32,
+    "mask_sizes": np.int32,
+    "mask_words": np.int32,
     "temperatures": np.float32,
     "versions": np.int32,
     "after_swap": np.bool_,

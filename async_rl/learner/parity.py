@@ -254,8 +254,8 @@ def cause_of_sampled(
                 f"temperature: its lease said {told:g}, but its log-probabilities are those of {other:g}"
                 f"{', as if none had been applied' if other == 1.0 else ''}"
             )
-    is_masked = any(s.kept is not None for s in sequences)
-    if is_masked and explains([replace(s, kept=None) for s in sequences]):
+    is_masked = any(s.sampling_mask is not None for s in sequences)
+    if is_masked and explains([replace(s, sampling_mask=None) for s in sequences]):
         return "top-p or top-k: its log-probabilities are those before the mask was applied"
     if not is_masked and looks_masked(behavior, scored(sequences)):
         return (

@@ -24,7 +24,7 @@ from async_rl.records import (
     TokenSequence,
     Turn,
 )
-from async_rl.sampling_mask import KeptTokens, split, why_malformed
+from async_rl.sampling_mask import SamplingMask, split, why_malformed
 
 _T = TypeVar("_T")
 _COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
@@ -148,11 +148,11 @@ def encode_group(group: Group) -> bytes:
         _column("<f4", [s.behavior_logprobs for s in sequences]),
         _column("<i4", [s.versions for s in sequences]),
     ]
-    kept = [s.kept for s in sequences if s.kept is not None]
-    if kept:
-        if len(kept) != len(sequences):
-            raise ValueError(f"expected kept tokens of all {len(sequences)} sequences or of none, got {len(kept)}")
-        arrays += [_column("<i4", [k.sizes for k in kept]), _column("<i4", [k.words for k in kept])]
+    masks = [s.sampling_mask for s in sequences if s.sampling_mask is not None]
+    if masks:
+        if len(masks) != len(sequences):
+            raise ValueError(f"expected sampling masks of all {len(sequences)} sequences or of none, got {len(masks)}")
+        arrays += [_column("<i4", [mask.sizes for mask in masks]), _column("<i4", [mask.words for mask in masks])]
     return encode("group", fields, arrays)
 
 
@@ -174,7 +174,7 @@ class FlatGroup:
         loss_mask: bool [T].
         behavior_logprobs: float32 [T].
         versions: int32 [T].
-        kept: of the tokens under the mask; None where nothing was left out.
+        sampling_mask: of the tokens under the mask; None where nothing was left out.
     """
 
     fields: GroupFields
@@ -182,7 +182,7 @@ class FlatGroup:
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     versions: Int32Array
-    kept: KeptTokens | None
+    sampling_mask: SamplingMask | None
 
     @property
     def num_rollouts(self) -> int:
@@ -200,9 +200,9 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     token_ids, loss_mask, logprobs, versions = flat.token_ids, flat.loss_mask, flat.behavior_logprobs, flat.versions
     sequences: list[TokenSequence] = []
     start = 0
-    for length, kept in zip(fields.lengths, _kept_by_sequence(flat), strict=True):
+    for length, mask in zip(fields.lengths, _masks_by_sequence(flat), strict=True):
         at = slice(start, start + length)
-        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], kept))
+        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], mask))
         start = at.stop
     turns = _turns_by_rollout(flat)
     rollouts: list[Rollout] = []
@@ -233,11 +233,11 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     )
 
 
-def _kept_by_sequence(flat: FlatGroup) -> Sequence[KeptTokens | None]:
-    if flat.kept is None:
+def _masks_by_sequence(flat: FlatGroup) -> Sequence[SamplingMask | None]:
+    if flat.sampling_mask is None:
         return [None] * len(flat.fields.lengths)
     ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
-    return split(flat.kept, np.diff(ends, prepend=0).tolist())
+    return split(flat.sampling_mask, np.diff(ends, prepend=0).tolist())
 
 
 def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
@@ -275,8 +275,8 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     _check_length("extracted", fields.extracted, num_rollouts)
     if fields.turns is not None:
         _check_turns(fields.turns, num_rollouts)
-    kept = None if len(arrays) == 4 else _kept(arrays)
-    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, kept)
+    mask = None if len(arrays) == 4 else _sampling_mask(arrays)
+    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, mask)
 
 
 def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
@@ -287,13 +287,13 @@ def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
     _check_length("turns.scores", turns.scores, num_turns)
 
 
-def _kept(arrays: Sequence[np.ndarray]) -> KeptTokens:
+def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:
     sizes, words = arrays[4:]
     if sizes.dtype != _COLUMN_DTYPES[0] or words.dtype != _COLUMN_DTYPES[0]:
-        raise WireError(f"expected kept tokens as int32, got {sizes.dtype} and {words.dtype}")
+        raise WireError(f"expected sampling masks as int32, got {sizes.dtype} and {words.dtype}")
     if fault := why_malformed(sizes, words, int(np.count_nonzero(arrays[1]))):
         raise WireError(fault)
-    return KeptTokens(sizes, words)
+    return SamplingMask(sizes, words)
 
 
 def _check_sum(name: str, counts: list[int], total: int) -> None:

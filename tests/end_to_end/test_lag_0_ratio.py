@@ -94,12 +94,14 @@ def train_sequences(groups: list[tuple[Lease, Group]]) -> list[TrainSequence]:
 def test_the_ratio_at_lag_0_is_1(policy: PolicyModel, groups: list[tuple[Lease, Group]], index: int):
     _, top_p, top_k = COMBINATIONS[index]
     sequences = train_sequences([groups[index]])
-    assert all((s.kept is None) == (top_p == 1 and top_k == 0) for s in sequences)
+    assert all((s.sampling_mask is None) == (top_p == 1 and top_k == 0) for s in sequences)
     [[batch]] = pack(sequences, max_tokens=4096, num_ranks=1)
     on_device = to_device(batch, torch.device("cpu"))
-    # What would be wrong: no kept tokens, or, where there are none, another temperature.
+    # What would be wrong: no sampling masks, or, where there are none, another temperature.
     wrong = replace(
-        on_device, kept=None, temperatures=on_device.temperatures * (1.2 if on_device.kept is None else 1.0)
+        on_device,
+        sampling_mask=None,
+        temperatures=on_device.temperatures * (1.2 if on_device.sampling_mask is None else 1.0),
     )
     with torch.no_grad():
         scored, scored_wrong = policy(on_device), policy(wrong)
@@ -111,7 +113,7 @@ def test_the_ratio_at_lag_0_is_1(policy: PolicyModel, groups: list[tuple[Lease, 
 
 
 def test_sets_are_written_both_ways_and_none_is_larger_than_top_k(groups: list[tuple[Lease, Group]]):
-    sizes = {lease.lease_id: [s.kept for r in group.rollouts for s in r.sequences] for lease, group in groups}
+    sizes = {lease.lease_id: [s.sampling_mask for r in group.rollouts for s in r.sequences] for lease, group in groups}
     both = np.concatenate([k.sizes for of_group in sizes.values() for k in of_group if k is not None])
     assert (both > 0).any()
     assert (both < 0).any()
@@ -145,6 +147,6 @@ def test_sets_of_another_models_tokens_are_refused(root: Path, groups: list[tupl
     sequence = train_sequences(groups[1:2])[0]
     num = np.count_nonzero(sequence.loss_mask)
     strange = pack_ids(np.ones(num, np.int64), np.full(num, VOCABULARY), vocab_size=10 * VOCABULARY)
-    with pytest.raises(ValueError, match="expected kept tokens below the model's 200, got 200; does its generator"):
-        engine.update([replace(sequence, kept=strange)], version=0)
+    with pytest.raises(ValueError, match="expected sampling masks below the model's 200, got 200; does its generator"):
+        engine.update([replace(sequence, sampling_mask=strange)], version=0)
     engine.close()

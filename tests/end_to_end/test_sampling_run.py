@@ -48,7 +48,7 @@ def test_every_ratio_of_a_run_on_policy_is_1_under_top_p_and_a_falling_temperatu
 
 
 @pytest.mark.slow
-def test_a_run_over_the_fake_backend_trains_on_its_kept_tokens(tmp_path: Path):
+def test_a_run_over_the_fake_backend_trains_on_its_sampling_masks(tmp_path: Path):
     found = train(
         tmp_path,
         sampling={"top_p": 0.5, "top_k": 12},

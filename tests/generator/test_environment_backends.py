@@ -1,4 +1,4 @@
-"""Played rollouts over the real backend and the shipped fake: random numbers, kept tokens, versions."""
+"""Played rollouts over the real backend and the shipped fake: random numbers, sampling masks, versions."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def test_deterministic_rollouts_are_the_same_to_the_last_bit_whatever_else_is_pl
     assert all(len(rollout.turns) > 1 for rollout in alone["a"])
 
 
-def test_kept_tokens_of_all_turns_stay_with_their_sequence(directory):
+def test_sampling_masks_of_all_turns_stay_with_their_sequence(directory):
     text = TokenizerText(load_tokenizer(directory))
     lease = make_lease("a", top_k=3)
     lease = replace(lease, sampling=replace(lease.sampling, max_new_tokens=12))
     played = play(transformers_backend(directory, batch_size=4, deterministic=False), text, directory, [lease])
     for rollout in played["a"]:
         (sequence,) = rollout.sequences
-        assert sequence.kept is not None
-        assert len(sequence.kept) == sequence.loss_mask.sum() == sum(turn.num_tokens for turn in rollout.turns)
+        assert sequence.sampling_mask is not None
+        assert len(sequence.sampling_mask) == sequence.loss_mask.sum() == sum(turn.num_tokens for turn in rollout.turns)
 
 
 def test_the_fake_plays_too(directory):

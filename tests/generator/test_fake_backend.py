@@ -178,15 +178,17 @@ def test_of_equally_likely_tokens_top_k_and_top_p_keep_the_first(top_p: float, t
     for sampled in run_all(backend).values():
         assert set(sampled.token_ids.tolist()) <= set(range(num_kept))
         assert sampled.logprobs.tolist() == pytest.approx([-math.log(num_kept)] * len(sampled.token_ids))
-        assert sampled.kept is not None
-        assert len(sampled.kept) == len(sampled.token_ids)
+        assert sampled.sampling_mask is not None
+        assert len(sampled.sampling_mask) == len(sampled.token_ids)
         for token in range(32):
-            assert contains(sampled.kept, np.full(len(sampled.kept), token, np.int32)).all() == (token < num_kept)
+            assert contains(sampled.sampling_mask, np.full(len(sampled.sampling_mask), token, np.int32)).all() == (
+                token < num_kept
+            )
 
 
-def test_what_keeps_all_carries_no_kept_tokens():
+def test_what_keeps_all_carries_no_sampling_masks():
     backend = make_backend()
     backend.submit(make_lease("plain"), prompt_of(backend))
     backend.submit(make_lease("greedy", top_k=3, temperature=0.0), prompt_of(backend))
     backend.submit(make_lease("evaluation", top_k=3, kind="eval"), prompt_of(backend))
-    assert all(sampled.kept is None for sampled in run_all(backend).values())
+    assert all(sampled.sampling_mask is None for sampled in run_all(backend).values())

@@ -16,7 +16,7 @@ from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.causal_model import refuse_unsupported
-from async_rl.sampling_mask import KeptTokens, contains
+from async_rl.sampling_mask import SamplingMask, contains
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
 
@@ -254,17 +254,17 @@ def test_top_k_and_top_p_score_the_distribution_that_was_sampled(make_backend):
             assert token in kept
             assert logprob == pytest.approx(float(np.log(row[token] / row[kept].sum())), abs=1e-5)
             sizes.append(size)
-        assert sampled.kept is not None
-        assert kept_counts(sampled.kept) == sizes
-        assert contains(sampled.kept, sampled.token_ids).all()
+        assert sampled.sampling_mask is not None
+        assert allowed_counts(sampled.sampling_mask) == sizes
+        assert contains(sampled.sampling_mask, sampled.token_ids).all()
 
 
-def kept_counts(kept: KeptTokens) -> list[int]:
+def allowed_counts(kept: SamplingMask) -> list[int]:
     vocabulary = range(len(CHARACTERS) + 3)
     return np.sum([contains(kept, np.full(len(kept), token, np.int32)) for token in vocabulary], axis=0).tolist()
 
 
-def test_only_rows_that_do_not_keep_all_carry_kept_tokens_and_keep_them_when_others_leave(make_backend):
+def test_only_rows_that_do_not_keep_all_carry_sampling_masks_and_keep_them_when_others_leave(make_backend):
     # Answers end at different steps, so rows move to other slots with what they have gathered.
     backend, alone = make_backend(max_running=8), make_backend(max_running=8)
     submit(backend, "plain", group_size=3, max_new_tokens=5, seed=1)
@@ -275,14 +275,14 @@ def test_only_rows_that_do_not_keep_all_carry_kept_tokens_and_keep_them_when_oth
     finished, expected = run_all(backend), run_all(alone)
     for (lease_id, index), sampled in finished.items():
         if lease_id != "k":
-            assert sampled.kept is None
+            assert sampled.sampling_mask is None
             continue
-        assert sampled.kept is not None
-        assert max(kept_counts(sampled.kept)) <= 7
+        assert sampled.sampling_mask is not None
+        assert max(allowed_counts(sampled.sampling_mask)) <= 7
         other = expected[lease_id, index]
-        assert other.kept is not None
+        assert other.sampling_mask is not None
         assert sampled.token_ids.tolist() == other.token_ids.tolist()
-        assert sampled.kept.words.tolist() == other.kept.words.tolist()
+        assert sampled.sampling_mask.words.tolist() == other.sampling_mask.words.tolist()
 
 
 def test_tokens_are_drawn_with_their_probabilities(make_backend):

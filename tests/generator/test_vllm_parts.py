@@ -99,7 +99,7 @@ def test_seeds_of_a_lease_and_of_the_next_differ_and_are_signed_63_bit_numbers()
     assert seeds(make_lease(group_size=2, seed=7)) == numbers[:2]
 
 
-def test_logprobs_are_asked_for_as_many_as_a_kept_set_can_have():
+def test_logprobs_are_asked_for_as_many_as_a_sampling_mask_can_have():
     assert num_listed(sampling(), 150_000) == 0
     assert num_listed(sampling(top_k=20), 150_000) == 28
     assert num_listed(sampling(top_k=20, top_p=0.9), 24) == 24
@@ -118,7 +118,7 @@ def test_a_temperature_that_vllm_would_raise_is_refused(monkeypatch):
         sampling_parameters(sampling(temperature=0.009), 5, listed=0, eos_ids={4, 2})
 
 
-def test_pieces_of_an_answer_add_up_and_finite_logprobs_are_the_kept_set():
+def test_pieces_of_an_answer_add_up_and_finite_logprobs_are_the_sampling_mask():
     gathered = Gathered(vocab_size=64)
     gathered.add([7], FlatLogprobs([[(7, -0.5), (7, -0.5), (3, -1.0), (9, -np.inf)]]))
     gathered.add(
@@ -128,20 +128,20 @@ def test_pieces_of_an_answer_add_up_and_finite_logprobs_are_the_kept_set():
     assert (token_ids.dtype, logprobs.dtype) == (np.int32, np.float32)
     assert token_ids.tolist() == [7, 3, 9]
     np.testing.assert_allclose(logprobs, [-0.5, -0.1, -2.0])
-    kept = gathered.kept()
+    kept = gathered.sampling_mask()
     assert kept is not None
     sets = [[t for t in range(64) if contains(kept, np.full(3, t, np.int32))[i]] for i in range(3)]
     assert sets == [[3, 7], [3], [4, 9]]
 
 
-def test_a_kept_set_that_may_go_on_beyond_the_list_is_an_error():
+def test_a_sampling_mask_that_may_go_on_beyond_the_list_is_an_error():
     # Three tokens listed and all kept: a fourth with the logit of the third would not be seen.
     with pytest.raises(EngineError, match=r"all 3 likeliest tokens.*raise sampling\.top_k"):
         Gathered(vocab_size=64).add([7], FlatLogprobs([[(7, -0.5), (3, -1.0), (9, -2.0)]]))
     # Of a vocabulary of three nothing is left to be seen.
     whole = Gathered(vocab_size=3)
     whole.add([1], FlatLogprobs([[(1, -0.5), (0, -1.0), (2, -2.0)]]))
-    kept = whole.kept()
+    kept = whole.sampling_mask()
     assert kept is not None
     assert kept.sizes.tolist() == [0]
 

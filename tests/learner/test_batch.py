@@ -153,16 +153,16 @@ def test_what_a_skipped_update_held_was_not_trained():
     assert trained_facts(prepared, [], stepped=[False, False]).tokens_trained == 0
 
 
-def test_kept_tokens_go_to_the_learner_and_leave_with_stale_tokens():
+def test_sampling_masks_go_to_the_learner_and_leave_with_stale_tokens():
     # Sampled by versions 0, 2, 2 from {2}, {2, 3} and {2, 3, 4}. From version 1 on, the first is stale.
     young = rollout(1.0, [0, 2, 2])
     kept = pack_ids(np.array([1, 2, 3]), np.array([2, 2, 3, 2, 3, 4], np.int32), vocab_size=200)
-    chosen = structs.replace(young, sequences=(structs.replace(young.sequences[0], kept=kept),))
+    chosen = structs.replace(young, sequences=(structs.replace(young.sequences[0], sampling_mask=kept),))
     (whole,), (cut,), (plain,) = (
         prepare(taken(r), oldest_version=oldest).updates[0] for r, oldest in ((chosen, 0), (chosen, 1), (young, 1))
     )
-    assert whole.kept is not None
-    assert cut.kept is not None
-    assert (whole.kept.sizes.tolist(), whole.kept.words.tolist()) == ([1, 2, 3], [2, 2, 3, 2, 3, 4])
-    assert (cut.kept.sizes.tolist(), cut.kept.words.tolist()) == ([2, 3], [2, 3, 2, 3, 4])
-    assert plain.kept is None
+    assert whole.sampling_mask is not None
+    assert cut.sampling_mask is not None
+    assert (whole.sampling_mask.sizes.tolist(), whole.sampling_mask.words.tolist()) == ([1, 2, 3], [2, 2, 3, 2, 3, 4])
+    assert (cut.sampling_mask.sizes.tolist(), cut.sampling_mask.words.tolist()) == ([2, 3], [2, 3, 2, 3, 4])
+    assert plain.sampling_mask is None

@@ -110,23 +110,23 @@ def keeping(plain: TrainSequence) -> TrainSequence:
     tokens = plain.token_ids[plain.loss_mask]
     ids = [np.arange(max(0, token - i), token + 1) for i, token in enumerate(tokens.tolist())]
     counts, flat = np.array([len(each) for each in ids], np.int64), np.concatenate([np.zeros(0, np.int32), *ids])
-    return replace(plain, kept=pack_ids(counts, flat, vocab_size=2000))
+    return replace(plain, sampling_mask=pack_ids(counts, flat, vocab_size=2000))
 
 
-def test_kept_tokens_go_with_their_tokens_or_are_absent():
+def test_sampling_masks_go_with_their_tokens_or_are_absent():
     # Longest first: 301, 302, 303 were chosen from one, two and three tokens; 701 from anything, as nothing was told.
     [[batch]] = pack([sequence(7, 2), keeping(sequence(3, 4))], max_tokens=6, num_ranks=1)
     assert batch.targets.tolist() == [301, 302, 303, 701]
-    assert batch.kept_sizes.tolist() == [1, 2, 3, 0]
-    assert batch.kept_words.tolist() == [301, 301, 302, 301, 302, 303]
+    assert batch.mask_sizes.tolist() == [1, 2, 3, 0]
+    assert batch.mask_words.tolist() == [301, 301, 302, 301, 302, 303]
     [[plain]] = pack([sequence(7, 2)], max_tokens=6, num_ranks=1)
-    assert plain.kept_sizes.shape == plain.kept_words.shape == (0,)
-    assert plain.kept_sizes.dtype == plain.kept_words.dtype == np.int32
+    assert plain.mask_sizes.shape == plain.mask_words.shape == (0,)
+    assert plain.mask_sizes.dtype == plain.mask_words.dtype == np.int32
 
 
-def test_kept_tokens_for_another_number_of_trained_tokens_are_refused():
-    with pytest.raises(ValueError, match="sequence 0: expected kept tokens for 3 trained tokens, got 2"):
-        pack([replace(sequence(0, 4), kept=keeping(sequence(0, 3)).kept)], max_tokens=9, num_ranks=1)
+def test_sampling_masks_for_another_number_of_trained_tokens_are_refused():
+    with pytest.raises(ValueError, match="sequence 0: expected sampling masks for 3 trained tokens, got 2"):
+        pack([replace(sequence(0, 4), sampling_mask=keeping(sequence(0, 3)).sampling_mask)], max_tokens=9, num_ranks=1)
 
 
 @given(
@@ -142,16 +142,16 @@ def test_every_trained_token_keeps_its_own_set_through_packing(
     sequences = [keeping(s) if has_kept else s for s, (_, has_kept) in zip(plain, drawn, strict=True)]
     found: dict[int, list[int]] = {}
     for batch in (b for part in pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks) for b in part):
-        if not len(batch.kept_sizes):
-            assert all(sequences[i].kept is None for i in batch.sequence_ids.tolist() if i >= 0)
+        if not len(batch.mask_sizes):
+            assert all(sequences[i].sampling_mask is None for i in batch.sequence_ids.tolist() if i >= 0)
             continue
-        assert batch.kept_sizes.shape == batch.targets.shape
-        *sets, rest = np.split(batch.kept_words, np.cumsum(batch.kept_sizes))
+        assert batch.mask_sizes.shape == batch.targets.shape
+        *sets, rest = np.split(batch.mask_words, np.cumsum(batch.mask_sizes))
         assert not len(rest)
         for index, words in zip(batch.sequence_index.tolist(), sets, strict=True):
             found.setdefault(int(batch.sequence_ids[index]), []).extend(words.tolist())
     for s in sequences:
-        assert found.get(s.sequence_id, []) == ([] if s.kept is None else s.kept.words.tolist())
+        assert found.get(s.sequence_id, []) == ([] if s.sampling_mask is None else s.sampling_mask.words.tolist())
 
 
 def test_by_sequence_refuses_another_number_of_values():
@@ -316,10 +316,10 @@ def test_micro_batch_survives_the_wire():
         assert received.flags.writeable
 
 
-def test_kept_tokens_survive_the_wire():
+def test_sampling_masks_survive_the_wire():
     [[batch]] = pack([keeping(sequence(0, 4))], max_tokens=9, num_ranks=1)
     back = from_arrays(wire.decode(wire.encode("micro_batch", {}, to_arrays(batch))).arrays)
-    assert (back.kept_sizes.tolist(), back.kept_words.tolist()) == ([1, 2, 3], [1, 1, 2, 1, 2, 3])
+    assert (back.mask_sizes.tolist(), back.mask_words.tolist()) == ([1, 2, 3], [1, 1, 2, 1, 2, 3])
 
 
 def test_dummy_survives_the_wire():

@@ -25,7 +25,7 @@ Scores = Callable[[TrainSequence], np.ndarray]
 
 
 def by_temperature(sequence: TrainSequence) -> np.ndarray:
-    """Two likely tokens by turns: the logits differ by 3, so that a temperature shows. No kept set is heeded."""
+    """Two likely tokens by turns: the logits differ by 3, so that a temperature shows. No sampling mask is heeded."""
     gap = 3.0 / sequence.temperature
     likely, unlikely = -np.log1p(np.exp(-gap)), -gap - np.log1p(np.exp(-gap))
     return np.where(sequence.token_ids[sequence.loss_mask] % 3 > 0, likely, unlikely).astype(np.float32)

@@ -12,7 +12,7 @@ from async_rl.net.codec import decode_group, encode_group, read_as
 from async_rl.net.wire import decode, encode
 from async_rl.queue.messages import LeasesGranted
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence, Turn
-from async_rl.sampling_mask import KeptTokens, pack_ids
+from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
 def sequence(length: int, version: int = 0) -> TokenSequence:
@@ -163,41 +163,41 @@ def test_whole_numbers_come_back_as_floats():
 def with_kept(sent: Group) -> Group:
     """Its sampled tokens were chosen from {0}, {0, 1}, {0, 1, 2} and so on, of a vocabulary of 100."""
 
-    def kept(sequence: TokenSequence) -> KeptTokens:
+    def kept(sequence: TokenSequence) -> SamplingMask:
         counts = 1 + np.arange(np.count_nonzero(sequence.loss_mask))
         return pack_ids(counts, np.concatenate([[], *map(np.arange, counts)]).astype(np.int32), vocab_size=100)
 
     rollouts = tuple(
-        structs.replace(r, sequences=tuple(structs.replace(s, kept=kept(s)) for s in r.sequences))
+        structs.replace(r, sequences=tuple(structs.replace(s, sampling_mask=kept(s)) for s in r.sequences))
         for r in sent.rollouts
     )
     return structs.replace(sent, rollouts=rollouts)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
-def test_kept_tokens_survive_the_wire_with_their_sequences(lengths: list[list[int]]):
+def test_sampling_masks_survive_the_wire_with_their_sequences(lengths: list[list[int]]):
     sent = with_kept(group(lengths))
     received = decode_group(encode_group(sent))
     for before, after in zip(sent.rollouts, received.rollouts, strict=True):
         for a, b in zip(before.sequences, after.sequences, strict=True):
-            assert a.kept is not None
-            assert b.kept is not None
-            assert b.kept.sizes.tolist() == a.kept.sizes.tolist()
-            assert b.kept.words.tolist() == a.kept.words.tolist()
+            assert a.sampling_mask is not None
+            assert b.sampling_mask is not None
+            assert b.sampling_mask.sizes.tolist() == a.sampling_mask.sizes.tolist()
+            assert b.sampling_mask.words.tolist() == a.sampling_mask.words.tolist()
 
 
 def test_a_group_that_leaves_nothing_out_has_four_columns_as_ever():
     assert len(decode(encode_group(group([[5]]))).arrays) == 4
-    assert decode_group(encode_group(group([[5]]))).rollouts[0].sequences[0].kept is None
+    assert decode_group(encode_group(group([[5]]))).rollouts[0].sequences[0].sampling_mask is None
 
 
-def test_kept_tokens_cost_four_bytes_a_token_and_an_id():
+def test_sampling_masks_cost_four_bytes_a_token_and_an_id():
     # Five tokens, four sampled, with 1, 2, 3 and, in 4 words of bits, 4 tokens kept: 4 + 10 words in all.
     arrays = decode(encode_group(with_kept(group([[5]])))).arrays
     assert [array.nbytes for array in arrays[4:]] == [16, 40]
 
 
-def test_kept_tokens_of_some_sequences_only_are_refused():
+def test_sampling_masks_of_some_sequences_only_are_refused():
     sent = group([[5, 5]])
     some = (with_kept(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
     with pytest.raises(ValueError, match="of all 2 sequences or of none, got 1"):
@@ -207,14 +207,14 @@ def test_kept_tokens_of_some_sequences_only_are_refused():
 @pytest.mark.parametrize(
     ("column", "array", "message"),
     [
-        (4, np.array([1, 2, 3], np.int32), "expected sizes of 4 sets"),
-        (4, np.array([1, 2, 3, 4], np.int64), "expected kept tokens as int32, got int64"),
-        (5, np.zeros(9, np.int32), "expected 10 words of kept tokens"),
+        (4, np.array([1, 2, 3], np.int32), "expected sizes of 4 sampling masks"),
+        (4, np.array([1, 2, 3, 4], np.int64), "expected sampling masks as int32, got int64"),
+        (5, np.zeros(9, np.int32), "expected 10 words of sampling masks"),
         (5, np.full(10, -1, np.int32), "token ids of 0 and above"),
         (5, np.zeros((5, 2), np.int32), "expected 10 words"),
     ],
 )
-def test_kept_tokens_that_do_not_fit_their_tokens_are_refused(column: int, array: np.ndarray, message: str):
+def test_sampling_masks_that_do_not_fit_their_tokens_are_refused(column: int, array: np.ndarray, message: str):
     sent = decode(encode_group(with_kept(group([[5]]))))
     arrays = list(sent.arrays)
     arrays[column] = array
@@ -222,15 +222,15 @@ def test_kept_tokens_that_do_not_fit_their_tokens_are_refused(column: int, array
         decode_group(encode("group", sent.fields, arrays))
 
 
-def test_half_of_the_kept_tokens_columns_are_refused():
+def test_half_of_the_sampling_masks_columns_are_refused():
     sent = decode(encode_group(with_kept(group([[5]]))))
     with pytest.raises(WireError, match="4 or 6 arrays, got 5"):
         decode_group(encode("group", sent.fields, sent.arrays[:5]))
 
 
-def test_kept_tokens_for_another_number_of_tokens_make_no_sequence():
-    with pytest.raises(ValueError, match="expected kept tokens for 4 sampled tokens, got 3"):
-        structs.replace(sequence(5), kept=with_kept(group([[4]])).rollouts[0].sequences[0].kept)
+def test_sampling_masks_for_another_number_of_tokens_make_no_sequence():
+    with pytest.raises(ValueError, match="expected sampling masks for 4 sampled tokens, got 3"):
+        structs.replace(sequence(5), sampling_mask=with_kept(group([[4]])).rollouts[0].sequences[0].sampling_mask)
 
 
 def test_turns_survive_the_wire_with_their_rollouts():

@@ -14,7 +14,7 @@ from async_rl.errors import WireError
 from async_rl.net.codec import decode_group, encode_group
 from async_rl.queue.core.group_summary import read_facts, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
-from async_rl.sampling_mask import KeptTokens, contains, pack_ids
+from async_rl.sampling_mask import SamplingMask, contains, pack_ids
 
 NEWEST = 5
 """The learner's version in these tests."""
@@ -27,7 +27,7 @@ def mostly(usual: object, *odd: object) -> st.SearchStrategy:
 
 
 @st.composite
-def kept_tokens(draw: st.DrawFn, tokens: list[int]) -> KeptTokens:
+def sampling_masks(draw: st.DrawFn, tokens: list[int]) -> SamplingMask:
     """Sets of a vocabulary of 100, each mostly with its token."""
     others = draw(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=len(tokens), max_size=len(tokens)))
     sets = [o | {t} if draw(mostly(True, False)) else o for o, t in zip(others, tokens, strict=True)]
@@ -47,7 +47,7 @@ def sequences(draw: st.DrawFn, logprobs: list[float], versions: list[int], has_k
     return TokenSequence(
         token_ids=np.arange(length, dtype=np.int32),
         loss_mask=mask,
-        kept=draw(kept_tokens(np.flatnonzero(mask).tolist())) if has_kept else None,
+        sampling_mask=draw(sampling_masks(np.flatnonzero(mask).tolist())) if has_kept else None,
         behavior_logprobs=column(logprobs, np.float32),
         versions=column(versions, np.int32),
     )
@@ -104,13 +104,18 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
         for sequence in rollout.sequences:
             if not np.isfinite(sequence.behavior_logprobs[sequence.loss_mask]).all():
                 return f"rollout {index} has a behavior logprob that is not finite"
-    of_kept = [(s.kept, s.token_ids[s.loss_mask]) for r in group.rollouts for s in r.sequences if s.kept is not None]
+    of_kept = [
+        (s.sampling_mask, s.token_ids[s.loss_mask])
+        for r in group.rollouts
+        for s in r.sequences
+        if s.sampling_mask is not None
+    ]
     if not all(contains(kept, token_ids).all() for kept, token_ids in of_kept):
         return "a sampled token is not among those that top-p and top-k kept"
     if group.temperature != lease.sampling.temperature:
         return f"expected samples at temperature {lease.sampling.temperature}, got {group.temperature}"
     if group.num_sampled and of_kept:
-        return "expected no kept tokens under top_p = 1.0 and top_k = 0, got some"
+        return "expected no sampling masks under top_p = 1.0 and top_k = 0, got some"
     versions = sampled_versions(group)
     if versions and not 0 <= min(versions) <= max(versions) <= NEWEST:
         return f"the group was sampled by versions {min(versions)}..{max(versions)}, known are 0..{NEWEST}"
@@ -223,7 +228,7 @@ def chosen_from(sets: list[list[int]]) -> Group:
     counts, ids = np.array([len(s) for s in sets]), np.concatenate(sets).astype(np.int32)
     group, kept = fit_group(), pack_ids(counts, ids, vocab_size=100)
     rollouts = tuple(
-        structs.replace(r, sequences=(structs.replace(r.sequences[0], kept=kept),)) for r in group.rollouts
+        structs.replace(r, sequences=(structs.replace(r.sequences[0], sampling_mask=kept),)) for r in group.rollouts
     )
     return structs.replace(group, rollouts=rollouts)
 
@@ -232,18 +237,18 @@ def chosen_from(sets: list[list[int]]) -> Group:
 def test_renormalised_logprobs_without_what_was_kept_are_unfit(top_p: float, top_k: int):
     lease = replace(LEASE, sampling=replace(LEASE.sampling, top_p=top_p, top_k=top_k))
     refusal = why_unfit(read_facts(encode_group(fit_group())), lease, newest_version=2)
-    assert refusal == f"expected kept tokens under top_p = {top_p} and top_k = {top_k}, got none"
+    assert refusal == f"expected sampling masks under top_p = {top_p} and top_k = {top_k}, got none"
     kept = read_facts(encode_group(chosen_from([[1], [2, 9], [0, 3]])))
     assert why_unfit(kept, lease, newest_version=2) == ""
-    assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no kept tokens under top_p = 1.0")
+    assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no sampling masks under top_p = 1.0")
 
 
-def test_an_evaluation_carries_no_kept_tokens_whatever_its_sampling():
+def test_an_evaluation_carries_no_sampling_masks_whatever_its_sampling():
     lease = replace(LEASE, kind="eval", sampling=replace(LEASE.sampling, top_p=0.9))
     plain, kept = (structs.replace(group, kind="eval") for group in (fit_group(), chosen_from([[1], [2, 9], [0, 3]])))
     assert why_unfit(read_facts(encode_group(plain)), lease, newest_version=2) == ""
     refusal = why_unfit(read_facts(encode_group(kept)), lease, newest_version=2)
-    assert refusal == "expected no kept tokens under top_p = 0.9 and top_k = 0, in an evaluation, got some"
+    assert refusal == "expected no sampling masks under top_p = 0.9 and top_k = 0, in an evaluation, got some"
 
 
 def test_a_sampled_token_that_was_not_kept_is_unfit():

@@ -1,4 +1,4 @@
-"""What leases say about sampling: the temperature of their version, and the room that kept tokens may take."""
+"""What leases say about sampling: the temperature of their version, and the room that sampling masks may take."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_restarted_queue_gives_its_leases_the_temperature_they_had():
         assert persistence.build_active_lease(buffer._state, lease.lease_id, held.facts()).lease == lease
 
 
-# 2 rollouts a group, 8 + 8 tokens of 13 bytes each, 1024 bytes a rollout and 4096 a group: 6560 without kept tokens.
+# 2 rollouts a group, 8 + 8 tokens of 13 bytes each, 1024 bytes a rollout and 4096 a group: 6560 without sampling masks.
 PLAIN_BYTES = 2 * (16 * 13 + 1024) + 4096
 
 
@@ -75,7 +75,7 @@ PLAIN_BYTES = 2 * (16 * 13 + 1024) + 4096
         (1.0, 50, 1000, 32),
     ],
 )
-def test_a_lease_reserves_what_its_kept_tokens_may_take(
+def test_a_lease_reserves_what_its_sampling_masks_may_take(
     top_p: float, top_k: int, vocab_size: int | None, words: int | None
 ):
     found = settings(sampling=replace(SAMPLING, top_p=top_p, top_k=top_k), vocab_size=vocab_size).worst_case_bytes
@@ -88,7 +88,7 @@ def test_top_p_alone_is_refused_where_nothing_bounds_what_it_keeps():
         settings(sampling=replace(SAMPLING, top_p=0.9))
 
 
-def test_a_step_that_kept_tokens_make_too_large_is_refused_with_the_remedy():
+def test_a_step_that_sampling_masks_make_too_large_is_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"queue\.max_bytes: .*or lower \(or set\) sampling\.top_k"):
         settings(sampling=replace(SAMPLING, top_p=0.9), vocab_size=1 << 21)  # 256 KiB a token, of 1 MiB
     with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens$"):

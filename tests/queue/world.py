@@ -131,7 +131,7 @@ class World(Witness):
             every_rollout_failed=what == "failed",
             unfit="every rollout failed" if what == "failed" else "",
             temperature=lease.sampling.temperature,
-            has_kept_tokens=False,
+            has_sampling_mask=False,
         )
         size = {"full": WORST_CASE, "huge": WORST_CASE * 3 // 2}.get(what, 100)
         self.sent[lease_id] = facts, lease_id.encode().ljust(size, b".")

@@ -86,7 +86,7 @@ def test_greedy_takes_the_likeliest_token_and_scores_it_at_temperature_1_beside_
     logprobs = full_logprobs(model, sampled)
     assert sampled.token_ids.tolist() == logprobs.argmax(-1).tolist()
     np.testing.assert_allclose(sampled.logprobs, logprobs.max(-1), atol=TOLERANCE)
-    assert sampled.kept is None
+    assert sampled.sampling_mask is None
 
 
 def test_seeds_are_of_lease_and_index_whoever_samples_beside(backend):
@@ -139,18 +139,22 @@ def test_a_stop_string_ends_the_answer_and_stays_in_the_text(backend):
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 2), (0.5, 0), (0.8, 5)])
-def test_kept_tokens_are_exactly_what_top_k_and_top_p_left(backend, top_p, top_k):
+def test_sampling_masks_are_exactly_what_top_k_and_top_p_left(backend, top_p, top_k):
     model = make_model(0)
     submit(backend, "a", group_size=4, top_p=top_p, top_k=top_k, temperature=0.9, max_new_tokens=12, seed=1)
     for sampled in run_all(backend).values():
         probabilities = np.exp(full_logprobs(model, sampled, 0.9).astype(np.float64))
-        assert sampled.kept is not None
-        assert contains(sampled.kept, sampled.token_ids).all()
+        assert sampled.sampling_mask is not None
+        assert contains(sampled.sampling_mask, sampled.token_ids).all()
         for i, (row, token, logprob) in enumerate(zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True)):
             order = np.argsort(-row)[: top_k or VOCABULARY]
             share = np.cumsum(row[order]) / row[order].sum()
             expected = set(order[: int(np.searchsorted(share, top_p)) + 1].tolist())
-            got = {t for t in range(VOCABULARY) if contains(sampled.kept, np.full(len(sampled.kept), t, np.int32))[i]}
+            got = {
+                t
+                for t in range(VOCABULARY)
+                if contains(sampled.sampling_mask, np.full(len(sampled.sampling_mask), t, np.int32))[i]
+            }
             assert got == expected
             assert logprob == pytest.approx(float(np.log(row[token] / row[list(expected)].sum())), abs=TOLERANCE)
 

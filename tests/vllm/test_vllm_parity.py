@@ -65,10 +65,10 @@ def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
         np.testing.assert_allclose(sampled.logprobs, scores(make_model(0), sampled), atol=1e-5)
 
 
-def test_it_scores_nothing_while_kept_sets_are_listed(backend):
+def test_it_scores_nothing_while_sampling_masks_are_listed(backend):
     submit(backend, "a", group_size=2, max_new_tokens=30, top_k=5)
     assert backend.score(GIVEN, 1.0) is None
-    assert all(sampled.kept is not None for sampled in run_all(backend).values())
+    assert all(sampled.sampling_mask is not None for sampled in run_all(backend).values())
 
 
 def test_an_engine_at_the_learners_weights_agrees(backend):

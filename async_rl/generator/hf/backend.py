@@ -27,7 +27,7 @@ from async_rl.generator.counter_random import uniforms
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
 from async_rl.generator.hf.forward import make_forward
 from async_rl.generator.hf.running_sequences import RunningSequences
-from async_rl.generator.hf.sampler import SamplingPlan, make_plan, pack_kept, sample
+from async_rl.generator.hf.sampler import SamplingPlan, make_plan, pack_masks, sample
 from async_rl.generator.hf.scoring import afresh, by_sampling
 from async_rl.generator.hf.slot_cache import Prefix, SlotCache
 from async_rl.generator.parity import Way
@@ -331,9 +331,9 @@ class TransformersBackend:
                 device=self._device,
             )
         uniforms_R = torch.from_numpy(uniforms(running.key[rows], running.num_sampled[rows])).to(self._device)
-        tokens_R, logprobs_R, kept_FV = sample(logits_RV, self._plan, uniforms_R)
-        if kept_FV is not None:
-            running.record_kept(pack_kept(kept_FV))
+        tokens_R, logprobs_R, allowed_FV = sample(logits_RV, self._plan, uniforms_R)
+        if allowed_FV is not None:
+            running.record_masks(pack_masks(allowed_FV))
         tokens, logprobs = _to_host(tokens_R, logprobs_R)
         if np.isnan(logprobs).any():
             raise WeightsError(
@@ -381,7 +381,9 @@ class TransformersBackend:
             versions=versions,
             finish_reason=finish_reason,
             text=self._decoded(token_ids),
-            kept=join(sequence.kept) if sequence.kept and sequence.lease.wants_kept else None,
+            sampling_mask=join(sequence.sampling_mask)
+            if sequence.sampling_mask and sequence.lease.wants_sampling_mask
+            else None,
         )
 
     def _decoded(self, token_ids: np.ndarray) -> str:

@@ -13,20 +13,20 @@ import numpy as np
 
 from async_rl.generator.counter_random import rollout_keys
 from async_rl.records import Lease
-from async_rl.sampling_mask import KeptTokens, split
+from async_rl.sampling_mask import SamplingMask, split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningSequence:
     """One running sequence: sample ``index`` of the lease.
 
-    ``kept`` grows by a set for each token; None if the lease's sampling ``keeps_all``.
+    ``sampling_mask`` grows by a set for each token; None if the lease's sampling ``keeps_all``.
     """
 
     lease: Lease
     index: int
     prompt_ids: np.ndarray
-    kept: list[KeptTokens] | None
+    sampling_mask: list[SamplingMask] | None
 
 
 class RunningSequences:
@@ -107,9 +107,9 @@ class RunningSequences:
         self.position[rows] += 1
         self.num_sampled[rows] += 1
 
-    def record_kept(self, kept: KeptTokens) -> None:
+    def record_masks(self, kept: SamplingMask) -> None:
         """Note what the newest tokens were chosen from: a set for each row that does not keep all, in order."""
-        sets = [sequence.kept for sequence in self.sequences if sequence.kept is not None]
+        sets = [sequence.sampling_mask for sequence in self.sequences if sequence.sampling_mask is not None]
         for of_row, newest in zip(sets, split(kept, [1] * len(sets)), strict=True):
             of_row.append(newest)
 

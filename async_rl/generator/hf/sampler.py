@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from async_rl.sampling_mask import KeptTokens, pack_ids
+from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,39 +77,39 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
         top-k and top-p, renormalised. NaN where the logits of a row are not a distribution. Then bool [F, V], the
         tokens that top-k and top-p left of the plan's filtered rows; None without such rows.
     """
-    logits_RV, kept_FV = _processed(logits_RV, plan)
+    logits_RV, allowed_FV = _processed(logits_RV, plan)
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     tokens_R1 = _inverse_cdf(logprobs_RV, uniforms_R) if plan.samples else logits_RV.argmax(-1, keepdim=True)
     if plan.samples and plan.greedy is not None:
         tokens_R1 = torch.where(plan.greedy[:, None], logits_RV.argmax(-1, keepdim=True), tokens_R1)
-    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0], kept_FV
+    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0], allowed_FV
 
 
 def logprobs_of(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
     """float32 [R, V], the distribution that ``sample`` draws from, and what top-p and top-k left, as there."""
-    logits_RV, kept_FV = _processed(logits_RV, plan)
-    return torch.log_softmax(logits_RV, dim=-1), kept_FV
+    logits_RV, allowed_FV = _processed(logits_RV, plan)
+    return torch.log_softmax(logits_RV, dim=-1), allowed_FV
 
 
 def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
     """Logits float32 [R, V] after temperature, top-k and top-p, and bool [F, V], the tokens that those two left."""
-    kept_FV = None
+    allowed_FV = None
     logits_RV = logits_RV.float()
     if plan.temperatures is not None:
         logits_RV = logits_RV / plan.temperatures
     if plan.filtered is not None:
         rows_F, top_ks_F1, top_ps_F1 = plan.filtered
         logits_RV = logits_RV.clone()
-        kept_logits_FV = _kept_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1)
-        kept_FV = kept_logits_FV > -torch.inf
-        logits_RV[rows_F] = kept_logits_FV
-    return logits_RV, kept_FV
+        allowed_logits_FV = _allowed_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1)
+        allowed_FV = allowed_logits_FV > -torch.inf
+        logits_RV[rows_F] = allowed_logits_FV
+    return logits_RV, allowed_FV
 
 
-def pack_kept(kept_FV: Tensor) -> KeptTokens:
-    """``kept_FV``, bool [F, V], on the host: F sets."""
-    counts_F, ids = kept_FV.sum(-1).cpu(), kept_FV.nonzero()[:, 1].int().cpu()
-    return pack_ids(counts_F.numpy(), ids.numpy(), vocab_size=kept_FV.shape[1])
+def pack_masks(allowed_FV: Tensor) -> SamplingMask:
+    """``allowed_FV``, bool [F, V], on the host: F sets."""
+    counts_F, ids = allowed_FV.sum(-1).cpu(), allowed_FV.nonzero()[:, 1].int().cpu()
+    return pack_ids(counts_F.numpy(), ids.numpy(), vocab_size=allowed_FV.shape[1])
 
 
 def _inverse_cdf(logprobs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def _inverse_cdf(logprobs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     return tokens_R1.clamp_max_(logprobs_RV.shape[1] - 1)
 
 
-def _kept_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> Tensor:
+def _allowed_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> Tensor:
     """-inf outside the top-k, then outside the smallest set of the rest whose probability reaches top-p."""
     ordered_FV, order_FV = logits_FV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)

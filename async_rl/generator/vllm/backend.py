@@ -178,11 +178,11 @@ class VllmBackend:
                 f"max_position_embeddings or by sampling.max_prompt_tokens; lower sampling.max_new_tokens"
             )
         vocab_size = self._engine.vocab_size
-        listed = num_listed(sampling, vocab_size) if lease.wants_kept else 0
+        listed = num_listed(sampling, vocab_size) if lease.wants_sampling_mask else 0
         self._leases[lease.lease_id] = _Progress(lease.group_size)
         for index, seed in enumerate(seeds(lease)):
             parameters = sampling_parameters(sampling, seed, listed=listed, eos_ids=self._eos_ids)
-            gathered = Gathered(vocab_size if lease.wants_kept else None)
+            gathered = Gathered(vocab_size if lease.wants_sampling_mask else None)
             self._waiting.append(_Rollout(lease, index, prompt_ids, parameters, gathered))
         self._admit_waiting()
 
@@ -380,5 +380,5 @@ class VllmBackend:
             versions=versions,
             finish_reason=finish_reason,
             text=text,
-            kept=rollout.gathered.kept(),
+            sampling_mask=rollout.gathered.sampling_mask(),
         )

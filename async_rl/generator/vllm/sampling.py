@@ -1,7 +1,7 @@
 """What a lease means to vLLM, and what vLLM's answer means to us: sampling parameters there, samples back.
 
-Behavior logprobs and kept sets are of the distribution that was really sampled (``logprobs_mode =
-"processed_logprobs"``): what vLLM's top-k and top-p left out has -inf there, so the finite ones are the kept set.
+Behavior logprobs and sampling mask are of the distribution that was really sampled (``logprobs_mode =
+"processed_logprobs"``): what vLLM's top-k and top-p left out has -inf there, so the finite ones are the sampling mask.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from async_rl.config.backends import BACKENDS
 from async_rl.errors import EngineError, ModelError
 from async_rl.generator.counter_random import rollout_keys
 from async_rl.records import NO_VERSION, Lease, Sampling
-from async_rl.sampling_mask import KeptTokens, pack_ids
+from async_rl.sampling_mask import SamplingMask, pack_ids
 
 _MIN_TEMPERATURE = BACKENDS["vllm"].min_temperature
 PROGRESS_TOKENS = 16
@@ -34,7 +34,7 @@ def seeds(lease: Lease) -> list[int]:
 
 
 def num_listed(sampling: Sampling, vocab_size: int) -> int:
-    """Logprobs to ask for beside the sampled token's: enough to list every kept set whole.
+    """Logprobs to ask for beside the sampled token's: enough to list every sampling mask whole.
 
     Raises:
         ModelError: top-p alone may keep any number of a large vocabulary.
@@ -112,14 +112,14 @@ def logprob_of(token_id: int, logprobs: Any) -> float:
 
 
 class Gathered:
-    """The pieces of one running sequence's answer. ``vocab_size`` is that of its kept sets; None: it keeps all."""
+    """The pieces of one running sequence's answer. ``vocab_size`` is that of its sampling mask; None: it keeps all."""
 
     def __init__(self, vocab_size: int | None) -> None:
         self._vocab_size = vocab_size
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._counts: list[int] = []
-        self._kept_ids: list[np.ndarray] = []
+        self._allowed_ids: list[np.ndarray] = []
 
     @property
     def lists(self) -> bool:
@@ -133,7 +133,7 @@ class Gathered:
         """The next tokens and vLLM's ``FlatLogprobs`` of them.
 
         Raises:
-            EngineError: there are not as many logprobs, or a kept set is not listed whole.
+            EngineError: there are not as many logprobs, or a sampling mask is not listed whole.
         """
         starts, ends = logprobs.start_indices, logprobs.end_indices
         if len(starts) != len(token_ids):
@@ -157,16 +157,16 @@ class Gathered:
                 f"as the last; raise sampling.top_k"
             )
         self._counts.append(len(kept))
-        self._kept_ids.append(kept)
+        self._allowed_ids.append(kept)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [N] and logprobs float32 [N]."""
         return np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
 
-    def kept(self) -> KeptTokens | None:
+    def sampling_mask(self) -> SamplingMask | None:
         if self._vocab_size is None or not self._counts:
             return None
-        return pack_ids(np.array(self._counts), np.concatenate(self._kept_ids), vocab_size=self._vocab_size)
+        return pack_ids(np.array(self._counts), np.concatenate(self._allowed_ids), vocab_size=self._vocab_size)
 
 
 def token_versions(spans: Iterable[Any] | None, num_tokens: int) -> np.ndarray:

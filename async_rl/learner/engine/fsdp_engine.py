@@ -238,9 +238,9 @@ class FsdpEngine:
         vocab_size = self._model.vocab_size
         for sequence in sequences:
             # On the host: an index out of range would take a CUDA device down with it.
-            if sequence.kept is not None and (unknown := largest_id(sequence.kept)) >= vocab_size:
+            if sequence.sampling_mask is not None and (unknown := largest_id(sequence.sampling_mask)) >= vocab_size:
                 raise ValueError(
-                    f"sequence {sequence.sequence_id}: expected kept tokens below the model's {vocab_size}, got "
+                    f"sequence {sequence.sequence_id}: expected sampling masks below the model's {vocab_size}, got "
                     f"{unknown}; does its generator run another model?"
                 )
         return pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)

@@ -1,7 +1,7 @@
 """Hidden states to log-probabilities of the trained tokens, without ever holding ``[N, vocabulary]`` whole.
 
 The engine picks the hidden states that predict a trained token and calls this. Shape letters: N = predicted tokens,
-C = tokens of one chunk, d = hidden size, V = vocabulary, W = words of kept tokens.
+C = tokens of one chunk, d = hidden size, V = vocabulary, W = words of sampling masks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class TokenLogprobs(NamedTuple):
     entropies: Tensor
 
 
-class Kept(NamedTuple):
-    """``KeptTokens`` on the device: what top-p and top-k left, for each predicted token. int32 [N] and [W]."""
+class MaskTensors(NamedTuple):
+    """``SamplingMask`` on the device: what top-p and top-k left, for each predicted token. int32 [N] and [W]."""
 
     sizes: Tensor
     words: Tensor
 
-    def split(self, rows: int) -> list[Kept]:
+    def split(self, rows: int) -> list[MaskTensors]:
         """``Tensor.split`` by predicted tokens."""
         sizes = self.sizes.split(rows)
         num_words = [int(s.abs().sum()) for s in sizes]
-        return [Kept(s, w) for s, w in zip(sizes, self.words.split(num_words), strict=True)]
+        return [MaskTensors(s, w) for s, w in zip(sizes, self.words.split(num_words), strict=True)]
 
     def mask(self, vocab_size: int) -> Tensor:
-        """bool [N, V]: whether each token of the vocabulary was kept."""
+        """bool [N, V]: whether each token of the vocabulary could be sampled."""
         num_words_N, row_N = self.sizes.abs().long(), torch.arange(len(self.sizes), device=self.sizes.device)
         row_W = row_N.repeat_interleave(num_words_N)
         is_id_W = self.sizes[row_W] > 0
@@ -65,12 +65,12 @@ def token_logprobs(
     *,
     vocab_size: int,
     chunk_bytes: int = CHUNK_BYTES,
-    kept: Kept | None = None,
+    sampling_mask: MaskTensors | None = None,
     entropy_grad: bool = False,
 ) -> TokenLogprobs:
     """``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
 
-    With ``kept`` the softmax is over the kept tokens only: the probability that sampling with top-p and top-k had.
+    With ``sampling_mask`` the softmax is over its tokens only: the probability under top-p and top-k.
 
     Chunks of rows; if there are several, each is recomputed in the backward pass, so that only one chunk's logits
     live at a time. ``head`` must run no collective of its own (under FSDP: keep its weight in the root's group), as
@@ -84,7 +84,7 @@ def token_logprobs(
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
         vocab_size: V, only to size the chunks.
         chunk_bytes: upper bound on one chunk's float32 logits (at least one row).
-        kept: a set of N tokens that holds the target, with ids below V; none: nothing was left out.
+        sampling_mask: a set of N tokens that holds the target, with ids below V; none: nothing was left out.
         entropy_grad: entropies carry a gradient too, for about two chunks' logits more of memory.
 
     Returns:
@@ -101,7 +101,7 @@ def token_logprobs(
     rows = max(1, chunk_bytes // (4 * vocab_size))
     parts: list[Sequence[Any]] = [t.split(rows) for t in (hidden_Nd, targets_N, temperatures_N)]
     is_whole = len(parts[0]) == 1
-    parts.append([None] * len(parts[0]) if kept is None else kept.split(rows))
+    parts.append([None] * len(parts[0]) if sampling_mask is None else sampling_mask.split(rows))
 
     def run(chunk: Callable[..., Any]) -> list[Any]:
         if is_whole:
@@ -136,26 +136,37 @@ class _Once:
         self.out_C = None
 
 
-def _logits(head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, temperatures_C: Tensor, kept: Kept | None) -> Tensor:
-    """float32 [C, V], tempered; -inf, without a gradient, where a token was not kept."""
+def _logits(
+    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, temperatures_C: Tensor, sampling_mask: MaskTensors | None
+) -> Tensor:
+    """float32 [C, V], tempered; -inf, without a gradient, where a token could not be sampled."""
     logits_CV = head(hidden_Cd).float() / temperatures_C.float()[:, None]
-    return logits_CV if kept is None else logits_CV.masked_fill(~kept.mask(logits_CV.shape[1]), -torch.inf)
+    return (
+        logits_CV
+        if sampling_mask is None
+        else logits_CV.masked_fill(~sampling_mask.mask(logits_CV.shape[1]), -torch.inf)
+    )
 
 
 def _chunk(
-    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor, kept: Kept | None,
+    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor,
+    sampling_mask: MaskTensors | None,
     entropies: _Once,
 ) -> Tensor:  # fmt: skip
-    logits_CV = _logits(head, hidden_Cd, temperatures_C, kept)
+    logits_CV = _logits(head, hidden_Cd, temperatures_C, sampling_mask)
     with torch.no_grad():
         entropies.fill(logits_CV.detach())
     return logits_CV.gather(-1, targets_C[:, None])[:, 0] - logits_CV.logsumexp(-1)
 
 
 def _chunk_with_entropy(
-    head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, targets_C: Tensor, temperatures_C: Tensor, kept: Kept | None
+    head: Callable[[Tensor], Tensor],
+    hidden_Cd: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    sampling_mask: MaskTensors | None,
 ) -> tuple[Tensor, Tensor]:
-    logprobs_CV = _logits(head, hidden_Cd, temperatures_C, kept).log_softmax(-1)
+    logprobs_CV = _logits(head, hidden_Cd, temperatures_C, sampling_mask).log_softmax(-1)
     # An impossible token has log p = -inf: 0 in the sum, and in its gradient, where entr's own would be infinite.
     safe_CV = logprobs_CV.masked_fill(logprobs_CV == -torch.inf, 0.0)
     entropies_C = -(logprobs_CV.exp() * safe_CV).sum(-1)

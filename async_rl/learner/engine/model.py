@@ -18,7 +18,7 @@ from async_rl.config.model import ModelConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
-from async_rl.learner.engine.logprobs import Kept, TokenLogprobs, token_logprobs
+from async_rl.learner.engine.logprobs import MaskTensors, TokenLogprobs, token_logprobs
 from async_rl.learner.packing import MicroBatch
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _PLAIN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scal
 class DeviceBatch:
     """A ``MicroBatch`` on the model's device: the same fields as tensors, and its attention layout.
 
-    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``kept`` is None where nothing was left out.
+    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``sampling_mask`` is None where nothing was left out.
     """
 
     token_ids: Tensor
@@ -44,7 +44,7 @@ class DeviceBatch:
     advantages: Tensor
     reference_logprobs: Tensor
     proximal_logprobs: Tensor
-    kept: Kept | None
+    sampling_mask: MaskTensors | None
     temperatures: Tensor
     versions: Tensor
     after_swap: Tensor
@@ -68,7 +68,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
         advantages=moved("advantages"),
         reference_logprobs=moved("reference_logprobs"),
         proximal_logprobs=moved("proximal_logprobs"),
-        kept=Kept(moved("kept_sizes"), moved("kept_words")) if len(batch.kept_sizes) else None,
+        sampling_mask=MaskTensors(moved("mask_sizes"), moved("mask_words")) if len(batch.mask_sizes) else None,
         temperatures=moved("temperatures"),
         versions=moved("versions"),
         after_swap=moved("after_swap"),
@@ -193,6 +193,6 @@ class PolicyModel(nn.Module):
             batch.targets,
             batch.temperatures,
             vocab_size=self.vocab_size,
-            kept=batch.kept,
+            sampling_mask=batch.sampling_mask,
             entropy_grad=entropy_grad,
         )

@@ -115,12 +115,12 @@ class BufferSettings:
         """
         sampling = self.sampling
         tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
-        kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_kept_words)
+        kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_mask_words)
         return self.group_size * (tokens * BYTES_PER_TOKEN + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
     @property
-    def _most_kept_words(self) -> int:
-        """Words of the largest set of kept tokens."""
+    def _most_mask_words(self) -> int:
+        """Words of the largest sampling mask."""
         bounds = [self.sampling.top_k or None, None if self.vocab_size is None else words_at_most(self.vocab_size)]
         return min(bound for bound in bounds if bound is not None)
 

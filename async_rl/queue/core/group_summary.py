@@ -25,7 +25,7 @@ class GroupFacts(msgspec.Struct, frozen=True, gc=False):
     ``num_tokens`` counts those under the mask; ``oldest_version`` and ``newest_version`` are among them, both
     ``NO_VERSION`` if there is none, and meaningless if versions don't go with the mask. ``reward`` and ``accuracy`` are
     sums over rollouts. ``unfit`` says why no learner could train on it whatever the lease and the version; empty if
-    nothing speaks against it. ``has_kept_tokens`` says whether it tells what top-p and top-k left to be sampled.
+    nothing speaks against it. ``has_sampling_mask`` says whether it tells what top-p and top-k left to be sampled.
     """
 
     lease_id: str
@@ -42,7 +42,7 @@ class GroupFacts(msgspec.Struct, frozen=True, gc=False):
     every_rollout_failed: bool
     unfit: str
     temperature: float
-    has_kept_tokens: bool
+    has_sampling_mask: bool
 
 
 def read_facts(body: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupFacts:
@@ -73,7 +73,7 @@ def read_facts(body: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupFacts:
         every_rollout_failed=every_rollout_failed,
         unfit="every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy),
         temperature=fields.temperature,
-        has_kept_tokens=group.kept is not None,
+        has_sampling_mask=group.sampling_mask is not None,
     )
 
 
@@ -108,7 +108,7 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
             return f"rollout {index} has no sampled token"
         if start <= not_finite < end:
             return f"rollout {index} has a behavior logprob that is not finite"
-    if group.kept is not None and not contains(group.kept, group.token_ids[group.loss_mask]).all():
+    if group.sampling_mask is not None and not contains(group.sampling_mask, group.token_ids[group.loss_mask]).all():
         return "a sampled token is not among those that top-p and top-k kept"
     return ""
 
@@ -141,11 +141,12 @@ def why_unfit(facts: GroupFacts, lease: Lease, *, newest_version: int) -> str:
     if facts.temperature != sampling.temperature:
         return f"expected samples at temperature {sampling.temperature}, got {facts.temperature}"
     # Logprobs of a renormalised distribution mean nothing without what it was renormalised over.
-    if facts.num_tokens and facts.has_kept_tokens != lease.wants_kept:
+    if facts.num_tokens and facts.has_sampling_mask != lease.wants_sampling_mask:
+        wanted = "" if lease.wants_sampling_mask else "no "
         return (
-            f"expected {'' if lease.wants_kept else 'no '}kept tokens under top_p = {sampling.top_p} and top_k = "
+            f"expected {wanted}sampling masks under top_p = {sampling.top_p} and top_k = "
             f"{sampling.top_k}{'' if lease.kind == 'train' else ', in an evaluation'}, got "
-            f"{'some' if facts.has_kept_tokens else 'none'}"
+            f"{'some' if facts.has_sampling_mask else 'none'}"
         )
     if facts.num_tokens and not 0 <= facts.oldest_version <= facts.newest_version <= newest_version:
         return (

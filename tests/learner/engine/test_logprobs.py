@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from async_rl.learner.engine.logprobs import Kept, token_logprobs
+from async_rl.learner.engine.logprobs import MaskTensors, token_logprobs
 from async_rl.sampling_mask import pack_ids
 
 HIDDEN, VOCAB = 8, 40
@@ -135,32 +135,34 @@ def test_no_tokens_with_entropy_gradient_reach_hidden_states_and_head():
     assert head.weight.grad.abs().sum() == 0
 
 
-def kept_of(sets: list[list[int]], vocab_size: int) -> Kept:
+def mask_of(sets: list[list[int]], vocab_size: int) -> MaskTensors:
     counts, ids = np.array([len(s) for s in sets]), np.concatenate(sets).astype(np.int32)
     packed = pack_ids(counts, ids, vocab_size=vocab_size)
-    return Kept(torch.from_numpy(packed.sizes), torch.from_numpy(packed.words))
+    return MaskTensors(torch.from_numpy(packed.sizes), torch.from_numpy(packed.words))
 
 
 def test_renormalised_logprob_and_entropy_by_hand():
-    # Logits [0, 2 ln 3, 2 ln 6, 9] at temperature 2 are ln [1, 3, 6, e^4.5]. Of the first three, which were kept, the
-    # second has 3/10; of the first two it has 3/4; nothing else matters.
+    # Logits [0, 2 ln 3, 2 ln 6, 9] at temperature 2 are ln [1, 3, 6, e^4.5]. The mask leaves the first three, of
+    # which the second has 3/10; of the first two it has 3/4; nothing else matters.
     logits = torch.tensor([[0.0, 2 * math.log(3), 2 * math.log(6), 9.0]] * 2, requires_grad=True)
     targets, temperatures = torch.tensor([1, 1]), torch.tensor([2.0, 2.0])
-    kept = kept_of([[0, 1, 2], [0, 1]], 4)
-    out = token_logprobs(logits, nn.Identity(), targets, temperatures, vocab_size=4, kept=kept)
+    sampling_mask = mask_of([[0, 1, 2], [0, 1]], 4)
+    out = token_logprobs(logits, nn.Identity(), targets, temperatures, vocab_size=4, sampling_mask=sampling_mask)
     assert out.logprobs.tolist() == [pytest.approx(math.log(0.3)), pytest.approx(math.log(0.75))]
     entropies = [-sum(p * math.log(p) for p in of) for of in ([0.1, 0.3, 0.6], [0.25, 0.75])]
     assert out.entropies.tolist() == [pytest.approx(e) for e in entropies]
     out.logprobs.sum().backward()
-    # (one-hot - probability) / temperature over what was kept, and nothing for what was not.
+    # (one-hot - probability) / temperature over what was sampling_mask, and nothing for what was not.
     assert logits.grad is not None
     assert logits.grad[0].tolist() == [pytest.approx(g, abs=1e-7) for g in (-0.05, 0.35, -0.3, 0.0)]
     assert logits.grad[1].tolist() == [pytest.approx(g, abs=1e-7) for g in (-0.125, 0.125, 0.0, 0.0)]
 
 
-def logprob_by_loops(logits: Tensor, target: int, temperature: float, kept: list[int]) -> tuple[Tensor, Tensor]:
+def logprob_by_loops(
+    logits: Tensor, target: int, temperature: float, sampling_mask: list[int]
+) -> tuple[Tensor, Tensor]:
     """Logprob and entropy in float64, a token at a time."""
-    weights = {i: (logits[i] / temperature).exp() for i in kept}
+    weights = {i: (logits[i] / temperature).exp() for i in sampling_mask}
     total = torch.stack(list(weights.values())).sum()
     entropy = -torch.stack([w / total * (w / total).log() for w in weights.values()]).sum()
     return (weights[target] / total).log(), entropy
@@ -177,8 +179,8 @@ def test_renormalised_logprobs_are_those_of_a_plain_loop_in_value_and_gradient(r
     head, hidden = nn.Linear(HIDDEN, vocab), torch.randn(len(sets), HIDDEN, requires_grad=True)
     temperatures, weights = torch.rand(len(sets)) + 0.5, torch.randn(2, len(sets))
     out = token_logprobs(
-        hidden, head, targets, temperatures, vocab_size=vocab, chunk_bytes=rows * 4 * vocab, kept=kept_of(sets, vocab),
-        entropy_grad=entropy_grad,
+        hidden, head, targets, temperatures, vocab_size=vocab, chunk_bytes=rows * 4 * vocab,
+        sampling_mask=mask_of(sets, vocab), entropy_grad=entropy_grad,
     )  # fmt: skip
     loss = (out.logprobs * weights[0]).sum() + (out.entropies * weights[1] * entropy_grad).sum()
     got = torch.autograd.grad(loss, (hidden, head.weight))
@@ -199,12 +201,12 @@ def test_keeping_everything_is_leaving_nothing_out():
     hidden, head, targets, temperatures = inputs(5)
     arguments: Any = (hidden, head, targets, temperatures)
     plain = token_logprobs(*arguments, vocab_size=VOCAB)
-    kept = token_logprobs(*arguments, vocab_size=VOCAB, kept=kept_of([list(range(VOCAB))] * 5, VOCAB))
-    assert torch.equal(plain.logprobs, kept.logprobs)
-    assert torch.equal(plain.entropies, kept.entropies)
+    sampling_mask = token_logprobs(*arguments, vocab_size=VOCAB, sampling_mask=mask_of([list(range(VOCAB))] * 5, VOCAB))
+    assert torch.equal(plain.logprobs, sampling_mask.logprobs)
+    assert torch.equal(plain.entropies, sampling_mask.entropies)
 
 
 def test_sets_of_a_smaller_vocabulary_are_read_as_they_were_written():
     # The sampler's 40 tokens fill 2 words of bits, the learner's 200 would fill 7.
-    mask = kept_of([[0, 33, 39], [7]], 40).mask(200)
+    mask = mask_of([[0, 33, 39], [7]], 40).mask(200)
     assert [row.nonzero()[:, 0].tolist() for row in mask] == [[0, 33, 39], [7]]
