@@ -56,7 +56,7 @@ def table(name: str, base: Scenario) -> dict[tuple[int, OnStale], Outcome]:
 def _line(bound: int, mode: str, outcome: Outcome) -> str:
     o = outcome
     return (
-        f"{bound:5d}  {mode:8s}  {o.pace:7.3f}  {o.wait:7.1%}  {o.dropped:7.1%}  {o.set_aside:9.2%}  {o.wasted:6.1%}  "
+        f"{bound:5d}  {mode:8s}  {o.pace:7.3f}  {o.wait:7.1%}  {o.dropped:7.1%}  {o.excluded:9.2%}  {o.wasted:6.1%}  "
         f"{o.masked:6.1%}  {o.staleness_mean:5.2f}  {o.staleness_max:4d}  {o.tokens:6.3f}  {o.length:7.3f}  "
         f"{o.long:7.1%}  {o.bias_length:6.3f}"
     )

@@ -15,11 +15,10 @@ from async_rl.data.dataset import Row
 from async_rl.net.codec import encode_group
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.changes import Changes
-from async_rl.queue.core.group_summary import read_facts
+from async_rl.queue.core.ingest import read_summary
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedFacts
-from async_rl.queue.storage.journal import Journal
+from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
+from async_rl.queue.storage.journal import Changes, Journal
 from async_rl.records import Sampling
 from benchmarks.queue_product import GROUP_SIZE, PROMPT_TOKENS, make_group, rollouts, tokens_for
 
@@ -53,8 +52,10 @@ class _Queue:
         assert len(leases) == num_groups
         self.commit()
         for lease in leases:
-            body = encode_group(make_group(lease.lease_id, lease.prompt.position, lease.lineage, made, "generator-0"))
-            verdict = self.buffer.put("generator-0", read_facts(body), body, now)
+            payload = encode_group(
+                make_group(lease.lease_id, lease.prompt.position, lease.lineage, made, "generator-0")
+            )
+            verdict = self.buffer.put("generator-0", read_summary(payload), payload, now)
             assert verdict == "queued", verdict
         self.commit()
 
@@ -65,7 +66,7 @@ class _Queue:
         assert not isinstance(taken, NotReady), taken.reason
         self.commit()
         num_rollouts = GROUPS_PER_STEP * GROUP_SIZE
-        facts = TrainedFacts(True, num_rollouts, {}, num_rollouts * tokens_for(_SIZE_BYTES), {})
+        facts = TrainedCounts(True, num_rollouts, {}, num_rollouts * tokens_for(_SIZE_BYTES), {})
         self.buffer.ack(StepAck(_LINEAGE, self.version, self.version + 1, facts), now)
         self.version += 1
         self.announce()
@@ -83,7 +84,7 @@ def cost_us(num_queued: int, journal_dir: Path, *, num_steps: int = 30) -> float
             group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, max_staleness=_MAX_STALENESS,
             sampling=Sampling(1.0, 1.0, 0, tokens, PROMPT_TOKENS, ()), max_bytes=16 << 30, lease_timeout_s=3600.0,
         )  # fmt: skip
-        buffer = Buffer(settings, rows, PromptStream(_NUM_ROWS, seed=0), bodies=journal, changes=changes)
+        buffer = Buffer(settings, rows, PromptStream(_NUM_ROWS, seed=0), payloads=journal, changes=changes)
         buffer.attach(_LINEAGE, "", 0, 0, 10_000_000, None, time.monotonic())
         queue = _Queue(buffer, changes, journal)
         queue.announce()

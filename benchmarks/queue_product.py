@@ -27,7 +27,7 @@ from async_rl.net.keys import client_keys_of, make_keys
 from async_rl.process.memory import reuse_freed_memory
 from async_rl.queue.client.generator_client import GeneratorQueue
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.messages import Announced, Announcement, LeasesGranted, NotReady, Returned, StepAck, TrainedFacts
+from async_rl.queue.messages import Announced, Announcement, LeasesGranted, NotReady, Returned, StepAck, TrainedCounts
 from async_rl.queue.server.files import read_record
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
 from benchmarks.queue_measure import Load, Measured, Meter, Pacer, processes, receive, result_of
@@ -187,7 +187,7 @@ def _learner(address: str, keys: str | None, load: Load, options: ProductOptions
     pipe.send("attached")
     meter, step = Meter(load, receive(pipe)), 0
     num_rollouts = options.groups_per_step * GROUP_SIZE
-    facts = TrainedFacts(True, num_rollouts, {}, num_rollouts * tokens_for(load.size_bytes), {})
+    facts = TrainedCounts(True, num_rollouts, {}, num_rollouts * tokens_for(load.size_bytes), {})
     queue.begin_take(_LINEAGE, step, step, _WAIT_S)
     while True:
         batch = queue.take(_LINEAGE, step, step, _WAIT_S)

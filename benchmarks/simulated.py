@@ -21,11 +21,11 @@ import numpy as np
 from async_rl.config.queue import OnStale
 from async_rl.learner.metrics.bias import drop_bias
 from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.group_summary import GroupFacts
+from async_rl.queue.core.ingest import GroupSummary
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement, GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedFacts
+from async_rl.queue.messages import Announcement, GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts
 from async_rl.records import Sampling
 from benchmarks.simulated_generator import Sample, SampledGroup, SimulatedGenerator
 
@@ -90,7 +90,7 @@ class Outcome:
         pace: steps/s over those of the slower side alone.
         wait: share of the time that the learner waited.
         dropped: share of the groups that ended untrained because of their age.
-        set_aside: share of the prompts that were given up as too slow.
+        excluded: share of the prompts that were given up as too slow.
         wasted: share of the sampled tokens that never reached the learner.
         masked: share of the tokens that reached it and were too old.
         tokens: trained tokens of a rollout in a batch, over the same without loss.
@@ -102,7 +102,7 @@ class Outcome:
     pace: float
     wait: float
     dropped: float
-    set_aside: float
+    excluded: float
     wasted: float
     masked: float
     staleness_mean: float
@@ -236,7 +236,7 @@ class _Simulation:
         rollouts = tuple(generator.tokens_by_version(s) for s in group.samples)
         versions, num_tokens = {v for r in rollouts for v in r}, sum(s.num_tokens for s in group.samples)
         accuracy = float(self._accuracies.integers(0, 2, size).sum())
-        facts = GroupFacts(
+        facts = GroupSummary(
             lease_id=lease.lease_id, kind="train", position=lease.prompt.position, generator_id=generator.name,
             lineage=_LINEAGE, num_rollouts=size, num_tokens=num_tokens, oldest_version=min(versions),
             newest_version=max(versions), reward=accuracy, accuracy=accuracy, every_rollout_failed=False, unfit="",
@@ -302,7 +302,7 @@ class _Simulation:
         self._waits_since = None
         self._at(self._now + self._scenario.train_time, lambda: self._trained(taken))
 
-    def _trained(self, taken: Sequence[TakenBody]) -> None:
+    def _trained(self, taken: Sequence[TakenPayload]) -> None:
         facts = self._facts(taken)
         self._buffer.ack(StepAck(_LINEAGE, self._version, self._version + 1, facts), self._now)
         self._version += 1
@@ -311,13 +311,13 @@ class _Simulation:
         self._publish(delay=_ACTIVATION_DELAY * self._scenario.train_time)
         self._waits_since = self._now
 
-    def _facts(self, taken: Sequence[TakenBody]) -> TrainedFacts:
+    def _facts(self, taken: Sequence[TakenPayload]) -> TrainedCounts:
         """What the learner trains: under ``mask`` the tokens that are young enough."""
         oldest, rollouts, tokens = self._version - self._scenario.max_staleness, Counter[bool](), Counter[bool]()
         if self._counts:
-            self._tally.positions += [body.prompt.position for body in taken]
-        for body in taken:
-            for by_version in self._handed.pop(bytes(body.body).decode()):
+            self._tally.positions += [payload.prompt.position for payload in taken]
+        for payload in taken:
+            for by_version in self._handed.pop(bytes(payload.payload).decode()):
                 young = {v: n for v, n in by_version.items() if v >= oldest}
                 total, trained = sum(by_version.values()), sum(young.values())
                 rollouts[trained > 0] += 1
@@ -326,7 +326,7 @@ class _Simulation:
                     self._tally.handed.append(total)
                     self._tally.trained.append(trained)
                     self._tally.ages.update({self._version - v: n for v, n in young.items()})
-        return TrainedFacts(True, rollouts[True], {"stale": rollouts[False]}, tokens[True], {"stale": tokens[False]})
+        return TrainedCounts(True, rollouts[True], {"stale": rollouts[False]}, tokens[True], {"stale": tokens[False]})
 
     def _publish(self, delay: float) -> None:
         version = self._version
@@ -352,7 +352,7 @@ class _Simulation:
             pace=scenario.steps * self._step_time / time,
             wait=tally.wait / time,
             dropped=late / (late + groups),
-            set_aside=too_slow / (too_slow + groups),
+            excluded=too_slow / (too_slow + groups),
             wasted=lost / (lost + float(handed.sum())),
             masked=1 - float(trained.sum() / handed.sum()),
             staleness_mean=sum(age * n for age, n in tally.ages.items()) / tally.ages.total(),

@@ -14,7 +14,7 @@ import numpy as np
 
 from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
 from async_rl.learner.engine.protocol import UpdateStats
-from async_rl.queue.messages import TakenGroup, TrainedFacts
+from async_rl.queue.messages import TakenGroup, TrainedCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StepResult:
     updates: tuple[UpdateStats | None, ...]
     version: int
     staleness: StalenessSummary
-    facts: TrainedFacts
+    facts: TrainedCounts
 
     @property
     def measured(self) -> list[UpdateStats]:
@@ -64,7 +64,7 @@ def step_result(
         updates=tuple(updates),
         version=version,
         staleness=staleness_summary(prepared, versions=_versions_trained(version, updates)),
-        facts=trained_facts(
+        facts=trained_counts(
             prepared,
             [i for update in measured for i in update.skipped_sequence_ids],
             stepped=[update is not None and update.stepped for update in updates],
@@ -98,9 +98,9 @@ def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> St
     return StalenessSummary(float(age.mean()), int(age.max()), float(in_flight.mean()), float((age - in_flight).mean()))
 
 
-def trained_facts(
+def trained_counts(
     prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0
-) -> TrainedFacts:
+) -> TrainedCounts:
     """What became of every rollout and token of the step. A rollout is skipped when all its sequences were.
 
     ``stepped`` says of every update whether the optimizer stepped; without, nothing of that part was trained.
@@ -125,7 +125,7 @@ def trained_facts(
     for sequence, rollout in prepared.rollout_of.items():
         fates.setdefault(rollout, set()).add(causes.get(sequence, ""))
     rollouts_masked.update(min(fate, key=MASK_CAUSES.index) for fate in fates.values() if "" not in fate)
-    return TrainedFacts(
+    return TrainedCounts(
         stepped=any(stepped),
         rollouts_trained=len(prepared.rollout_tokens) - sum(rollouts_masked.values()),
         rollouts_masked=dict(rollouts_masked),

@@ -10,7 +10,7 @@ No torch, no sockets.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -27,10 +27,7 @@ DropCause = Literal[
     "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
     "unused_at_end",
 ]  # fmt: skip
-DROP_CAUSES: tuple[DropCause, ...] = (
-    "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
-    "unused_at_end",
-)  # fmt: skip
+DROP_CAUSES: tuple[DropCause, ...] = get_args(DropCause)
 
 Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused"]
 """What became of a returned group."""
@@ -107,7 +104,7 @@ GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
 
 
 class TakenEntry(msgspec.Struct, frozen=True):
-    """A taken group as its message has it, beside its encoded body; see ``TakenGroup``."""
+    """A taken group as its message has it, beside its encoded payload; see ``TakenGroup``."""
 
     prompt: Prompt
     queued_s: float
@@ -162,7 +159,7 @@ class NotReady(msgspec.Struct, frozen=True):
     exhausted: bool = False
 
 
-class TrainedFacts(msgspec.Struct, frozen=True):
+class TrainedCounts(msgspec.Struct, frozen=True):
     """What the learner did with a taken step, for the ledger of rollouts and tokens (sums over its groups).
 
     Every rollout and every received token of the step is trained or masked (by its first cause).
@@ -185,7 +182,7 @@ class StepAck(msgspec.Struct, frozen=True):
     lineage: str
     step: int
     version: int
-    trained: TrainedFacts
+    trained: TrainedCounts
     snapshot: bool = False
     lease_bound: int | None = None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.queue.core.group_summary import read_facts
+from async_rl.queue.core.ingest import read_summary
 from benchmarks.queue_depth import cost_us
 from benchmarks.queue_measure import Load, Meter, Pacer
 from benchmarks.queue_product import GROUP_SIZE, ProductOptions, body_of, measure_product, tokens_for
@@ -19,7 +19,7 @@ def test_a_group_is_encoded_in_its_size_and_hardly_less(size_kib: int):
     body = body_of(tokens_for(size_kib * 1024))
     # One token more in each of 8 rollouts: 8 * 13 bytes, and padding of its four arrays.
     assert size_kib * 1024 - 8 * 13 - 4 * 16 <= len(body) <= size_kib * 1024
-    facts = read_facts(body)
+    facts = read_summary(body)
     assert (facts.unfit, facts.num_rollouts, facts.num_tokens) == ("", GROUP_SIZE, 8 * tokens_for(size_kib * 1024))
 
 

@@ -240,7 +240,7 @@ def judge(run_dir: Path, *, num_rows: int, poison: Sequence[int] = ()) -> str:
     assert "broken" not in ledger, ledger["broken"]
     groups = ledger["groups"]
     assert (groups["trained"], groups["dropped"]["too_slow"]) == (len(expected), 0)
-    assert {entry["position"]: entry["cause"] for entry in ledger["set_aside"]} == dict.fromkeys(poison, "poison")
+    assert {entry["position"]: entry["cause"] for entry in ledger["excluded"]} == dict.fromkeys(poison, "poison")
     assert groups["in_flight"] == groups["queued"] == groups["taken"] == 0
     dropped = ", ".join(f"{cause} {count}" for cause, count in groups["dropped"].items() if count)
     lineages = len({row["lineage"] for row in rows})

@@ -24,7 +24,7 @@ from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence, pack
 from async_rl.net.codec import decode_group, encode_group
-from async_rl.queue.core.group_summary import read_facts, why_unfit
+from async_rl.queue.core.ingest import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Rollout
 from async_rl.sampling_mask import pack_ids
@@ -80,7 +80,7 @@ def group_of(lease: Lease, samples: list[Any]) -> Group:
     rollouts = tuple(Rollout((whole_sequence(s),), {"correct": 1.0}, 1.0, s.finish_reason) for s in samples)
     group = Group(lease.lease_id, "train", 0, "g", lease.lineage, lease.sampling.temperature, rollouts, {0: "digest"})
     body = encode_group(group)
-    assert why_unfit(read_facts(body), lease, newest_version=0) == ""
+    assert why_unfit(read_summary(body), lease, newest_version=0) == ""
     return decode_group(body)
 
 

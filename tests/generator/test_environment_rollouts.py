@@ -18,7 +18,7 @@ from async_rl.generator.grading import Graded
 from async_rl.learner.advantages.step_advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
 from async_rl.net.codec import encode_group
-from async_rl.queue.core.group_summary import read_facts, why_unfit
+from async_rl.queue.core.ingest import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import NO_VERSION, TEXT_ROLE, Group, Lease, Rollout
 from tests.end_to_end.harness import wait_until
@@ -168,7 +168,7 @@ def test_what_the_queue_judges_finds_nothing_wrong_with_rollouts_of_several_sequ
     group = Group(
         lease.lease_id, "train", lease.prompt.position, "g", lease.lineage, lease.sampling.temperature, tuple(rollouts)
     )
-    facts = read_facts(encode_group(group))
+    facts = read_summary(encode_group(group))
     assert (facts.oldest_version, facts.newest_version, facts.num_tokens) == (3, 3, 10)  # a$b$ a$x$ x$
     assert why_unfit(facts, lease, newest_version=3) == ""
 

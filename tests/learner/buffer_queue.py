@@ -57,7 +57,9 @@ class BufferQueue:
         found = self.buffer.eval_results(lineage, list(received))
         return [
             EvalResult(
-                e.dataset, e.step, tuple((p, decode_group(bytes(body))) for p, body in e.answers if body is not None)
+                e.dataset,
+                e.step,
+                tuple((p, decode_group(bytes(payload))) for p, payload in e.answers if payload is not None),
             )
             for e in found
         ]
@@ -77,7 +79,8 @@ class BufferQueue:
         if isinstance(answer, NotReady):
             return answer
         groups = [
-            TakenGroup(decode_group(bytes(g.body)), g.prompt, g.queued_s, g.arrival_version, g.masked) for g in answer
+            TakenGroup(decode_group(bytes(g.payload)), g.prompt, g.queued_s, g.arrival_version, g.masked)
+            for g in answer
         ]
         return Batch(tuple(groups))
 

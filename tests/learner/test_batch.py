@@ -8,8 +8,8 @@ from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
 from async_rl.learner.advantages.step_advantages import with_advantages
 from async_rl.learner.batch import check_staleness, prepare_batch
-from async_rl.learner.step_result import staleness_summary, trained_facts
-from async_rl.queue.messages import TakenGroup, TrainedFacts
+from async_rl.learner.step_result import staleness_summary, trained_counts
+from async_rl.queue.messages import TakenGroup, TrainedCounts
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 from async_rl.sampling_mask import pack_ids
 
@@ -112,7 +112,7 @@ def test_tokens_above_the_bound_leave_the_loss_and_a_rollout_without_others_leav
     assert prepared.masked == {1: "stale"}
     assert prepared.updates[0][0].loss_mask.tolist() == [False, False, False, True, True]
     check_staleness(prepared, version=5, max_staleness=2)
-    assert trained_facts(prepared, [], stepped=[True]) == TrainedFacts(
+    assert trained_counts(prepared, [], stepped=[True]) == TrainedCounts(
         stepped=True,
         rollouts_trained=1,
         rollouts_masked={"stale": 1},
@@ -124,7 +124,7 @@ def test_tokens_above_the_bound_leave_the_loss_and_a_rollout_without_others_leav
 
 def test_facts_count_every_rollout_and_token_once():
     prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0]), rollout(0, [0] * 5, "length")))
-    assert trained_facts(prepared, [1], stepped=[True]) == TrainedFacts(
+    assert trained_counts(prepared, [1], stepped=[True]) == TrainedCounts(
         stepped=True,
         rollouts_trained=1,
         rollouts_masked={"truncated": 1, "skip_threshold": 1},
@@ -135,7 +135,7 @@ def test_facts_count_every_rollout_and_token_once():
 
 def test_single_tokens_outside_the_token_range_are_masked_and_their_rollout_is_trained():
     prepared = prepare(taken(rollout(1, [0, 0, 0]), rollout(0, [0])))
-    facts = trained_facts(prepared, [1], stepped=[True], out_of_range=2)
+    facts = trained_counts(prepared, [1], stepped=[True], out_of_range=2)
     assert (facts.rollouts_trained, facts.tokens_trained) == (1, 1)
     assert facts.tokens_masked == {"skip_threshold": 1, "token_range": 2}
 
@@ -143,14 +143,14 @@ def test_single_tokens_outside_the_token_range_are_masked_and_their_rollout_is_t
 def test_what_a_skipped_update_held_was_not_trained():
     groups = [taken(rollout(1, [0, 0]), rollout(0, [0], "length")), taken(rollout(1, [0] * 4), rollout(0, [0]))]
     prepared = prepare(*groups, num_updates=2)  # sequence 0, then 1 and 2
-    assert trained_facts(prepared, [2], stepped=[True, False]) == TrainedFacts(
+    assert trained_counts(prepared, [2], stepped=[True, False]) == TrainedCounts(
         stepped=True,
         rollouts_trained=1,
         rollouts_masked={"truncated": 1, "step_skipped": 1, "skip_threshold": 1},
         tokens_trained=2,
         tokens_masked={"truncated": 1, "step_skipped": 4, "skip_threshold": 1},
     )
-    assert trained_facts(prepared, [], stepped=[False, False]).tokens_trained == 0
+    assert trained_counts(prepared, [], stepped=[False, False]).tokens_trained == 0
 
 
 def test_sampling_masks_go_to_the_learner_and_leave_with_stale_tokens():

@@ -12,11 +12,11 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.net.codec import encode_group
 from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.group_summary import read_facts
+from async_rl.queue.core.ingest import read_summary
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedFacts, Verdict
+from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts, Verdict
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenSequence
 
 LINEAGE = "line-a"
@@ -93,30 +93,30 @@ def group(
 
 
 def put(buffer: Buffer, returned: Group, *, now: float = 0.0) -> Verdict:
-    body = encode_group(returned)
-    return buffer.put(returned.generator_id, read_facts(body), body, now)
+    payload = encode_group(returned)
+    return buffer.put(returned.generator_id, read_summary(payload), payload, now)
 
 
-def take(buffer: Buffer, *, now: float = 0.0) -> tuple[TakenBody, ...] | NotReady:
+def take(buffer: Buffer, *, now: float = 0.0) -> tuple[TakenPayload, ...] | NotReady:
     learner = buffer.learner
     assert learner is not None
     return buffer.take(learner.lineage, learner.step, learner.version, buffer.settings.groups_per_step, now)
 
 
-def positions(taken: tuple[TakenBody, ...] | NotReady) -> list[int]:
+def positions(taken: tuple[TakenPayload, ...] | NotReady) -> list[int]:
     assert not isinstance(taken, NotReady), taken.reason
     return [item.prompt.position for item in taken]
 
 
-def all_trained(groups: int = 2, rollouts: int = 2, tokens: int = 3) -> TrainedFacts:
-    return TrainedFacts(True, groups * rollouts, {}, groups * rollouts * tokens, {})
+def all_trained(groups: int = 2, rollouts: int = 2, tokens: int = 3) -> TrainedCounts:
+    return TrainedCounts(True, groups * rollouts, {}, groups * rollouts * tokens, {})
 
 
-SKIPPED = TrainedFacts(False, 0)
+SKIPPED = TrainedCounts(False, 0)
 
 
 def ack(
-    buffer: Buffer, facts: TrainedFacts | None = None, *, snapshot: bool = False, now: float = 0.0,
+    buffer: Buffer, facts: TrainedCounts | None = None, *, snapshot: bool = False, now: float = 0.0,
     lease_bound: int | None = None, announced: bool = True,
 ) -> bytes | None:  # fmt: skip
     """Ack the taken step, one version on if it was stepped, and announce it."""
@@ -124,12 +124,12 @@ def ack(
     assert learner is not None
     facts = facts or all_trained(buffer.settings.groups_per_step)
     version = learner.version + facts.stepped
-    body = buffer.ack(
+    payload = buffer.ack(
         StepAck(learner.lineage, learner.step, version, facts, snapshot=snapshot, lease_bound=lease_bound), now
     ).snapshot
     if announced:
         announce(buffer, version, learner.lineage)
-    return body
+    return payload
 
 
 def groups_of(buffer: Buffer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from async_rl.errors import WireError
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
-from async_rl.queue.messages import Announcement, GeneratorStats, TrainedFacts, as_array
+from async_rl.queue.messages import Announcement, GeneratorStats, TrainedCounts, as_array
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import SAMPLING, group
 
@@ -44,7 +44,7 @@ def corpus(
     """One valid message of every type, by type."""
     own = {"request_id": "r-1", "wait_s": 0.0, "lineage": lineage}
     mine = {"request_id": "r-1", "wait_s": 0.0, "generator_id": generator_id}
-    facts = TrainedFacts(True, 4, {"truncated": 1}, 12, {"stale": 2})
+    facts = TrainedCounts(True, 4, {"truncated": 1}, 12, {"stale": 2})
     prompt = Prompt(0, 0, 0, ({"role": "user", "content": "row 0"},), {"gt_answer": "0"})
     lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
     announcement = Announcement(lineage, step, "digest", "tcp://127.0.0.1:1")

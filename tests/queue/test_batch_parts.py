@@ -11,7 +11,7 @@ import zmq
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.messages import Batch
 from async_rl.queue.server.handlers import Reply, batch_reply
 from async_rl.records import Lease, Prompt
@@ -21,8 +21,8 @@ DEADLINE_S = 20.0
 KIB = 1 << 10
 
 
-def taken(position: int, body: bytes) -> TakenBody:
-    return TakenBody(Prompt(position, position, 0, ({"role": "user", "content": "?"},), {}), 0.5, 3, False, body)
+def taken(position: int, payload: bytes) -> TakenPayload:
+    return TakenPayload(Prompt(position, position, 0, ({"role": "user", "content": "?"},), {}), 0.5, 3, False, payload)
 
 
 def parts_of(sizes: Sequence[int]) -> list[Reply]:
@@ -32,7 +32,7 @@ def parts_of(sizes: Sequence[int]) -> list[Reply]:
 
 def test_a_message_of_a_batch_ends_with_the_group_that_fills_a_mebibyte():
     parts = parts_of([600 * KIB, 600 * KIB, 10, 1024 * KIB, 1, 2])
-    assert [[len(body) // KIB for body in part.parts] for part in parts] == [[600, 600], [0, 1024], [0, 0]]
+    assert [[len(payload) // KIB for payload in part.parts] for part in parts] == [[600, 600], [0, 1024], [0, 0]]
     assert [part.fields["first"] for part in parts] == [0, 2, 4]
     assert [part.fields["more"] for part in parts] == [True, True, False]
     assert {part.fields["num_groups"] for part in parts} == {6}
@@ -60,14 +60,14 @@ Script = Sequence[Sequence[int]]
 
 def batch() -> list[Reply]:
     """Three messages of one group each."""
-    bodies: list[bytes] = []
+    payloads: list[bytes] = []
     for position in range(3):
         prompt = Prompt(position, position, 0, ({"role": "user", "content": "?"},), {})
         lease = Lease(f"lease-{position}", "train", prompt, 2, SAMPLING, LINEAGE, 0, 1, 1, 0)
-        bodies.append(encode_group(group(lease, 0)))
-    entries = batch_reply([taken(position, body) for position, body in enumerate(bodies)]).fields["groups"]
+        payloads.append(encode_group(group(lease, 0)))
+    entries = batch_reply([taken(position, payload) for position, payload in enumerate(payloads)]).fields["groups"]
     return [
-        Reply("batch", {"groups": [entry], "first": first, "num_groups": 3, "more": first < 2}, parts=[bodies[first]])
+        Reply("batch", {"groups": [entry], "first": first, "num_groups": 3, "more": first < 2}, parts=[payloads[first]])
         for first, entry in enumerate(entries)
     ]
 

@@ -40,7 +40,7 @@ def staleness_of_steps(buffer: Buffer) -> Iterator[list[int]]:
         learner = buffer.learner
         assert learner is not None
         fill(buffer)
-        yield [learner.version - decode_group(bytes(item.body)).oldest_version for item in answer]
+        yield [learner.version - decode_group(bytes(item.payload)).oldest_version for item in answer]
         ack(buffer)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from async_rl.errors import ConfigError, LineageError, QueueError
 from async_rl.net.codec import decode_group
-from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedFacts
-from async_rl.queue.storage.payloads import MemoryBodies
+from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedCounts
+from async_rl.queue.storage.payloads import MemoryPayloads
 from async_rl.records import Lease
 from tests.queue.builders import (
     LINEAGE,
@@ -31,7 +31,7 @@ from tests.queue.builders import (
 )
 
 
-def put_and_take(buffer: Buffer, held: list[Lease]) -> tuple[TakenBody, ...]:
+def put_and_take(buffer: Buffer, held: list[Lease]) -> tuple[TakenPayload, ...]:
     for lease in held:
         put(buffer, group(lease))
     taken = take(buffer)
@@ -234,7 +234,7 @@ def test_a_take_repeated_gives_the_same_groups_until_it_is_acked():
 def test_an_ack_repeated_changes_nothing():
     buffer = make_buffer()
     fill_and_take(buffer)
-    facts = TrainedFacts(True, 4, {}, 12, {})
+    facts = TrainedCounts(True, 4, {}, 12, {})
     first = buffer.ack(StepAck(LINEAGE, 0, 1, facts, snapshot=True), 0.0)
     before = groups_of(buffer)
     assert buffer.ack(StepAck(LINEAGE, 0, 1, facts, snapshot=True), 5.0).snapshot is first.snapshot
@@ -262,14 +262,14 @@ def test_facts_that_do_not_add_up_are_refused_and_change_nothing():
     fill_and_take(buffer)
     # 2 groups of 2 rollouts of 3 tokens: 4 rollouts, 12 tokens.
     with pytest.raises(QueueError, match="12 that were taken"):
-        buffer.ack(StepAck(LINEAGE, 0, 1, TrainedFacts(True, 4, {}, 11, {})), 0.0)
+        buffer.ack(StepAck(LINEAGE, 0, 1, TrainedCounts(True, 4, {}, 11, {})), 0.0)
     assert groups_of(buffer)["taken"] == 2
 
 
 def test_masked_and_failed_rollouts_are_counted_by_cause():
     buffer = make_buffer()
     fill_and_take(buffer)
-    facts = TrainedFacts(True, 1, {"truncated": 2, "failed": 1}, 3, {"truncated": 6, "failed": 3})
+    facts = TrainedCounts(True, 1, {"truncated": 2, "failed": 1}, 3, {"truncated": 6, "failed": 3})
     ack(buffer, facts)
     ledger = buffer.stats().ledger
     assert ledger["rollouts"]["trained"] == 1
@@ -370,7 +370,7 @@ def test_the_last_update_of_a_batch_decides_what_is_too_old():
     take(buffer)
     late = leases(buffer, 1)
     assert late == []  # (2 + 1 - 0) // 2 = 1 batch
-    buffer.ack(StepAck(LINEAGE, 0, 2, TrainedFacts(True, 4, {}, 12, {})), 0.0)
+    buffer.ack(StepAck(LINEAGE, 0, 2, TrainedCounts(True, 4, {}, 12, {})), 0.0)
     announce(buffer, 2)
     assert leases(buffer, 1, version=0) == []  # would be 3 versions old at the last update
     assert len(leases(buffer, 3, version=1)) == 2  # 2 versions old: the bound
@@ -607,7 +607,7 @@ def test_an_evaluation_that_is_not_exclusive_goes_first_but_lets_training_on():
 def test_an_evaluation_waits_for_its_version():
     buffer = make_buffer()
     fill_and_take(buffer)
-    buffer.ack(StepAck(LINEAGE, 0, 1, TrainedFacts(True, 4, {}, 12, {})), 0.0)
+    buffer.ack(StepAck(LINEAGE, 0, 1, TrainedCounts(True, 4, {}, 12, {})), 0.0)
     ask_evaluation(buffer, step=1, min_version=1)
     assert buffer.lease("g0", (LINEAGE, 0), 1, 0.0).activate is None  # version 1 is not announced yet
     announce(buffer, 1)
@@ -639,7 +639,7 @@ def test_results_come_in_row_order_until_they_are_confirmed():
     assert buffer.eval_wait(LINEAGE) == ""
     for _ in range(2):
         (result,) = buffer.eval_results(LINEAGE)
-        assert [(prompt.row, body is None) for prompt, body in result.answers] == [(0, True), (1, False)]
+        assert [(prompt.row, payload is None) for prompt, payload in result.answers] == [(0, True), (1, False)]
     assert buffer.eval_results(LINEAGE, [("test", 0)]) == []
     ledger = buffer.stats().ledger["eval"]
     assert (ledger["groups"]["delivered"], ledger["groups"]["dropped"]["refused"]) == (1, 1)
@@ -720,10 +720,10 @@ def test_a_new_learner_goes_on_from_the_snapshot_and_the_rest_is_rolled_back():
     assert positions(take(buffer)) == [2, 3]
 
 
-def make_snapshot() -> tuple[Buffer, MemoryBodies, bytes]:
+def make_snapshot() -> tuple[Buffer, MemoryPayloads, bytes]:
     """After one step: position 2 queued at 1 s, 3 in flight, 4 failed once; taken at 3 s."""
-    bodies = MemoryBodies()
-    buffer = Buffer(settings(max_staleness=2), rows(100), PromptStream(100, seed=0, shuffle=False), bodies=bodies)
+    payloads = MemoryPayloads()
+    buffer = Buffer(settings(max_staleness=2), rows(100), PromptStream(100, seed=0, shuffle=False), payloads=payloads)
     buffer.attach(LINEAGE, "", 0, 0, 100, None, 0.0)
     announce(buffer, 0)
     held = leases(buffer, 5)
@@ -733,17 +733,17 @@ def make_snapshot() -> tuple[Buffer, MemoryBodies, bytes]:
     take(buffer)
     snapshot = ack(buffer, snapshot=True, now=3.0)
     assert snapshot is not None
-    return buffer, bodies, snapshot
+    return buffer, payloads, snapshot
 
 
 def test_a_snapshot_finds_its_groups_again_though_they_were_trained_since():
-    buffer, bodies, snapshot = make_snapshot()
+    buffer, payloads, snapshot = make_snapshot()
     for lease in leases(buffer, 1, version=1, now=3.0):
         put(buffer, group(lease, 1), now=3.0)
     assert positions(take(buffer, now=3.0)) == [2, 4]
     ack(buffer, now=3.0)
-    # Position 4 was not in the snapshot, and its body is gone; that of 2 is pinned.
-    assert len(bodies) == 1
+    # Position 4 was not in the snapshot, and its payload is gone; that of 2 is pinned.
+    assert len(payloads) == 1
     buffer.attach("line-b", LINEAGE, 1, 1, 100, snapshot, 100.0)
     announce(buffer, 1, "line-b")
     assert [(lease.prompt.position, lease.attempt) for lease in leases(buffer, 3, 1)] == [(3, 1), (4, 2), (5, 1)]
@@ -751,17 +751,17 @@ def test_a_snapshot_finds_its_groups_again_though_they_were_trained_since():
 
 
 def test_a_checkpoint_that_is_committed_lets_go_of_what_older_ones_needed():
-    buffer, bodies, _ = make_snapshot()
+    buffer, payloads, _ = make_snapshot()
     for lease in leases(buffer, 1, version=1, now=3.0):
         put(buffer, group(lease, 1), now=3.0)
     take(buffer, now=3.0)
     ack(buffer, snapshot=True, now=3.0)
-    assert len(bodies) == 1
+    assert len(payloads) == 1
     assert buffer.status(3.0)["bytes_pinned"] > 0
     buffer.checkpoint_committed(LINEAGE, 7)  # not a snapshot of this queue
-    assert len(bodies) == 1
+    assert len(payloads) == 1
     buffer.checkpoint_committed(LINEAGE, 2)
-    assert len(bodies) == 0
+    assert len(payloads) == 0
     assert buffer.status(3.0)["bytes_pinned"] == 0
 
 
@@ -772,9 +772,9 @@ def test_without_the_bodies_of_a_snapshot_its_prompts_come_again():
     announce(other, 1, "line-b")
     next_leases = leases(other, 4, version=1, now=100.0)
     assert [(lease.prompt.position, lease.attempt) for lease in next_leases] == [(2, 1), (3, 1), (4, 2), (5, 1)]
-    # One in flight at the snapshot, and one whose body is gone.
+    # One in flight at the snapshot, and one whose payload is gone.
     assert dropped(other) == {"failed": 1, "rolled_back": 2}
-    assert decode_group(bytes(put_and_take(other, next_leases)[0].body)).lineage == "line-b"
+    assert decode_group(bytes(put_and_take(other, next_leases)[0].payload)).lineage == "line-b"
 
 
 def test_without_a_snapshot_the_stream_starts_over():

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from async_rl.queue.core.changes import Changes
+from async_rl.queue.storage.journal import Changes
 
 
 @dataclass
 class Record:
     value: int = 0
 
-    def facts(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         return {"value": self.value}
 
 
@@ -48,9 +48,9 @@ def test_a_record_that_may_have_been_written_before_is_crossed_out():
 def test_records_of_one_key_and_two_kinds_are_apart():
     changes = Changes()
     changes.put("lease", "a", Record(1), is_new=True)
-    changes.put("fate", "a", Record(2))
+    changes.put("closed_lease", "a", Record(2))
     changes.delete("lease", "a")
-    assert [tuple(change) for change in changes.drain()] == [("fate", "a", {"value": 2})]
+    assert [tuple(change) for change in changes.drain()] == [("closed_lease", "a", {"value": 2})]
 
 
 def test_nothing_is_noted_where_nobody_writes():

@@ -10,14 +10,14 @@ import pytest
 
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.changes import Changes, Kind
-from async_rl.queue.core.group_summary import GroupFacts
-from async_rl.queue.core.leases import HeldLease, LeaseTable
+from async_rl.queue.core.ingest import GroupSummary
+from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
-from async_rl.queue.messages import NotReady, StepAck, TrainedFacts
-from async_rl.queue.storage.payloads import MemoryBodies
+from async_rl.queue.core.stored_groups import GroupRecord, StoredGroup
+from async_rl.queue.messages import NotReady, StepAck, TrainedCounts
+from async_rl.queue.storage.journal import Changes, Kind
+from async_rl.queue.storage.payloads import MemoryPayloads
 from async_rl.records import Lease
 from tests.queue.builders import LINEAGE, announce, leases, make_buffer, rows, settings
 from tests.queue.witness import written
@@ -28,7 +28,7 @@ NUM_CYCLES = 8
 
 def put(buffer: Buffer, lease: Lease, version: int) -> None:
     position, lease_id = lease.prompt.position, lease.lease_id
-    facts = GroupFacts(
+    facts = GroupSummary(
         lease_id, "train", position, "g0", lease.lineage, 2, 6, version, version, 1.0, 1.0, False, "", 1.0, False
     )
     assert buffer.put("g0", facts, b"body", 0.0) == "queued"
@@ -37,7 +37,7 @@ def put(buffer: Buffer, lease: Lease, version: int) -> None:
 def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
     """Loaded as after a restart. Bound and bytes leave room for all that is queued and one step more."""
     plain: dict[str, Any] = {"max_staleness": num_queued // 2 + 1, "max_bytes": 1 << 50, "on_stale": on_stale}
-    saved, bodies = decode_state(make_buffer(num_steps=NUM_MANY, **plain).save()), MemoryBodies()
+    saved, payloads = decode_state(make_buffer(num_steps=NUM_MANY, **plain).save()), MemoryPayloads()
     saved.cursor.position = num_queued
     # 2 rollouts a group, 3 tokens a rollout.
     ledger = saved.ledger
@@ -45,9 +45,9 @@ def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
         account.entered = account.queued = each * num_queued
     groups = {}
     for i in range(num_queued):
-        held = HeldGroup(f"lease-{i}", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, bodies.keep(b"body"))
-        groups[held.lease_id] = written(GroupEntry(held))
-    buffer = Buffer(settings(**plain), rows(100), PromptStream(100, seed=0), bodies=bodies)
+        held = StoredGroup(f"lease-{i}", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, payloads.keep(b"body"))
+        groups[held.lease_id] = written(GroupRecord(held))
+    buffer = Buffer(settings(**plain), rows(100), PromptStream(100, seed=0), payloads=payloads)
     entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
     buffer.load({**entries, "group": groups}, pack_plain(saved), {}, {}, 0.0)
     return buffer
@@ -66,7 +66,7 @@ def cycle(buffer: Buffer) -> None:
     for lease in leases(buffer, 2, version):
         put(buffer, lease, version)
     assert not isinstance(buffer.take(LINEAGE, step, version, 2, 0.0), NotReady)
-    buffer.ack(StepAck(LINEAGE, step, version + 1, TrainedFacts(True, 4, {}, 12, {})), 0.0)
+    buffer.ack(StepAck(LINEAGE, step, version + 1, TrainedCounts(True, 4, {}, 12, {})), 0.0)
     announce(buffer, version + 1)
     buffer.heartbeat("g0", {}, buffer.stats().generators, 0.0)
     buffer.ledger_file()
@@ -113,6 +113,6 @@ def test_a_lease_that_ended_leaves_nothing_behind_but_its_fate():
     table = LeaseTable(10.0, Changes(is_wanted=False))
     lease = leases(make_buffer(), 1)[0]
     for _ in range(3):
-        table.add(HeldLease(lease, "g0", 0, 10, 0.0, 0.0))
+        table.add(ActiveLease(lease, "g0", 0, 10, 0.0, 0.0))
         table.close(lease.lease_id, "returned")
     assert table._by_version == []

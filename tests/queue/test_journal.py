@@ -17,30 +17,29 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import asdict
 
 from async_rl.errors import ConfigError, QueueError
-from async_rl.queue.core.changes import Change
-from async_rl.queue.storage.journal import Journal, Saved, file_system_of, is_network_file_system, pack, unpack
-from async_rl.queue.storage.payloads import Place
+from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system, pack, unpack
+from async_rl.queue.storage.payloads import PayloadRef
 from tests.queue.test_segments import HEADER, file_size_limit
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def put(key: str, place: Place) -> Change:
-    return Change("group", key, {"place": asdict(place)})
+def put(key: str, ref: PayloadRef) -> Change:
+    return Change("group", key, {"ref": asdict(ref)})
 
 
 def delete(key: str) -> Change:
     return Change("group", key, None)
 
 
-def reopened(directory: Path, segment_bytes: int = 1 << 20) -> tuple[Journal, Saved, dict[str, Place]]:
-    """A journal that went on where the last one stopped, and the places of its groups."""
+def reopened(directory: Path, segment_bytes: int = 1 << 20) -> tuple[Journal, Saved, dict[str, PayloadRef]]:
+    """A journal that went on where the last one stopped, and the refs of its groups."""
     journal = Journal(directory, segment_bytes=segment_bytes)
     saved = journal.load()
     assert saved is not None
-    places = {key: Place(**fields["place"]) for key, fields in saved.entries["group"].items()}
-    journal.adopt(places.values())
-    return journal, saved, places
+    refs = {key: PayloadRef(**fields["ref"]) for key, fields in saved.entries["group"].items()}
+    journal.adopt(refs.values())
+    return journal, saved, refs
 
 
 def segment_names(directory: Path) -> list[str]:
@@ -53,36 +52,34 @@ def segment_names(directory: Path) -> list[str]:
 def test_what_was_committed_is_there_after_a_restart(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         assert journal.load() is None
-        place = journal.keep(b"body")
-        journal.commit(
-            [put("a", place), Change("lease", "l", {"none": None, "x": 0.5})], {"queue": b"1", "other": b"2"}
-        )
+        ref = journal.keep(b"body")
+        journal.commit([put("a", ref), Change("lease", "l", {"none": None, "x": 0.5})], {"queue": b"1", "other": b"2"})
         journal.commit([Change("lease", "l", {"x": 1.5})], {"queue": b"3"})
-    journal, saved, places = reopened(tmp_path)
+    journal, saved, refs = reopened(tmp_path)
     with closing(journal):
-        assert places == {"a": place}
+        assert refs == {"a": ref}
         assert saved.entries["lease"] == {"l": {"x": 1.5}}
-        assert saved.entries["fate"] == {}
+        assert saved.entries["closed_lease"] == {}
         assert saved.state == {"queue": b"3", "other": b"2"}
-        assert journal.read(place) == b"body"
+        assert journal.read(ref) == b"body"
 
 
 def test_of_changes_of_one_record_the_last_counts(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         fields = {"x": 1}
-        journal.commit([Change("fate", "a", None), Change("fate", "a", fields)], {})
-        journal.commit([Change("fate", "b", fields), Change("fate", "b", None)], {})
+        journal.commit([Change("closed_lease", "a", None), Change("closed_lease", "a", fields)], {})
+        journal.commit([Change("closed_lease", "b", fields), Change("closed_lease", "b", None)], {})
         saved = journal.load()
     assert saved is not None
-    assert saved.entries["fate"] == {"a": fields}
+    assert saved.entries["closed_lease"] == {"a": fields}
 
 
 def test_an_empty_commit_is_a_commit(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         journal.commit([], {})
-    journal, saved, places = reopened(tmp_path)
+    journal, saved, refs = reopened(tmp_path)
     journal.close()
-    assert (places, saved.state) == ({}, {})
+    assert (refs, saved.state) == ({}, {})
 
 
 def test_a_commit_before_adoption_would_free_bodies_and_is_a_bug(tmp_path: Path):
@@ -100,20 +97,20 @@ def test_plain_data_is_packed_with_any_keys():
 def test_the_log_stays_bounded(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         for number in range(3000):
-            journal.commit([Change("fate", str(number % 10), {"number": number})], {"queue": bytes(4096)})
+            journal.commit([Change("closed_lease", str(number % 10), {"number": number})], {"queue": bytes(4096)})
         # A log of 1000 pages of 4 KiB and little more.
         assert (tmp_path / "index.sqlite-wal").stat().st_size < 5 << 20
         assert (tmp_path / "index.sqlite").stat().st_size < 1 << 20
 
 
-# Bodies and disk space.
+# Payloads and disk space.
 
 
 def test_files_go_with_the_commit_not_with_the_release(tmp_path: Path):
     with closing(Journal(tmp_path, segment_bytes=1)) as journal:
-        place = journal.keep(b"body")
-        journal.commit([put("a", place)], {})
-        journal.release(place)
+        ref = journal.keep(b"body")
+        journal.commit([put("a", ref)], {})
+        journal.release(ref)
         assert segment_names(tmp_path) == ["segment-00000001"]
         journal.commit([delete("a")], {})
         assert segment_names(tmp_path) == []
@@ -122,27 +119,27 @@ def test_files_go_with_the_commit_not_with_the_release(tmp_path: Path):
 
 def test_bodies_that_no_committed_record_names_are_gone_after_a_restart(tmp_path: Path):
     with closing(Journal(tmp_path, segment_bytes=1)) as journal:
-        place = journal.keep(b"named")
-        journal.commit([put("a", place)], {})
+        ref = journal.keep(b"named")
+        journal.commit([put("a", ref)], {})
         journal.keep(b"not named")
-    journal, _, places = reopened(tmp_path, segment_bytes=1)
+    journal, _, refs = reopened(tmp_path, segment_bytes=1)
     with closing(journal):
         journal.commit([], {})
         assert segment_names(tmp_path) == ["segment-00000001"]
-        assert journal.read(places["a"]) == b"named"
+        assert journal.read(refs["a"]) == b"named"
 
 
 def test_a_long_lived_body_among_thousands_of_short_ones_pins_little(tmp_path: Path):
-    # Each round keeps 50 bodies of 24 + 100 bytes, lets go of the last round's, and adds a body that stays: of 3000
-    # short ones 50 are live in the end, and 61 that stay.
+    # Each round keeps 50 payloads of 24 + 100 bytes, releases the last round's, and adds a payload that stays: of
+    # 3000 short ones 50 are live in the end, and 61 that stay.
     segment_bytes = 4096
     with closing(Journal(tmp_path, segment_bytes=segment_bytes)) as journal:
         long_lived = {"first": journal.keep(b"first" * 20)}
         journal.commit([put("first", long_lived["first"])], {})
-        short: list[Place] = []
+        short: list[PayloadRef] = []
         for number in range(60):
-            for place in short:
-                journal.release(place)
+            for ref in short:
+                journal.release(ref)
             short = [journal.keep(bytes(100)) for _ in range(50)]
             name = f"stays {number}"
             long_lived[name] = journal.keep(name.encode())
@@ -153,11 +150,11 @@ def test_a_long_lived_body_among_thousands_of_short_ones_pins_little(tmp_path: P
             assert journal.num_bytes <= on_disk <= journal.num_bytes + 2 * (segment_bytes + 124)
         assert "segment-00000001" not in segment_names(tmp_path)
         assert journal.read(long_lived["first"]) == b"first" * 20
-    journal, _, places = reopened(tmp_path, segment_bytes=segment_bytes)
+    journal, _, refs = reopened(tmp_path, segment_bytes=segment_bytes)
     with closing(journal):
-        assert places == long_lived
-        assert journal.read(places["first"]) == b"first" * 20
-        assert journal.read(places["stays 3"]) == b"stays 3"
+        assert refs == long_lived
+        assert journal.read(refs["first"]) == b"first" * 20
+        assert journal.read(refs["stays 3"]) == b"stays 3"
 
 
 def moved_rows(directory: Path) -> int:
@@ -165,28 +162,28 @@ def moved_rows(directory: Path) -> int:
         return index.execute("SELECT count(*) FROM moved").fetchone()[0]
 
 
-def moved_body(directory: Path) -> Place:
-    """Commit a body that was copied forward, and nothing else."""
+def moved_payload(directory: Path) -> PayloadRef:
+    """Commit a payload that was copied forward, and nothing else."""
     # It shares a full file with more dead bytes than two files may have.
     with closing(Journal(directory, segment_bytes=1000)) as journal:
-        place = journal.keep(b"body")
+        ref = journal.keep(b"body")
         journal.release(journal.keep(bytes(2000)))
-        journal.commit([put("a", place)], {})
+        journal.commit([put("a", ref)], {})
     assert moved_rows(directory) == 1
-    return place
+    return ref
 
 
 def test_where_a_body_was_moved_is_forgotten_with_it(tmp_path: Path):
-    place = moved_body(tmp_path)
+    ref = moved_payload(tmp_path)
     journal, _, _ = reopened(tmp_path)
     with closing(journal):
-        journal.release(place)
+        journal.release(ref)
         journal.commit([delete("a")], {})
     assert moved_rows(tmp_path) == 0
 
 
 def test_where_a_body_was_moved_is_forgotten_if_nobody_adopts_it(tmp_path: Path):
-    moved_body(tmp_path)
+    moved_payload(tmp_path)
     with closing(Journal(tmp_path)) as journal:
         journal.adopt([])
         journal.commit([delete("a")], {})
@@ -196,30 +193,30 @@ def test_where_a_body_was_moved_is_forgotten_if_nobody_adopts_it(tmp_path: Path)
 
 def test_a_restart_never_uses_the_number_of_a_file_again(tmp_path: Path):
     with closing(Journal(tmp_path, segment_bytes=1)) as journal:
-        place = journal.keep(b"body")
-        journal.release(place)
+        ref = journal.keep(b"body")
+        journal.release(ref)
         journal.commit([], {})
     assert segment_names(tmp_path) == []
     journal, _, _ = reopened(tmp_path)
     with closing(journal):
-        assert journal.keep(b"body").segment == place.segment + 1
+        assert journal.keep(b"body").segment == ref.segment + 1
 
 
 def test_a_damaged_byte_is_an_error_that_names_the_file(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
-        place = journal.keep(b"body")
+        ref = journal.keep(b"body")
         with (tmp_path / "segment-00000001").open("r+b") as file:
             file.seek(HEADER)
             file.write(b"B")
         with pytest.raises(QueueError, match="segment-00000001, offset 0"):
-            journal.read(place)
+            journal.read(ref)
 
 
 def test_a_commit_that_the_disk_refuses_leaves_the_last_one(tmp_path: Path):
     with closing(Journal(tmp_path, segment_bytes=1)) as journal:
-        place = journal.keep(b"body")
-        journal.commit([put("a", place)], {"queue": b"old"})
-        journal.release(place)
+        ref = journal.keep(b"body")
+        journal.commit([put("a", ref)], {"queue": b"old"})
+        journal.release(ref)
         changes, state = [delete("a"), Change("lease", "l", {})], {"queue": bytes(1 << 20)}
         with file_size_limit(1 << 18), pytest.raises(QueueError, match=str(tmp_path)):
             journal.commit(changes, state)
@@ -237,18 +234,18 @@ def test_a_commit_that_the_disk_refuses_leaves_the_last_one(tmp_path: Path):
 def test_a_record_that_cannot_be_written_down_fails_its_commit_whole(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         with pytest.raises(TypeError):
-            journal.commit([Change("fate", "a", {}), Change("fate", "b", {"x": object()})], {})
-        journal.commit([Change("fate", "c", {})], {})
+            journal.commit([Change("closed_lease", "a", {}), Change("closed_lease", "b", {"x": object()})], {})
+        journal.commit([Change("closed_lease", "c", {})], {})
         saved = journal.load()
     assert saved is not None
-    assert set(saved.entries["fate"]) == {"c"}
+    assert set(saved.entries["closed_lease"]) == {"c"}
 
 
 # Random histories against a model.
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """Bodies are kept, released and committed; processes end in good order, or by a crash: then all they leave is
+    """Payloads are kept, released and committed; processes end in good order, or by a crash: then all they leave is
     their files."""
 
     SEGMENT_BYTES = 300
@@ -257,8 +254,8 @@ class JournalMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.home = Path(tempfile.mkdtemp())
         self.num_directories, self.num_kept = 0, 0
-        self.bodies: dict[str, bytes] = {}
-        self.places: dict[str, Place] = {}
+        self.payloads: dict[str, bytes] = {}
+        self.refs: dict[str, PayloadRef] = {}
         self.changes: list[Change] = []
         self.committed: dict[str, bytes] | None = None
         self.journal = Journal(self.home / "0", segment_bytes=self.SEGMENT_BYTES)
@@ -267,24 +264,24 @@ class JournalMachine(RuleBasedStateMachine):
     def keep(self, sizes: list[int]) -> None:
         for size in sizes:
             self.num_kept += 1
-            key, body = str(self.num_kept), bytes([self.num_kept % 256]) * size
-            self.places[key], self.bodies[key] = self.journal.keep(body), body
-            self.changes.append(put(key, self.places[key]))
+            key, payload = str(self.num_kept), bytes([self.num_kept % 256]) * size
+            self.refs[key], self.payloads[key] = self.journal.keep(payload), payload
+            self.changes.append(put(key, self.refs[key]))
 
-    @precondition(lambda self: self.bodies)
+    @precondition(lambda self: self.payloads)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        for key in data.draw(st.lists(st.sampled_from(sorted(self.bodies)), unique=True, min_size=1)):
-            self.journal.release(self.places.pop(key))
-            del self.bodies[key]
+        for key in data.draw(st.lists(st.sampled_from(sorted(self.payloads)), unique=True, min_size=1)):
+            self.journal.release(self.refs.pop(key))
+            del self.payloads[key]
             self.changes.append(delete(key))
 
     @rule()
     def commit(self) -> None:
-        self.journal.commit(self.changes, {"count": str(len(self.bodies)).encode()})
-        self.changes, self.committed = [], dict(self.bodies)
+        self.journal.commit(self.changes, {"count": str(len(self.payloads)).encode()})
+        self.changes, self.committed = [], dict(self.payloads)
         dead = self.journal.num_bytes - self.journal.live_bytes
-        assert self.journal.live_bytes == sum(HEADER + len(body) for body in self.bodies.values())
+        assert self.journal.live_bytes == sum(HEADER + len(payload) for payload in self.payloads.values())
         assert dead <= max(2 * self.SEGMENT_BYTES, self.journal.live_bytes)
         self.check()
 
@@ -298,17 +295,17 @@ class JournalMachine(RuleBasedStateMachine):
         self.journal.close()
         self.changes = []
         if self.committed is None:
-            self.bodies, self.places = {}, {}
+            self.payloads, self.refs = {}, {}
             self.journal = Journal(directory, segment_bytes=self.SEGMENT_BYTES)
             assert self.journal.load() is None
             return
-        self.journal, saved, self.places = reopened(directory, segment_bytes=self.SEGMENT_BYTES)
-        self.bodies = dict(self.committed)
-        assert saved.state == {"count": str(len(self.bodies)).encode()}
+        self.journal, saved, self.refs = reopened(directory, segment_bytes=self.SEGMENT_BYTES)
+        self.payloads = dict(self.committed)
+        assert saved.state == {"count": str(len(self.payloads)).encode()}
         self.check()
 
     def check(self) -> None:
-        assert {key: self.journal.read(place) for key, place in self.places.items()} == self.bodies
+        assert {key: self.journal.read(ref) for key, ref in self.refs.items()} == self.payloads
 
     def teardown(self) -> None:
         if hasattr(self, "journal"):
@@ -326,24 +323,24 @@ COMMITS = """
 import os, sys
 from msgspec.structs import asdict
 from pathlib import Path
-from async_rl.queue.storage.payloads import Place
-from async_rl.queue.core.changes import Change
+from async_rl.queue.storage.payloads import PayloadRef
+from async_rl.queue.storage.journal import Change
 from async_rl.queue.storage.journal import Journal
 
 journal = Journal(Path(sys.argv[1]), segment_bytes=4096)
 saved = journal.load()
-number, places = 0, {}
+number, refs = 0, {}
 if saved is not None:
     number = int(saved.state["number"])
-    places = {int(key): Place(**fields["place"]) for key, fields in saved.entries["group"].items()}
-    journal.adopt(places.values())
+    refs = {int(key): PayloadRef(**fields["ref"]) for key, fields in saved.entries["group"].items()}
+    journal.adopt(refs.values())
 while True:
     number += 1
-    places[number] = journal.keep(b"%d," % number * (number % 40 + 100))
-    changes = [Change("group", str(number), {"place": asdict(places[number])})]
+    refs[number] = journal.keep(b"%d," % number * (number % 40 + 100))
+    changes = [Change("group", str(number), {"ref": asdict(refs[number])})]
     for old in (number - 5, number - 500):
-        if old in places and (old % 50 or old == number - 500):
-            journal.release(places.pop(old))
+        if old in refs and (old % 50 or old == number - 500):
+            journal.release(refs.pop(old))
             changes.append(Change("group", str(old), None))
     journal.commit(changes, {"number": b"%d" % number})
     os.write(1, b"%d\\n" % number)
@@ -366,15 +363,15 @@ def test_every_reported_commit_outlives_sigkill(tmp_path: Path):
         child.kill()
         reported = [int(line) for line in child.stdout.read().splitlines(keepends=True) if line.endswith(b"\n")]
         assert child.wait() == -signal.SIGKILL
-        journal, saved, places = reopened(tmp_path, segment_bytes=4096)
+        journal, saved, refs = reopened(tmp_path, segment_bytes=4096)
         with closing(journal):
             before, number = number, int(saved.state["number"])
             assert number > before
             assert not reported or reported[-1] <= number <= reported[-1] + 1
             live = [n for n in range(1, number + 1) if n > number - 5 or (n % 50 == 0 and n > number - 500)]
-            assert sorted(map(int, places)) == live
-            for key, place in places.items():
-                assert journal.read(place) == f"{key},".encode() * (int(key) % 40 + 100)
+            assert sorted(map(int, refs)) == live
+            for key, ref in refs.items():
+                assert journal.read(ref) == f"{key},".encode() * (int(key) % 40 + 100)
     assert number > 1000
 
 
@@ -408,12 +405,12 @@ def test_an_owner_without_an_identity_comes_before_and_after_one_that_has_it(tmp
 
 def test_a_journal_may_be_built_in_one_thread_and_used_in_another(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
-        thread = threading.Thread(target=journal.commit, args=([Change("fate", "a", {})], {}))
+        thread = threading.Thread(target=journal.commit, args=([Change("closed_lease", "a", {})], {}))
         thread.start()
         thread.join()
         saved = journal.load()
     assert saved is not None
-    assert saved.entries["fate"] == {"a": {}}
+    assert saved.entries["closed_lease"] == {"a": {}}
 
 
 # The directory.

@@ -40,7 +40,7 @@ def test_more_skipped_steps_in_a_row_than_the_bound_starve_nobody(on_stale, boun
 
 @pytest.mark.parametrize("on_stale", MODES)
 def test_a_queue_full_of_pinned_and_reserved_bytes_goes_on(on_stale):
-    # Room for exactly one step of the worst case. Pinned bodies do not count: they are on the disk already.
+    # Room for exactly one step of the worst case. Pinned payloads do not count: they are on the disk already.
     world = World(Knobs(on_stale=on_stale, max_staleness=3, max_groups=2.0, num_steps=12))
     for _ in range(4):
         assert len(world.ask("g0", 4).leases) == 2
@@ -54,7 +54,7 @@ def test_a_queue_full_of_pinned_and_reserved_bytes_goes_on(on_stale):
         world.announce()
         world.activate("g0")
         world.activate("g1")
-    assert len(world.bodies) == 8
+    assert len(world.payloads) == 8
     # Both are reserved by a generator that dies.
     assert len(world.ask("g1", 4).leases) == 2
     world.die("g1")
@@ -63,7 +63,7 @@ def test_a_queue_full_of_pinned_and_reserved_bytes_goes_on(on_stale):
 
 
 def test_a_group_that_would_leave_no_room_for_the_rest_of_its_step_is_refused():
-    # Room for 2 worst cases, 2 groups a step: one body of 1.5 would leave room for no other lease, for ever.
+    # Room for 2 worst cases, 2 groups a step: one payload of 1.5 would leave room for no other lease, for ever.
     world = World(Knobs(max_groups=2.0, max_attempts=2))
     world.ask("g0", 1)
     (lease_id,) = world.generators["g0"].leases

@@ -57,7 +57,7 @@ def test_a_restarted_queue_gives_its_leases_the_temperature_they_had():
     for lease in leases(buffer, 1, version=0) + leases(buffer, 1, version=1):
         held = buffer._state.leases.get(lease.lease_id)
         assert held is not None
-        assert persistence.build_active_lease(buffer._state, lease.lease_id, held.facts()).lease == lease
+        assert persistence.build_active_lease(buffer._state, lease.lease_id, held.record()).lease == lease
 
 
 # 2 rollouts a group, 8 + 8 tokens of 13 bytes each, 1024 bytes a rollout and 4096 a group: 6560 without sampling masks.

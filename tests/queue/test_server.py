@@ -247,7 +247,7 @@ def test_malformed_messages_are_counted_and_answered(servers, tmp_path):
         peer.send_multipart([good, bad[4], good, b"nonsense", good])
         answers = [answer() for _ in range(4)]
         assert [a.type for a in answers] == ["not_ready", "error", "not_ready", "error"]
-        # A return whose body is no group is a refused return, not a broken message.
+        # A return whose payload is no group is a refused return, not a broken message.
         fields = {"generator_id": "g", "lease_ids": ["x"], "request_id": "y"}
         peer.send_multipart([encode("return", fields, num_parts=1), bytes(8)])
         assert answer().fields["verdicts"] == {"x": "refused"}

@@ -27,7 +27,7 @@ def test_positions_that_come_back_are_drawn_first_in_stream_order():
     stream = PromptStream(10, seed=0)
     assert draw_all(stream, 5) == [0, 1, 2, 3, 4]
     for position in (3, 1):
-        stream.put_back(position)
+        stream.requeue(position)
     assert draw_all(stream, 3) == [1, 3, 5]
 
 
@@ -35,7 +35,7 @@ def test_the_stream_ends_after_its_epochs_but_not_before_what_came_back():
     stream = PromptStream(2, seed=0, epochs=2)
     assert draw_all(stream, 9) == [0, 1, 2, 3]
     assert stream.exhausted
-    stream.put_back(2)
+    stream.requeue(2)
     assert not stream.exhausted
     assert draw_all(stream, 2) == [2]
 

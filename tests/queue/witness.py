@@ -12,14 +12,13 @@ from typing import Any, get_args
 
 from async_rl.config.queue import OnStale
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.changes import Changes, Kind
-from async_rl.queue.core.group_summary import GroupFacts
+from async_rl.queue.core.ingest import GroupSummary
 from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.core.state import LearnerSide, PersistedState
 from async_rl.queue.messages import Verdict
-from async_rl.queue.storage.journal import pack, unpack
-from async_rl.queue.storage.payloads import MemoryBodies, Place
+from async_rl.queue.storage.journal import Changes, Kind, pack, unpack
+from async_rl.queue.storage.payloads import MemoryPayloads, PayloadRef
 from tests.queue import builders
 from tests.queue.builders import SAMPLING, rows
 
@@ -61,7 +60,7 @@ class Books:
 
 
 class Witness:
-    """One server at a time, and the body store. ``sent`` is what came back for every lease."""
+    """One server at a time, and the payload store. ``sent`` is what came back for every lease."""
 
     def __init__(self, knobs: Knobs) -> None:
         self.knobs = knobs
@@ -74,13 +73,13 @@ class Witness:
         self.now = 0.0
         self.num_servers = 0
         self.books = Books()
-        self.sent: dict[str, tuple[GroupFacts, bytes]] = {}
+        self.sent: dict[str, tuple[GroupSummary, bytes]] = {}
         self.start_server()
 
-    def start_server(self, bodies: MemoryBodies | None = None) -> None:
-        """An empty one, with the bodies of the last or none."""
+    def start_server(self, payloads: MemoryPayloads | None = None) -> None:
+        """An empty one, with the payloads of the last or none."""
         self.num_servers += 1
-        self.bodies = MemoryBodies() if bodies is None else bodies
+        self.payloads = MemoryPayloads() if payloads is None else payloads
         self.entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
         self.buffer = self._new_buffer()
         self._remember()
@@ -89,7 +88,7 @@ class Witness:
         self.changes = Changes()
         stream = PromptStream(self.knobs.num_rows, seed=0, epochs=self.knobs.epochs)
         return Buffer(
-            self.settings, rows(self.knobs.num_rows), stream, instance=str(self.num_servers), bodies=self.bodies,
+            self.settings, rows(self.knobs.num_rows), stream, instance=str(self.num_servers), payloads=self.payloads,
             changes=self.changes,
         )  # fmt: skip
 
@@ -103,11 +102,11 @@ class Witness:
     def reload(self, clock: float) -> None:
         """The server dies; another, whose clock may be any, goes on from its records."""
         entries: dict[Kind, dict[str, Any]] = {kind: written(fields) for kind, fields in self.entries.items()}
-        saved, depth, bodies = self.buffer.save(), self.buffer.stats().depth, self.bodies
+        saved, depth, payloads = self.buffer.save(), self.buffer.stats().depth, self.payloads
         self.now = clock
-        self.start_server(bodies)
+        self.start_server(payloads)
         places = self.buffer.load(entries, saved, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
-        assert len(set(places)) == len(places) == len(bodies)
+        assert len(set(places)) == len(places) == len(payloads)
         for change in self.changes.drain():
             assert change.fields is not None
             assert written(change.fields) == entries[change.kind][change.key]
@@ -129,7 +128,7 @@ class Witness:
     @property
     def held_ids(self) -> frozenset[str]:
         """Groups that are queued or taken."""
-        return frozenset(lease_id for lease_id, fields in self.entries["group"].items() if fields["is_held"])
+        return frozenset(lease_id for lease_id, fields in self.entries["group"].items() if fields["is_live"])
 
     @property
     def lease_versions(self) -> list[int]:
@@ -160,38 +159,38 @@ class Witness:
         self._revision, self._small = self.buffer.revision, small
         self.buffer.check()
         self._check_prompts(small)
-        self._check_bodies()
+        self._check_payloads()
         self.is_sound = True
 
     def _check_prompts(self, small: PersistedState) -> None:
         """Every prompt drawn is at one place, or ended in one way."""
-        held = [fields["group"]["position"] for fields in self.entries["group"].values() if fields["is_held"]]
+        held = [fields["group"]["position"] for fields in self.entries["group"].values() if fields["is_live"]]
         in_flight = [f["position"] for f in self.entries["lease"].values() if f["evaluation"] is None]
         places = [*small.cursor.requeued, *held, *in_flight, *self.books.ended]
         assert len(set(places)) == len(places), "a prompt is at two places"
         assert all(position < small.cursor.position for position in places)
         dropped = small.ledger.groups.dropped
-        set_aside = dropped["poison"] + dropped["too_slow"] + dropped["unused_at_end"]
-        assert len(places) + set_aside == small.cursor.position, "a prompt got lost"
+        excluded = dropped["poison"] + dropped["too_slow"] + dropped["unused_at_end"]
+        assert len(places) + excluded == small.cursor.position, "a prompt got lost"
 
-    def _check_bodies(self) -> None:
-        """Every body is needed, and readable; those in use and those to come fit into ``queue.max_bytes``."""
+    def _check_payloads(self) -> None:
+        """Every payload is needed, and readable; those in use and those to come fit into ``queue.max_bytes``."""
         groups, answers = self.entries["group"], self.entries["answer"].values()
-        pinned = {lease_id for pin in self.entries["pin"].values() for lease_id in pin["lease_ids"]}
+        pinned = {lease_id for pin in self.entries["snapshot"].values() for lease_id in pin["lease_ids"]}
         assert groups.keys() == self.held_ids | pinned
-        assert len(self.bodies) == len(groups) + sum(answer["place"] is not None for answer in answers)
+        assert len(self.payloads) == len(groups) + sum(answer["ref"] is not None for answer in answers)
         for lease_id in pinned:
-            assert self.bodies.read(Place(**groups[lease_id]["group"]["place"])) == self.sent[lease_id][1]
-        in_use = sum(groups[lease_id]["group"]["place"]["length"] for lease_id in self.held_ids)
+            assert self.payloads.read(PayloadRef(**groups[lease_id]["group"]["ref"])) == self.sent[lease_id][1]
+        in_use = sum(groups[lease_id]["group"]["ref"]["length"] for lease_id in self.held_ids)
         num_training = len(self.lease_versions)
         assert in_use + num_training * WORST_CASE <= self.settings.max_bytes
 
-    def foretold(self, facts: GroupFacts) -> Verdict:
+    def foretold(self, facts: GroupSummary) -> Verdict:
         """What a returned group is to be told."""
         lease = self.entries["lease"].get(facts.lease_id)
         version = self.learner.version
         if lease is None or lease["generator_id"] != facts.generator_id:
-            fate = self.entries["fate"].get(facts.lease_id, {}).get("fate")
+            fate = self.entries["closed_lease"].get(facts.lease_id, {}).get("status")
             late: dict[Any, Verdict] = {"returned": "duplicate", "rolled_back": "old_lineage"}
             return late.get(fate, "unknown_lease")
         if facts.unfit or facts.num_rollouts != 2 or facts.newest_version > version:

@@ -14,9 +14,9 @@ from typing import Literal
 import pytest
 
 from async_rl.errors import LineageError
-from async_rl.queue.core.batches import TakenBody
-from async_rl.queue.core.group_summary import GroupFacts
-from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedFacts, Verdict
+from async_rl.queue.core.batches import TakenPayload
+from async_rl.queue.core.ingest import GroupSummary
+from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts, Verdict
 from async_rl.records import Lease
 from tests.queue import builders
 from tests.queue.builders import SAMPLING
@@ -64,7 +64,7 @@ class World(Witness):
         self.num_evals = 0
         self.checkpoint, self.written = None, list[Checkpoint]()
         self.taken: list[str] | None = None
-        self.acked: tuple[int, int, TrainedFacts, bytes | None] | None = None
+        self.acked: tuple[int, int, TrainedCounts, bytes | None] | None = None
         self.staleness: list[int] = []
         self.buffer.attach("line-0", "", 0, 0, knobs.num_steps, None, self.now)
         self.announce()
@@ -116,7 +116,7 @@ class World(Witness):
         elif what == "future":
             versions = (asked, self.learner.version + 1)
         accuracy = {"right": lease.group_size, "wrong": 0}.get(what, 1)
-        facts = GroupFacts(
+        facts = GroupSummary(
             lease_id=lease_id,
             kind=lease.kind,
             position=lease.prompt.position,
@@ -145,8 +145,8 @@ class World(Witness):
 
     def put(self, lease_id: str) -> Verdict:
         """Send a group, maybe once more."""
-        facts, body = self.sent[lease_id]
-        return self.buffer.put(facts.generator_id, facts, body, self.now)
+        facts, payload = self.sent[lease_id]
+        return self.buffer.put(facts.generator_id, facts, payload, self.now)
 
     def give_again(self, lease_id: str) -> None:
         depth = self.buffer.stats().depth
@@ -199,7 +199,7 @@ class World(Witness):
         builders.announce(self.buffer, self.learner.version, self.lineage)
         self.settle()
 
-    def take(self) -> tuple[TakenBody, ...] | NotReady:
+    def take(self) -> tuple[TakenPayload, ...] | NotReady:
         learner, settings = self.learner, self.settings
         answer = self.buffer.take(self.lineage, learner.step, learner.version, 2, self.now)
         if isinstance(answer, NotReady):
@@ -207,10 +207,10 @@ class World(Witness):
             assert self.taken is None
             self.settle()
             return answer
-        lease_ids = [bytes(item.body).rstrip(b".").decode() for item in answer]
+        lease_ids = [bytes(item.payload).rstrip(b".").decode() for item in answer]
         for item, lease_id in zip(answer, lease_ids, strict=True):
-            facts, body = self.sent[lease_id]
-            assert item.body == body
+            facts, payload = self.sent[lease_id]
+            assert item.payload == payload
             assert item.prompt.position == facts.position
             bound = facts.newest_version if settings.on_stale == "mask" else facts.oldest_version
             last_trained_at = learner.version + settings.updates_per_batch - 1
@@ -224,7 +224,7 @@ class World(Witness):
             assert all(version >= doomed for version in self.lease_versions)
         return answer
 
-    def expect_batch(self) -> tuple[TakenBody, ...]:
+    def expect_batch(self) -> tuple[TakenPayload, ...]:
         answer = self.take()
         assert not isinstance(answer, NotReady), answer.reason
         return answer
@@ -236,16 +236,16 @@ class World(Witness):
         facts = [self.sent[lease_id][0] for lease_id in taken]
         num_tokens = sum(f.num_tokens for f in facts)
         if updates:
-            done = TrainedFacts(True, 3, {"truncated": 1}, num_tokens - 1, {"truncated": 1})
+            done = TrainedCounts(True, 3, {"truncated": 1}, num_tokens - 1, {"truncated": 1})
         else:
-            done = TrainedFacts(False, 0)
+            done = TrainedCounts(False, 0)
         step, version = learner.step, learner.version + updates
         bound = learner.lease_bound if lease_bound is None else lease_bound
-        body = self.buffer.ack(
+        payload = self.buffer.ack(
             StepAck(self.lineage, step, version, done, snapshot=snapshot, lease_bound=bound), self.now
         ).snapshot
         assert self.learner.lease_bound == bound
-        self.acked, self.taken = (step, version, done, body), None
+        self.acked, self.taken = (step, version, done, payload), None
         ended = self.books.trained if updates else self.books.skipped
         ended.update(f.position for f in facts)
         self.settle()
@@ -253,20 +253,22 @@ class World(Witness):
             oldest = self.settings.oldest_trainable(version)
             assert all(v >= oldest for v in self.lease_versions)
         if snapshot:
-            self._note_checkpoint(body)
+            self._note_checkpoint(payload)
 
     def ack_again(self) -> None:
         """The answer to the last ack was lost."""
         if self.acked is not None:
-            step, version, done, body = self.acked
-            assert self.buffer.ack(StepAck(self.lineage, step, version, done, snapshot=True), self.now).snapshot == body
+            step, version, done, payload = self.acked
+            assert (
+                self.buffer.ack(StepAck(self.lineage, step, version, done, snapshot=True), self.now).snapshot == payload
+            )
             self.settle()
 
     def snapshot(self) -> None:
         """A checkpoint between two steps."""
-        body = self.buffer.snapshot(self.lineage, self.now)
+        payload = self.buffer.snapshot(self.lineage, self.now)
         self.settle()
-        self._note_checkpoint(body)
+        self._note_checkpoint(payload)
 
     def commit_checkpoint(self) -> None:
         """The newest checkpoint is whole: nobody goes back behind it."""
@@ -275,7 +277,7 @@ class World(Witness):
             self.written.clear()
             self.buffer.checkpoint_committed(self.lineage, self.checkpoint.step)
             self.settle()
-            assert len(self.entries["pin"]) == 1
+            assert len(self.entries["snapshot"]) == 1
 
     def evaluate(self, *, exclusive: bool) -> None:
         self.num_evals += 1
@@ -287,8 +289,8 @@ class World(Witness):
         results = self.buffer.eval_results(self.lineage)
         for result in results:
             assert [prompt.row for prompt, _ in result.answers] == [0, 1]
-            for _, body in result.answers:
-                assert body is None or body == self.sent[bytes(body).rstrip(b".").decode()][1]
+            for _, payload in result.answers:
+                assert payload is None or payload == self.sent[bytes(payload).rstrip(b".").decode()][1]
         received = [(result.dataset, result.step) for result in results]
         self.buffer.eval_results(self.lineage, received)
         assert self.buffer.eval_results(self.lineage, received) == []
@@ -320,7 +322,7 @@ class World(Witness):
         for old in self.old_lineages[-2:]:
             calls: tuple[Callable[..., object], ...] = (
                 partial(self.buffer.take, old, 0, 0, 2, self.now),
-                partial(self.buffer.ack, StepAck(old, 0, 1, TrainedFacts(True, 4), snapshot=True), self.now),
+                partial(self.buffer.ack, StepAck(old, 0, 1, TrainedCounts(True, 4), snapshot=True), self.now),
                 partial(builders.announce, self.buffer, 0, old),
                 partial(self.buffer.checkpoint_committed, old, 1),
                 partial(self.buffer.snapshot, old, self.now),
@@ -384,10 +386,10 @@ class World(Witness):
         self.restart_server()
         assert self.buffer.finished
 
-    def _note_checkpoint(self, body: bytes | None) -> None:
-        assert body is not None
+    def _note_checkpoint(self, payload: bytes | None) -> None:
+        assert payload is not None
         learner = self.learner
         made = Checkpoint(
-            self.lineage, learner.step, learner.version, learner.lease_bound, body, self.books.copy(), self.held_ids
+            self.lineage, learner.step, learner.version, learner.lease_bound, payload, self.books.copy(), self.held_ids
         )
         self.written = [c for c in self.written if c.step != made.step] + [made]

@@ -147,9 +147,10 @@ class LearnerQueue:
         """
         keys = [[dataset, step] for dataset, step in received]
         reply = self._call("eval_results", {"lineage": lineage, "received": keys})
-        bodies = iter(reply.parts)
+        payloads = iter(reply.parts)
         return [
-            _eval_result(entry, bodies, lineage) for entry in read_as(reply.fields.get("results"), list[dict[str, Any]])
+            _eval_result(entry, payloads, lineage)
+            for entry in read_as(reply.fields.get("results"), list[dict[str, Any]])
         ]
 
     def await_eval(self, lineage: str, wait_s: float) -> str:
@@ -190,10 +191,10 @@ class LearnerQueue:
 
     def snapshot(self, lineage: str) -> bytes:
         """The queue's state between two steps, for a checkpoint."""
-        body = _acked(self._call("snapshot", {"lineage": lineage})).snapshot
-        if body is None:
+        payload = _acked(self._call("snapshot", {"lineage": lineage})).snapshot
+        if payload is None:
             raise WireError("expected a snapshot, got none")
-        return body
+        return payload
 
     def finish(self, lineage: str) -> None:
         """The run is over; generators are told to end."""
@@ -258,14 +259,14 @@ class LearnerQueue:
             entries = read_as(answer.fields.get("groups"), list[TakenEntry])
             first = field(answer.fields, "first", int)
             if len(entries) != len(answer.parts):
-                raise WireError(f"{len(entries)} groups of a batch came with {len(answer.parts)} bodies")
+                raise WireError(f"{len(entries)} groups of a batch came with {len(answer.parts)} payloads")
             arrived = self._arrived.setdefault(request_id, [])
             # One that was asked for twice may come twice; it is the same then, from its first group on.
             del arrived[first:]
             if first == len(arrived):
                 arrived += [
-                    TakenGroup(decode_group(body), entry.prompt, entry.queued_s, entry.arrival_version, entry.masked)
-                    for entry, body in zip(entries, answer.parts, strict=True)
+                    TakenGroup(decode_group(payload), entry.prompt, entry.queued_s, entry.arrival_version, entry.masked)
+                    for entry, payload in zip(entries, answer.parts, strict=True)
                 ]
             if field(answer.fields, "more", bool):
                 return
@@ -298,12 +299,12 @@ def _acked(reply: Message) -> Acked:
     return Acked(stats, reply.arrays[0].tobytes() if reply.arrays else None)
 
 
-def _eval_result(entry: Any, bodies: Iterator[Frame], lineage: str) -> EvalResult:
+def _eval_result(entry: Any, payloads: Iterator[Frame], lineage: str) -> EvalResult:
     groups: list[tuple[Prompt, Group]] = []
     for item in read_as(entry.get("prompts"), list[dict[str, Any]]):
         prompt = read_as(item.get("prompt"), Prompt)
         if field(item, "answered", bool):
-            group = decode_group(next(bodies))
+            group = decode_group(next(payloads))
         else:
             group = Group("", "eval", prompt.position, "", lineage, 0.0, ())
         groups.append((prompt, group))

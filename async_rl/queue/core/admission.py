@@ -109,7 +109,7 @@ class BufferSettings:
 
     @property
     def worst_case_bytes(self) -> int:
-        """The largest body that a training lease may bring back.
+        """The largest payload that a training lease may bring back.
 
         In a rollout of several turns each may begin a token sequence of its own, with the whole text so far.
         """

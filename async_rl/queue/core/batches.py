@@ -11,23 +11,25 @@ from dataclasses import dataclass
 from async_rl.errors import QueueError
 from async_rl.queue.core import persistence, report
 from async_rl.queue.core.state import LearnerSide, QueueState
-from async_rl.queue.messages import NotReady, StepAck, TrainedFacts
-from async_rl.queue.storage.payloads import Body
+from async_rl.queue.messages import NotReady, StepAck, TrainedCounts
+from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class TakenBody:
+class TakenPayload:
     """One taken group, still encoded."""
 
     prompt: Prompt
     queued_s: float
     arrival_version: int
     masked: bool
-    body: Body
+    payload: Payload
 
 
-def take(state: QueueState, lineage: str, step: int, version: int, num_groups: int) -> tuple[TakenBody, ...] | NotReady:
+def take(
+    state: QueueState, lineage: str, step: int, version: int, num_groups: int
+) -> tuple[TakenPayload, ...] | NotReady:
     """As ``Buffer.take``."""
     learner = state.attached(lineage)
     if state.taken and step == learner.step + 1:
@@ -44,15 +46,15 @@ def take(state: QueueState, lineage: str, step: int, version: int, num_groups: i
             return report.not_ready(state, learner, num_groups)
         if _must_wait(state, learner):
             return report.not_ready(state, learner, num_groups)
-        state.hold_taken(state.queued.pop_first(num_groups))
+        state.set_taken(state.queued.pop_first(num_groups))
         for group in state.taken:
             state.ledger.take(group.num_rollouts, group.num_tokens)
         state.waits_since = None
         state.revision += 1
         _cancel_left_behind(state, learner)
     return tuple(
-        TakenBody(
-            state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, state.bodies.read(g.place)
+        TakenPayload(
+            state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, state.payloads.read(g.ref)
         )
         for g in state.taken
     )
@@ -135,17 +137,17 @@ def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
     return True
 
 
-def _settle(state: QueueState, learner: LearnerSide, facts: TrainedFacts) -> None:
-    """Book the taken groups: trained as the facts say, or dropped with a skipped optimizer step."""
+def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> None:
+    """Book the taken groups: trained as the counts say, or dropped with a skipped optimizer step."""
     taken = state.taken
-    if facts.stepped:
+    if counts.stepped:
         rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)
-        state.ledger.train(len(taken), rollouts, tokens, facts)
-    state.hold_taken(())
+        state.ledger.train(len(taken), rollouts, tokens, counts)
+    state.set_taken(())
     for group in taken:
         state.attempts.pop(group.position, None)
-        if facts.stepped:
+        if counts.stepped:
             state.count_outcome("trained", group)
-            state.let_go(group)
+            state.forget_group(group)
         else:
             state.drop_group(group, "taken", "step_skipped")

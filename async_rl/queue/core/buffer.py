@@ -14,14 +14,13 @@ from typing import Any
 from async_rl.errors import LineageError, QueueError
 from async_rl.queue.core import batches, ingest, lease_scheduler, persistence, report
 from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.batches import TakenBody
-from async_rl.queue.core.changes import Changes, Kind
+from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.core.evals import EvalBook, EvalKey, Evaluation, EvaluationRecord, Row
-from async_rl.queue.core.group_summary import GroupFacts
+from async_rl.queue.core.ingest import GroupSummary
 from async_rl.queue.core.leases import GeneratorTable, LeaseTable
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.core.snapshot_refs import Pins, snapshot_key
 from async_rl.queue.core.state import LearnerSide, QueueState
+from async_rl.queue.core.stored_groups import SnapshotRefs, snapshot_key
 from async_rl.queue.messages import (
     Acked,
     Announcement,
@@ -33,33 +32,34 @@ from async_rl.queue.messages import (
     StepAck,
     Verdict,
 )
-from async_rl.queue.storage.payloads import Body, BodyStore, MemoryBodies, Place
+from async_rl.queue.storage.journal import Changes, Kind
+from async_rl.queue.storage.payloads import MemoryPayloads, Payload, PayloadRef, PayloadStore
 from async_rl.records import Lease, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class EvalBodies:
-    """One finished evaluation, still encoded: every row's prompt and body, None where it could not be sampled."""
+class EvalPayloads:
+    """One finished evaluation, still encoded: every row's prompt and payload, None where it could not be sampled."""
 
     dataset: str
     step: int
-    answers: tuple[tuple[Prompt, Body | None], ...]
+    answers: tuple[tuple[Prompt, Payload | None], ...]
 
 
 class Buffer:
     """The queue. ``instance`` tells the lease ids of two server processes of one run apart.
 
-    ``data_digest`` names the training rows. Bodies are kept in ``bodies`` (none: in memory); what changes is noted in
-    ``changes`` (none: nowhere).
+    ``data_digest`` names the training rows. ``payloads`` keeps the payloads (if unset: in memory), and ``changes``
+    collects what the journal is to write (if unset: nothing).
     """
 
     def __init__(
         self, settings: BufferSettings, rows: Sequence[Row], stream: PromptStream, *, data_digest: str = "",
-        instance: str = "0", bodies: BodyStore | None = None, changes: Changes | None = None,
+        instance: str = "0", payloads: PayloadStore | None = None, changes: Changes | None = None,
     ) -> None:  # fmt: skip
         if stream.num_rows != len(rows):
             raise ValueError(f"expected a stream over the {len(rows)} rows, got one over {stream.num_rows}")
-        bodies = MemoryBodies() if bodies is None else bodies
+        payloads = MemoryPayloads() if payloads is None else payloads
         changes = Changes(is_wanted=False) if changes is None else changes
         self._state = QueueState(
             settings=settings,
@@ -67,12 +67,12 @@ class Buffer:
             stream=stream,
             data_digest=data_digest,
             instance=instance,
-            bodies=bodies,
+            payloads=payloads,
             changes=changes,
             leases=LeaseTable(settings.lease_timeout_s, changes),
             generators=GeneratorTable(settings.generator_timeout_s),
-            evals=EvalBook(changes, bodies),
-            pins=Pins(changes),
+            evals=EvalBook(changes, payloads),
+            snapshot_refs=SnapshotRefs(changes),
         )
 
     def save(self) -> bytes:
@@ -82,8 +82,8 @@ class Buffer:
     def load(
         self, entries: Mapping[Kind, Mapping[str, Any]], saved: bytes, eval_rows: Mapping[str, Sequence[Row]],
         eval_samplings: Mapping[str, Sampling], now: float,
-    ) -> list[Place]:  # fmt: skip
-        """Go on from what an earlier process wrote down, on an empty buffer; the places of the bodies in use.
+    ) -> list[PayloadRef]:  # fmt: skip
+        """Go on from what an earlier process wrote down, on an empty buffer; the places of the payloads in use.
 
         Raises:
             QueueError: it is not understood.
@@ -154,7 +154,7 @@ class Buffer:
         if evaluation.key not in self._state.received_evals and self._state.evals.add(evaluation):
             self._state.revision += 1
 
-    def eval_results(self, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalBodies]:
+    def eval_results(self, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalPayloads]:
         """Finished evaluations; those that the learner says it has are forgotten."""
         state = self._state
         state.attached(lineage)
@@ -164,12 +164,12 @@ class Buffer:
                 continue
             state.received_evals.add(key)
             for answer in evaluation.answers.values():
-                if answer.place is not None:
+                if answer.ref is not None:
                     state.eval_ledger.deliver(answer.rollouts, answer.tokens)
             state.revision += 1
         for evaluation in state.evals.finished:
             evaluation.delivered = True
-        return [self._bodies(evaluation) for evaluation in state.evals.finished]
+        return [self._payloads(evaluation) for evaluation in state.evals.finished]
 
     def eval_wait(self, lineage: str) -> str:
         """What the learner's evaluations wait for; empty once one is finished that was not yet handed over."""
@@ -181,7 +181,7 @@ class Buffer:
 
     def take(
         self, lineage: str, step: int, version: int, num_groups: int, now: float
-    ) -> tuple[TakenBody, ...] | NotReady:
+    ) -> tuple[TakenPayload, ...] | NotReady:
         """Exactly ``num_groups`` groups for the step after ``step`` done ones, trained first at ``version``.
 
         Raises:
@@ -201,14 +201,14 @@ class Buffer:
 
         Raises:
             LineageError: of another learner.
-            QueueError: the step is not the taken one, the version or bound can't be, or the facts don't add up.
+            QueueError: the step is not the taken one, the version or bound is out of range, or the counts don't add up.
         """
         self._state.at(now)
         snapshot = batches.ack(self._state, ack)
         return Acked(self.stats(), snapshot)
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
-        """The checkpoint after ``step`` steps is whole: nobody goes back behind it, so older snapshots are unpinned.
+        """The checkpoint after ``step`` steps is whole: nobody goes back behind it, so older snapshots are released.
 
         Raises:
             LineageError: of another learner.
@@ -216,8 +216,8 @@ class Buffer:
         state = self._state
         state.attached(lineage)
         key = snapshot_key(lineage, step)
-        if state.pins.has_snapshot(key):
-            state.unpin(state.pins.release_all_but(key))
+        if state.snapshot_refs.has_snapshot(key):
+            state.release_refs(state.snapshot_refs.release_all_but(key))
             state.revision += 1
 
     def finish(self, lineage: str, now: float) -> None:
@@ -227,11 +227,11 @@ class Buffer:
         learner = state.attached(lineage)
         if learner.finished:
             return
-        for group in state.hold_taken(()):
+        for group in state.set_taken(()):
             state.drop_group(group, "taken", "unused_at_end")
         state.end_training()
         for held in state.leases:
-            state.lose_lease(held, "unused_at_end", again=False)
+            state.lose_lease(held, "unused_at_end", requeue=False)
         persistence.drop_undelivered(state, "unused_at_end")
         learner.finished = True
         state.revision += 1
@@ -287,15 +287,17 @@ class Buffer:
         """Leases that this generator was not yet told to stop sampling."""
         return tuple(sorted(self._state.generators.pop_cancelled(generator_id)))
 
-    def put(self, generator_id: str, group: GroupFacts, body: Body, now: float) -> Verdict:
-        """A returned group: what was read of it, and its ``body``, which is kept."""
-        return self.put_explained(generator_id, group, body, now)[0]
+    def put(self, generator_id: str, group: GroupSummary, payload: Payload, now: float) -> Verdict:
+        """A returned group: what was read of it, and its ``payload``, which is kept."""
+        return self.put_explained(generator_id, group, payload, now)[0]
 
-    def put_explained(self, generator_id: str, group: GroupFacts, body: Body, now: float) -> tuple[Verdict, str]:
+    def put_explained(
+        self, generator_id: str, group: GroupSummary, payload: Payload, now: float
+    ) -> tuple[Verdict, str]:
         """``put``, with a line that says why a group was refused."""
         self._state.at(now)
         self._state.generators.seen(generator_id, self._state.now)
-        return ingest.receive(self._state, generator_id, group, body)
+        return ingest.receive(self._state, generator_id, group, payload)
 
     def fail(self, generator_id: str, lease_id: str, cause: FailureCause, now: float) -> Verdict:
         """A lease given back unsampled."""
@@ -394,8 +396,8 @@ class Buffer:
         self._state.at(now)
         return report.status(self._state)
 
-    def _bodies(self, evaluation: Evaluation) -> EvalBodies:
-        read = self._state.bodies.read
-        places = [evaluation.answers[row].place for row in range(len(evaluation.rows))]
+    def _payloads(self, evaluation: Evaluation) -> EvalPayloads:
+        read = self._state.payloads.read
+        places = [evaluation.answers[row].ref for row in range(len(evaluation.rows))]
         pairs = ((evaluation.prompt(row), read(p) if p is not None else None) for row, p in enumerate(places))
-        return EvalBodies(*evaluation.key, tuple(pairs))
+        return EvalPayloads(*evaluation.key, tuple(pairs))

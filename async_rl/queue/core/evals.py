@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from async_rl.queue.core.changes import Changes
-from async_rl.queue.storage.payloads import BodyStore, Place
+from async_rl.queue.storage.journal import Changes
+from async_rl.queue.storage.payloads import PayloadRef, PayloadStore
 from async_rl.records import Prompt, Sampling
 
 
@@ -33,13 +33,13 @@ EvalKey = tuple[str, int]
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
-    """Where one row's encoded group lies, and what the ledger knows of it. Without a place it was given up."""
+    """One row's group: where its payload lies, and what the ledger counts. Without a ``ref`` it was given up."""
 
-    place: Place | None
+    ref: PayloadRef | None
     rollouts: int = 0
     tokens: int = 0
 
-    def facts(self) -> Answer:
+    def record(self) -> Answer:
         return self
 
 
@@ -58,7 +58,7 @@ class EvaluationRecord(msgspec.Struct):
 class Evaluation:
     """One dataset at one step. ``todo`` are rows without lease or answer."""
 
-    record: EvaluationRecord
+    request: EvaluationRecord
     rows: Sequence[Row]
     sampling: Sampling
     todo: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Evaluation:
 
     @property
     def key(self) -> EvalKey:
-        return self.record.dataset, self.record.step
+        return self.request.dataset, self.request.step
 
     @property
     def done(self) -> bool:
@@ -80,16 +80,16 @@ class Evaluation:
         """A row's lease ended by nobody's fault."""
         heapq.heappush(self.todo, row)
 
-    def lose(self, row: int, *, max_attempts: int, again: bool) -> bool:
+    def lose(self, row: int, *, max_attempts: int, requeue: bool) -> bool:
         """A row's lease ended without an answer; whether it is to be given up."""
-        attempts = self.record.attempts[row] = self.record.attempts.get(row, 0) + 1
-        if again and attempts < max_attempts:
+        attempts = self.request.attempts[row] = self.request.attempts.get(row, 0) + 1
+        if requeue and attempts < max_attempts:
             heapq.heappush(self.todo, row)
             return False
         return True
 
-    def facts(self) -> EvaluationRecord:
-        return self.record
+    def record(self) -> EvaluationRecord:
+        return self.request
 
     @property
     def progress_line(self) -> str:
@@ -104,8 +104,8 @@ def entry_key(key: EvalKey, row: int | None = None) -> str:
 class EvalBook:
     """The evaluations that were asked for and not yet received."""
 
-    def __init__(self, changes: Changes, bodies: BodyStore) -> None:
-        self._changes, self._bodies = changes, bodies
+    def __init__(self, changes: Changes, payloads: PayloadStore) -> None:
+        self._changes, self._payloads = changes, payloads
         self._open: dict[EvalKey, Evaluation] = {}
         self.num_bytes = 0
 
@@ -131,7 +131,7 @@ class EvalBook:
     def answer(self, evaluation: Evaluation, row: int, answer: Answer) -> None:
         """A row is answered, or given up."""
         evaluation.answers[row] = answer
-        self.num_bytes += answer.place.length if answer.place is not None else 0
+        self.num_bytes += answer.ref.length if answer.ref is not None else 0
         self._changes.put("answer", entry_key(evaluation.key, row), answer)
 
     def confirm(self, key: EvalKey) -> Evaluation | None:
@@ -158,13 +158,13 @@ class EvalBook:
     @property
     def exclusive(self) -> Evaluation | None:
         """An unfinished evaluation that no training lease may overtake."""
-        return next((e for e in self.unfinished if e.record.exclusive), None)
+        return next((e for e in self.unfinished if e.request.exclusive), None)
 
     def _forget(self, evaluation: Evaluation) -> None:
         del self._open[evaluation.key]
         self._changes.delete("evaluation", entry_key(evaluation.key))
         for row, answer in evaluation.answers.items():
             self._changes.delete("answer", entry_key(evaluation.key, row))
-            if answer.place is not None:
-                self.num_bytes -= answer.place.length
-                self._bodies.release(answer.place)
+            if answer.ref is not None:
+                self.num_bytes -= answer.ref.length
+                self._payloads.release(answer.ref)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from async_rl.queue.core.evals import Evaluation
-from async_rl.queue.core.leases import HeldLease
+from async_rl.queue.core.leases import ActiveLease
 from async_rl.queue.core.state import LearnerSide, QueueState
 from async_rl.queue.messages import LeasesGranted
 from async_rl.records import Lease, LeaseKind
@@ -58,7 +58,7 @@ def _grant_evals(
     for evaluation in state.evals.unfinished:
         if not evaluation.todo:
             continue
-        wanted = evaluation.record.min_version
+        wanted = evaluation.request.min_version
         if version < wanted:
             reason = f"evaluation {evaluation.progress_line} wants version {wanted}, active is {version}"
             announced = learner.announced_version
@@ -124,7 +124,7 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
         ),
         attempt=attempts.failed + attempts.stale + 1, version=version,
     )  # fmt: skip
-    state.leases.add(HeldLease(lease, generator_id, version, settings.worst_case_bytes, state.now, state.now))
+    state.leases.add(ActiveLease(lease, generator_id, version, settings.worst_case_bytes, state.now, state.now))
     state.ledger.issue(settings.group_size)
     return lease
 
@@ -132,13 +132,13 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
 def _issue_eval(
     state: QueueState, learner: LearnerSide, generator_id: str, version: int, evaluation: Evaluation
 ) -> Lease:
-    row = heapq.heappop(evaluation.todo)
+    row, wanted = heapq.heappop(evaluation.todo), evaluation.request
     lease = build_lease(
         state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
-        min_version=evaluation.record.min_version, attempt=evaluation.record.attempts.get(row, 0) + 1, version=version,
+        min_version=wanted.min_version, attempt=wanted.attempts.get(row, 0) + 1, version=version,
     )  # fmt: skip
-    state.leases.add(HeldLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
-    state.eval_ledger.issue(evaluation.record.num_samples)
+    state.leases.add(ActiveLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
+    state.eval_ledger.issue(wanted.num_samples)
     return lease
 
 
@@ -162,7 +162,7 @@ def build_lease(
         lease_id=lease_id,
         kind=kind,
         prompt=state.prompt(position) if evaluation is None else evaluation.prompt(position),
-        group_size=settings.group_size if evaluation is None else evaluation.record.num_samples,
+        group_size=settings.group_size if evaluation is None else evaluation.request.num_samples,
         sampling=settings.sampling_at(max(version, min_version)) if evaluation is None else evaluation.sampling,
         lineage=lineage,
         min_version=min_version,

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from async_rl.queue.core.changes import Changes
 from async_rl.queue.messages import GeneratorStats
+from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
 _REMEMBERED = 65_536
-"""Closed leases whose fate is remembered, to tell a repeated return from an unknown one."""
+"""Closed leases that are remembered, to tell a repeated return from an unknown one."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +35,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class HeldLease:
+class ActiveLease:
     """A lease in flight. ``version`` is the generator's active one when it asked; ``reserved`` bytes."""
 
     lease: Lease
@@ -52,7 +52,7 @@ class HeldLease:
         """No token of it can be older: a generator activates the lease's oldest version before it samples."""
         return max(self.version, self.lease.min_version)
 
-    def facts(self) -> LeaseRecord:
+    def record(self) -> LeaseRecord:
         lease = self.lease
         return LeaseRecord(
             lease.prompt.position, lease.min_version, lease.lineage, lease.attempt, self.generator_id, self.version,
@@ -60,13 +60,16 @@ class HeldLease:
         )  # fmt: skip
 
 
-class Fate(msgspec.Struct, frozen=True, gc=False):
-    """What became of a closed lease. ``number`` counts them, so that the oldest can be forgotten first."""
+class ClosedLease(msgspec.Struct, frozen=True, gc=False):
+    """A lease that ended. ``status`` says how: ``"returned"``, or the cause it was dropped for.
 
-    fate: str
+    ``number`` counts them, so that the oldest can be forgotten first.
+    """
+
+    status: str
     number: int
 
-    def facts(self) -> Fate:
+    def record(self) -> ClosedLease:
         return self
 
 
@@ -75,24 +78,24 @@ class LeaseTable:
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
         self._timeout_s, self._changes = timeout_s, changes
-        self._held: dict[str, HeldLease] = {}
-        self._closed: OrderedDict[str, Fate] = OrderedDict()
+        self._held: dict[str, ActiveLease] = {}
+        self._closed: OrderedDict[str, ClosedLease] = OrderedDict()
         self._by_version: list[tuple[int, str]] = []
         self._check_at: float | None = None
-        self._num_fates = 0
+        self._num_closed = 0
         self.reserved = 0
         self.num_training = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def __iter__(self) -> Iterator[HeldLease]:
+    def __iter__(self) -> Iterator[ActiveLease]:
         return iter(list(self._held.values()))
 
-    def get(self, lease_id: str) -> HeldLease | None:
+    def get(self, lease_id: str) -> ActiveLease | None:
         return self._held.get(lease_id)
 
-    def add(self, held: HeldLease) -> None:
+    def add(self, held: ActiveLease) -> None:
         lease_id = held.lease.lease_id
         self._held[lease_id] = held
         self._changes.put("lease", lease_id, held, is_new=True)
@@ -103,35 +106,35 @@ class LeaseTable:
         deadline = held.grown_at + self._timeout_s
         self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
 
-    def close(self, lease_id: str, fate: str) -> HeldLease:
-        """Take a lease out of flight; ``fate`` is what late or repeated returns of it are told."""
+    def close(self, lease_id: str, status: str) -> ActiveLease:
+        """Take a lease out of flight; ``status`` says why, for returns that come late or repeatedly."""
         held = self._held.pop(lease_id)
         self._changes.delete("lease", lease_id)
         self.reserved -= held.reserved
         self.num_training -= held.evaluation is None
         while self._by_version and self._by_version[0][1] not in self._held:
             heapq.heappop(self._by_version)
-        self.set_fate(lease_id, fate)
+        self.set_status(lease_id, status)
         return held
 
-    def set_fate(self, lease_id: str, fate: str) -> None:
-        self._num_fates += 1
-        self._closed[lease_id] = known = Fate(fate, self._num_fates)
-        self._changes.put("fate", lease_id, known)
+    def set_status(self, lease_id: str, status: str) -> None:
+        self._num_closed += 1
+        self._closed[lease_id] = closed = ClosedLease(status, self._num_closed)
+        self._changes.put("closed_lease", lease_id, closed)
         while len(self._closed) > _REMEMBERED:
-            self._changes.delete("fate", self._closed.popitem(last=False)[0])
+            self._changes.delete("closed_lease", self._closed.popitem(last=False)[0])
 
-    def restore_fate(self, lease_id: str, known: Fate) -> None:
-        """A fate that was written down; to be called from the oldest to the newest."""
+    def restore_closed(self, lease_id: str, known: ClosedLease) -> None:
+        """Add a closed lease of an earlier process; call it from the oldest to the newest."""
         self._closed[lease_id] = known
-        self._num_fates = known.number
+        self._num_closed = known.number
 
-    def fate(self, lease_id: str) -> str | None:
-        """What became of a closed lease; None if it was never known, or too long ago."""
+    def status_of(self, lease_id: str) -> str | None:
+        """How a closed lease ended; None if it was never known, or too long ago."""
         known = self._closed.get(lease_id)
-        return None if known is None else known.fate
+        return None if known is None else known.status
 
-    def training_older_than(self, oldest: int) -> list[HeldLease]:
+    def training_older_than(self, oldest: int) -> list[ActiveLease]:
         """Training leases of which a token may be older than ``oldest``; they stay until they are closed."""
         heap, older = self._by_version, []
         while heap and (heap[0][0] < oldest or heap[0][1] not in self._held):
@@ -153,7 +156,7 @@ class LeaseTable:
         """No lease expires before; None without leases."""
         return self._check_at
 
-    def expired(self, now: float) -> list[HeldLease]:
+    def expired(self, now: float) -> list[ActiveLease]:
         """Those without growth for the timeout. They stay until they are closed."""
         if self._check_at is None or now < self._check_at:
             return []
@@ -208,7 +211,7 @@ class GeneratorTable:
     def alive(self, now: float) -> list[GeneratorEntry]:
         return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
 
-    def cancel(self, held: HeldLease) -> None:
+    def cancel(self, held: ActiveLease) -> None:
         """Note that the holder is to stop sampling this lease."""
         entry = self._entries.get(held.generator_id)
         if entry is not None:

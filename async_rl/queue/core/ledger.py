@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from async_rl.errors import QueueError
-from async_rl.queue.messages import DROP_CAUSES, DropCause, TrainedFacts
+from async_rl.queue.messages import DROP_CAUSES, DropCause, TrainedCounts
 
 Place = Literal["in_flight", "queued", "taken"]
 Outcome = Literal["received", "trained", "filtered", "dropped", "cancelled"]
@@ -100,16 +100,16 @@ class Ledger(msgspec.Struct, array_like=True):
         for account, amount in self._amounts(rollouts, tokens):
             account.done += amount
 
-    def train(self, groups: int, rollouts: int, tokens: int, facts: TrainedFacts) -> None:
-        """Taken groups were trained on, as ``facts`` says.
+    def train(self, groups: int, rollouts: int, tokens: int, counts: TrainedCounts) -> None:
+        """Taken groups were trained on, as ``counts`` say.
 
         Raises:
-            QueueError: the facts don't add up to what was taken.
+            QueueError: the counts don't add up to what was taken.
         """
-        masked_rollouts, masked_tokens = Counter(facts.rollouts_masked), Counter(facts.tokens_masked)
+        masked_rollouts, masked_tokens = Counter(counts.rollouts_masked), Counter(counts.tokens_masked)
         for unit, trained, masked, taken in (
-            ("rollouts", facts.rollouts_trained, masked_rollouts, rollouts),
-            ("tokens", facts.tokens_trained, masked_tokens, tokens),
+            ("rollouts", counts.rollouts_trained, masked_rollouts, rollouts),
+            ("tokens", counts.tokens_trained, masked_tokens, tokens),
         ):
             if trained + masked.total() != taken or trained < 0 or min(masked.values(), default=0) < 0:
                 raise QueueError(
@@ -118,10 +118,10 @@ class Ledger(msgspec.Struct, array_like=True):
                 )
         self._leave("taken", rollouts, tokens, groups)
         self.groups.done += groups
-        self.rollouts.done += facts.rollouts_trained
+        self.rollouts.done += counts.rollouts_trained
         self.rollouts.failed += masked_rollouts.pop("failed", 0)
         self.rollouts.masked += masked_rollouts
-        self.tokens.done += facts.tokens_trained
+        self.tokens.done += counts.tokens_trained
         self.tokens.masked += masked_tokens
 
     def restored_over(self, live: Ledger) -> Ledger:

@@ -22,16 +22,14 @@ import xxhash
 from async_rl.errors import QueueError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core import lease_scheduler
-from async_rl.queue.core.changes import Kind
 from async_rl.queue.core.evals import Answer, Evaluation, EvaluationRecord, Row
-from async_rl.queue.core.leases import Fate, HeldLease, LeaseRecord
+from async_rl.queue.core.leases import ActiveLease, ClosedLease, LeaseRecord
 from async_rl.queue.core.prompt_stream import StreamCursor
-from async_rl.queue.core.ready_groups import Shelf
-from async_rl.queue.core.snapshot_refs import Pin, snapshot_key
 from async_rl.queue.core.state import LearnerSide, PersistedState, QueueState
-from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
+from async_rl.queue.core.stored_groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
 from async_rl.queue.messages import DropCause
-from async_rl.queue.storage.payloads import Place
+from async_rl.queue.storage.journal import Kind
+from async_rl.queue.storage.payloads import PayloadRef
 from async_rl.records import Sampling
 
 Entries = Mapping[Kind, Mapping[str, Any]]
@@ -47,7 +45,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The state right after the ack of ``state.learner.step`` steps, with the groups that were queued or taken."""
 
     state: PersistedState
-    groups: list[HeldGroup]
+    groups: list[StoredGroup]
 
 
 # The record.
@@ -86,7 +84,7 @@ def decode_state(data: bytes) -> PersistedState:
 def load(
     state: QueueState, entries: Entries, data: bytes, eval_rows: Mapping[str, Sequence[Row]],
     eval_samplings: Mapping[str, Sampling], now: float,
-) -> list[Place]:  # fmt: skip
+) -> list[PayloadRef]:  # fmt: skip
     """Fill an empty state from a journal's records (``entries``) and ``data``, which ``save`` wrote.
 
     Time goes on as if none had passed while no server ran, and every lease may grow anew.
@@ -111,25 +109,25 @@ def load(
             f"the queue's journal is whole but was written by another version: {type(error).__name__}: {error}; "
             f"start with a new queue.journal_dir"
         ) from error
-    return [group.place for group in groups] + places
+    return [group.ref for group in groups] + places
 
 
-def _load_groups(state: QueueState, entries: Entries) -> list[HeldGroup]:
-    records = {lease_id: msgspec.convert(plain, GroupEntry) for lease_id, plain in entries["group"].items()}
-    for key, plain in entries["pin"].items():
-        lease_ids = msgspec.convert(plain, Pin).lease_ids
-        state.pins.add(key, [records[lease_id].group for lease_id in lease_ids])
+def _load_groups(state: QueueState, entries: Entries) -> list[StoredGroup]:
+    records = {lease_id: msgspec.convert(plain, GroupRecord) for lease_id, plain in entries["group"].items()}
+    for key, plain in entries["snapshot"].items():
+        lease_ids = msgspec.convert(plain, SnapshotRecord).lease_ids
+        state.snapshot_refs.add(key, [records[lease_id].group for lease_id in lease_ids])
     taken_ids = () if state.learner is None else state.learner.taken_ids
-    state.hold_taken(tuple(records[lease_id].group for lease_id in taken_ids))
+    state.set_taken(tuple(records[lease_id].group for lease_id in taken_ids))
     for lease_id, record in records.items():
-        if record.is_held and lease_id not in taken_ids:
+        if record.is_live and lease_id not in taken_ids:
             state.queued.add(record.group)
     return [record.group for record in records.values()]
 
 
 def _load_evaluations(
     state: QueueState, entries: Entries, eval_rows: Mapping[str, Sequence[Row]], samplings: Mapping[str, Sampling]
-) -> list[Place]:
+) -> list[PayloadRef]:
     answers: dict[tuple[str, int], dict[int, Answer]] = {}
     for key, plain in entries["answer"].items():
         dataset, step, row = json.loads(key)
@@ -141,7 +139,7 @@ def _load_evaluations(
         for row, answer in answers.get(evaluation.key, {}).items():
             evaluation.todo.remove(row)
             state.evals.answer(evaluation, row, answer)
-    return [a.place for found in answers.values() for a in found.values() if a.place is not None]
+    return [a.ref for found in answers.values() for a in found.values() if a.ref is not None]
 
 
 def _load_leases(state: QueueState, entries: Entries) -> None:
@@ -151,12 +149,12 @@ def _load_leases(state: QueueState, entries: Entries) -> None:
         if evaluation is not None:
             evaluation.todo.remove(record.position)
         state.leases.add(build_active_lease(state, lease_id, record))
-    fates = {lease_id: msgspec.convert(plain, Fate) for lease_id, plain in entries["fate"].items()}
-    for lease_id, fate in sorted(fates.items(), key=lambda item: item[1].number):
-        state.leases.restore_fate(lease_id, fate)
+    closed = {lease_id: msgspec.convert(plain, ClosedLease) for lease_id, plain in entries["closed_lease"].items()}
+    for lease_id, lease in sorted(closed.items(), key=lambda item: item[1].number):
+        state.leases.restore_closed(lease_id, lease)
 
 
-def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) -> HeldLease:
+def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) -> ActiveLease:
     """The lease that ``record`` was made of, growing anew."""
     evaluation = None if record.evaluation is None else state.evals.get(record.evaluation)
     lease = lease_scheduler.build_lease(
@@ -164,7 +162,7 @@ def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) ->
         min_version=record.min_version, attempt=record.attempt, version=record.version,
     )  # fmt: skip
     reserved = 0 if evaluation is not None else state.settings.worst_case_bytes
-    return HeldLease(
+    return ActiveLease(
         lease, record.generator_id, record.version, reserved, record.issued_at, state.now,
         evaluation=record.evaluation,
     )  # fmt: skip
@@ -180,7 +178,7 @@ def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
     """
     in_flight = [held.lease.prompt.position for held in state.leases if held.evaluation is None]
     groups = sorted([*state.taken, *state.queued], key=lambda g: g.order)
-    state.unpin(state.pins.add(snapshot_key(learner.lineage, learner.step), groups))
+    state.release_refs(state.snapshot_refs.add(snapshot_key(learner.lineage, learner.step), groups))
     saved = persisted(state)
     saved.cursor = StreamCursor(state.cursor.position, sorted([*state.cursor.requeued, *in_flight]))
     saved.learner = msgspec.structs.replace(learner, taken_ids=(), acked=None, announcement=None)
@@ -231,26 +229,26 @@ def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
     """Queue the snapshot's groups that are still here, keep them for another return to it, let go of all others."""
     here = {group.lease_id: group for group in (*state.queued, *state.taken)}
     wanted = [] if found is None else found.groups
-    stored = [here.get(group.lease_id) or state.pins.get(group.lease_id) for group in wanted]
+    stored = [here.get(group.lease_id) or state.snapshot_refs.get(group.lease_id) for group in wanted]
     kept = [group for group in stored if group is not None]
-    state.queued = Shelf(kept)
-    state.hold_taken(())
+    state.queued = ReadyGroups(kept)
+    state.set_taken(())
     for group in kept:
-        state.changes.put("group", group.lease_id, GroupEntry(group))
+        state.changes.put("group", group.lease_id, GroupRecord(group))
     key, released = None, []
     if found is not None and found.state.learner is not None:
         key = snapshot_key(found.state.learner.lineage, found.state.learner.step)
-        released = state.pins.add(key, kept)
-    released += state.pins.release_all_but(key)
-    state.unpin(released)
+        released = state.snapshot_refs.add(key, kept)
+    released += state.snapshot_refs.release_all_but(key)
+    state.release_refs(released)
     pinned = {group.lease_id for group in released}
     for group in here.values():
         if group.lease_id not in state.queued and group.lease_id not in pinned:
-            state.let_go(group)
+            state.forget_group(group)
     for group, there in zip(wanted, stored, strict=True):
         if there is None:
             state.ledger.drop("queued", "rolled_back", group.num_rollouts, group.num_tokens)
-            state.stream.put_back(group.position)
+            state.stream.requeue(group.position)
 
 
 def drop_undelivered(state: QueueState, cause: DropCause) -> None:

@@ -44,12 +44,12 @@ class PromptStream:
         return self.cursor.position
 
     @property
-    def again(self) -> list[int]:
+    def requeued(self) -> list[int]:
         """Positions that wait to be drawn again, ascending."""
         return sorted(self.cursor.requeued)
 
     @property
-    def num_again(self) -> int:
+    def num_requeued(self) -> int:
         return len(self.cursor.requeued)
 
     @property
@@ -76,7 +76,7 @@ class PromptStream:
         self.cursor.position += 1
         return self.cursor.position - 1
 
-    def put_back(self, position: int) -> None:
+    def requeue(self, position: int) -> None:
         """Let a drawn position come again."""
         heapq.heappush(self.cursor.requeued, position)
 

@@ -48,8 +48,8 @@ def check(state: QueueState) -> None:
     queued, leases = list(state.queued), list(state.leases)
     _compare(
         {
-            "queued bytes": (state.queued.num_bytes, sum(g.place.length for g in queued)),
-            "held bytes": (state.group_bytes, sum(g.place.length for g in (*queued, *state.taken))),
+            "queued bytes": (state.queued.num_bytes, sum(g.ref.length for g in queued)),
+            "held bytes": (state.group_bytes, sum(g.ref.length for g in (*queued, *state.taken))),
             "queued tokens": (state.queued.num_tokens, sum(g.num_tokens for g in queued)),
             "reserved": (state.leases.reserved, sum(lease.reserved for lease in leases)),
             "training leases": (state.leases.num_training, sum(lease.evaluation is None for lease in leases)),
@@ -66,7 +66,7 @@ def _compare(facts: Mapping[str, tuple[int, int]]) -> None:
 def _prompts(state: QueueState) -> int:
     """Prompts drawn from the stream, by where they are now; those that were dropped to come again count once."""
     groups = state.ledger.groups
-    here = state.stream.num_again + groups.in_flight + groups.queued + groups.taken
+    here = state.stream.num_requeued + groups.in_flight + groups.queued + groups.taken
     ended = ("poison", "too_slow", "step_skipped", "unused_at_end")
     return here + groups.done + groups.filtered + state.prompts_too_long + sum(groups.dropped[c] for c in ended)
 
@@ -79,7 +79,7 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
         "step": learner.step if learner else None,
         "version": learner.version if learner else None,
         **ledger_dict(state),
-        "set_aside": set_aside(state),
+        "excluded": excluded(state),
     }
     try:
         check_totals(state)
@@ -150,12 +150,12 @@ def status(state: QueueState) -> dict[str, Any]:
         "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
         "depth": len(state.queued),
         "bytes": state.group_bytes + state.evals.num_bytes,
-        "bytes_pinned": sum(g.place.length for g in state.pins.groups if not state.is_held(g.lease_id)),
+        "bytes_pinned": sum(g.ref.length for g in state.snapshot_refs.groups if not state.is_held(g.lease_id)),
         "bytes_reserved": state.leases.reserved,
         "max_bytes": state.settings.max_bytes,
         "stream": {
             "position": state.stream.position,
-            "again": state.stream.num_again,
+            "requeued": state.stream.num_requeued,
             "epoch": state.stream.epoch,
         },
         "leases": _leases(state),
@@ -164,15 +164,15 @@ def status(state: QueueState) -> dict[str, Any]:
         "prompts_too_long": state.prompts_too_long,
         "filtered_since_step": state.filtered_since_step,
         "stop": state.stop_diagnosis(),
-        "set_aside": set_aside(state),
+        "excluded": excluded(state),
         "ledger": ledger_dict(state),
     }
 
 
-def set_aside(state: QueueState) -> list[dict[str, Any]]:
+def excluded(state: QueueState) -> list[dict[str, Any]]:
     """The prompts that were given up last, with the row of the data set (counted from 0, bad rows left out)."""
     found: list[dict[str, Any]] = []
-    for position, cause in state.set_aside_last.items():
+    for position, cause in state.last_excluded.items():
         row, epoch = state.stream.locate(position)
         found.append({"position": position, "row": row, "epoch": epoch, "cause": cause})
     return found

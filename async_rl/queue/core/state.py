@@ -8,23 +8,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 import msgspec
 
 from async_rl.errors import LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.changes import Changes
 from async_rl.queue.core.evals import Answer, EvalBook, EvalKey, Row
-from async_rl.queue.core.group_summary import GroupFacts
-from async_rl.queue.core.leases import GeneratorTable, HeldLease, LeaseTable
+from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompt_stream import PromptStream, StreamCursor
-from async_rl.queue.core.ready_groups import Shelf
-from async_rl.queue.core.snapshot_refs import Pins
-from async_rl.queue.core.stored_group import GroupEntry, HeldGroup
+from async_rl.queue.core.stored_groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.messages import Announcement, DropCause
-from async_rl.queue.storage.payloads import BodyStore
+from async_rl.queue.storage.journal import Changes
+from async_rl.queue.storage.payloads import PayloadStore
 from async_rl.records import Prompt
 
 _NAMED = 100
@@ -65,12 +63,25 @@ class Attempts(msgspec.Struct):
     stale: int = 0
 
 
+class _Counted(Protocol):
+    """A group's sums: of a ``GroupSummary`` or a ``StoredGroup``."""
+
+    @property
+    def num_rollouts(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def accuracy(self) -> float: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class PersistedState:
     """What outlives a queue server: the journal and the checkpoint's snapshot hold all fields (``persistence.py``).
 
     ``now`` is the queue's clock. ``data_digest`` names the training rows, so that a snapshot of other rows is never
-    restored. ``set_aside`` counts an epoch's prompts that were given up; ``set_aside_last`` names the last of them by
+    restored. ``excluded`` counts an epoch's prompts that were given up; ``last_excluded`` names the last of them by
     position, with the cause. ``received_evals`` are the evaluations whose answers the learner has.
     """
 
@@ -80,8 +91,8 @@ class PersistedState:
     old_lineages: set[str] = field(default_factory=set)
     cursor: StreamCursor = field(default_factory=StreamCursor)
     attempts: dict[int, Attempts] = field(default_factory=dict)
-    set_aside: Counter[int] = field(default_factory=Counter)
-    set_aside_last: dict[int, str] = field(default_factory=dict)
+    excluded: Counter[int] = field(default_factory=Counter)
+    last_excluded: dict[int, str] = field(default_factory=dict)
     filtered_since_step: int = 0
     filtered_right_since_step: int = 0
     prompts_too_long: int = 0
@@ -103,14 +114,14 @@ class QueueState(PersistedState):
     rows: Sequence[Row]
     stream: PromptStream
     instance: str
-    bodies: BodyStore
+    payloads: PayloadStore
     changes: Changes
     leases: LeaseTable
     generators: GeneratorTable
     evals: EvalBook
-    pins: Pins
-    queued: Shelf = field(default_factory=Shelf)
-    taken: tuple[HeldGroup, ...] = ()
+    snapshot_refs: SnapshotRefs
+    queued: ReadyGroups = field(default_factory=ReadyGroups)
+    taken: tuple[StoredGroup, ...] = ()
     taken_bytes: int = 0
     waits_since: float | None = None
     num_leases: int = 0
@@ -126,10 +137,10 @@ class QueueState(PersistedState):
             setattr(self, persisted.name, getattr(saved, persisted.name))
         self.stream.cursor = self.cursor
 
-    def hold_taken(self, groups: tuple[HeldGroup, ...]) -> tuple[HeldGroup, ...]:
+    def set_taken(self, groups: tuple[StoredGroup, ...]) -> tuple[StoredGroup, ...]:
         """``groups`` are taken from here on; those that were before."""
         before, self.taken = self.taken, groups
-        self.taken_bytes = sum(group.place.length for group in groups)
+        self.taken_bytes = sum(group.ref.length for group in groups)
         if self.learner is not None:
             self.learner.taken_ids = tuple(group.lease_id for group in groups)
         return before
@@ -161,7 +172,7 @@ class QueueState(PersistedState):
 
     @property
     def group_bytes(self) -> int:
-        """Bodies that are queued or taken."""
+        """Payloads that are queued or taken."""
         return self.queued.num_bytes + self.taken_bytes
 
     @property
@@ -175,7 +186,7 @@ class QueueState(PersistedState):
         return Prompt(position, row, epoch, self.rows[row].messages, self.rows[row].reward_data)
 
     def lose_lease(
-        self, held: HeldLease, cause: DropCause, *, tokens: int = 0, stop_sampling: bool = True, again: bool = True
+        self, held: ActiveLease, cause: DropCause, *, tokens: int = 0, stop_sampling: bool = True, requeue: bool = True
     ) -> None:
         """A lease ends without a usable group; its prompt comes again, or is set aside.
 
@@ -187,13 +198,13 @@ class QueueState(PersistedState):
         if held.evaluation is not None:
             evaluation = self.evals.get(held.evaluation)
             given_up = evaluation is not None and evaluation.lose(
-                held.lease.prompt.row, max_attempts=self.settings.max_attempts, again=again
+                held.lease.prompt.row, max_attempts=self.settings.max_attempts, requeue=requeue
             )
             if evaluation is not None:
                 self.evals.note(evaluation)
                 if given_up:
                     self.evals.answer(evaluation, held.lease.prompt.row, Answer(None))
-            final: DropCause = "poison" if given_up and again else cause
+            final: DropCause = "poison" if given_up and requeue else cause
             self.leases.close(held.lease.lease_id, final)
             self.eval_ledger.drop("in_flight", final, rollouts, tokens)
         else:
@@ -205,7 +216,7 @@ class QueueState(PersistedState):
                 self.outcomes.add("cancelled", rollouts=rollouts, tokens=held.progress, reward=0.0, accuracy=0.0)
         self.revision += 1
 
-    def give_back(self, held: HeldLease) -> None:
+    def give_back(self, held: ActiveLease) -> None:
         """A lease ends by nobody's fault; its prompt comes again and no attempt is counted."""
         rollouts = held.lease.group_size
         self.leases.close(held.lease.lease_id, "cancelled")
@@ -216,7 +227,7 @@ class QueueState(PersistedState):
                 evaluation.give_back(held.lease.prompt.row)
         else:
             self.ledger.drop("in_flight", "cancelled", rollouts, 0)
-            self.stream.put_back(held.lease.prompt.position)
+            self.stream.requeue(held.lease.prompt.position)
         self.revision += 1
 
     def void_leases(self) -> None:
@@ -225,10 +236,10 @@ class QueueState(PersistedState):
             self.generators.cancel(held)
             self.leases.close(held.lease.lease_id, "rolled_back")
 
-    def refuse_prompt(self, held: HeldLease) -> None:
+    def refuse_prompt(self, held: ActiveLease) -> None:
         """A prompt that is too long is never tried again."""
         if held.evaluation is not None:
-            self.lose_lease(held, "refused", stop_sampling=False, again=False)
+            self.lose_lease(held, "refused", stop_sampling=False, requeue=False)
             return
         self.leases.close(held.lease.lease_id, "refused")
         self.ledger.drop("in_flight", "refused", held.lease.group_size, 0)
@@ -236,39 +247,39 @@ class QueueState(PersistedState):
         self._give_up(held.lease.prompt.position, "too_long")
         self.revision += 1
 
-    def keep_group(self, group: HeldGroup) -> None:
+    def add_group(self, group: StoredGroup) -> None:
         """A new group is queued."""
         self.queued.add(group)
-        self.changes.put("group", group.lease_id, GroupEntry(group), is_new=True)
+        self.changes.put("group", group.lease_id, GroupRecord(group), is_new=True)
         self.revision += 1
 
-    def drop_group(self, group: HeldGroup, source: ledgers.Place, cause: DropCause, *, again: bool = False) -> None:
+    def drop_group(self, group: StoredGroup, source: ledgers.Place, cause: DropCause, *, requeue: bool = False) -> None:
         """A queued or taken group leaves; the caller has taken it out of its place."""
-        final = self._ask_again(group.position, cause) if again else cause
+        final = self._ask_again(group.position, cause) if requeue else cause
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
-        self.let_go(group)
+        self.forget_group(group)
         self.revision += 1
 
-    def let_go(self, group: HeldGroup) -> None:
+    def forget_group(self, group: StoredGroup) -> None:
         """Forget a group that left, unless a snapshot still needs it."""
-        if group.lease_id in self.pins:
-            self.changes.put("group", group.lease_id, GroupEntry(group, is_held=False))
+        if group.lease_id in self.snapshot_refs:
+            self.changes.put("group", group.lease_id, GroupRecord(group, is_live=False))
         else:
             self.changes.delete("group", group.lease_id)
-            self.bodies.release(group.place)
+            self.payloads.release(group.ref)
 
     def is_held(self, lease_id: str) -> bool:
         """Whether the group is queued or taken."""
         return lease_id in self.queued or any(group.lease_id == lease_id for group in self.taken)
 
-    def unpin(self, groups: Iterable[HeldGroup]) -> None:
+    def release_refs(self, groups: Iterable[StoredGroup]) -> None:
         """No snapshot needs these any more: let go of those that left meanwhile."""
         for group in groups:
             if not self.is_held(group.lease_id):
-                self.let_go(group)
+                self.forget_group(group)
 
-    def count_outcome(self, outcome: ledgers.Outcome, group: HeldGroup | GroupFacts) -> None:
+    def count_outcome(self, outcome: ledgers.Outcome, group: _Counted) -> None:
         self.outcomes.add(
             outcome,
             rollouts=group.num_rollouts,
@@ -281,7 +292,7 @@ class QueueState(PersistedState):
         """After the version moved: queued groups and leases that can't be trained any more are dropped."""
         oldest = self.settings.oldest_trainable(learner.version)
         for group in self.queued.pop_older_than(oldest):
-            self.drop_group(group, "queued", "stale", again=True)
+            self.drop_group(group, "queued", "stale", requeue=True)
         # Under "mask" a lease can always make it: its newer tokens will be young enough.
         if self.settings.on_stale != "mask":
             for held in self.leases.training_older_than(oldest):
@@ -311,7 +322,7 @@ class QueueState(PersistedState):
                 f"with a mean accuracy at or above queue.filter_range, {wrong} at or below; the data is too easy or "
                 f"too hard for this model, or the reward misreads its answers: look at rollouts, or change data.train"
             )
-        full = [epoch for epoch, count in self.set_aside.items() if count >= self.stream.num_rows]
+        full = [epoch for epoch, count in self.excluded.items() if count >= self.stream.num_rows]
         if full:
             return (
                 f"every prompt of epoch {full[0]} was set aside ({self.prompts_too_long} were longer than "
@@ -330,14 +341,14 @@ class QueueState(PersistedState):
             attempts.failed += 1
             final = "poison" if attempts.failed >= self.settings.max_attempts else cause
         if final == cause:
-            self.stream.put_back(position)
+            self.stream.requeue(position)
         else:
             self._give_up(position, final)
         return final
 
     def _give_up(self, position: int, cause: str) -> None:
         self.attempts.pop(position, None)
-        self.set_aside[position // self.stream.num_rows] += 1
-        self.set_aside_last[position] = cause
-        while len(self.set_aside_last) > _NAMED:
-            del self.set_aside_last[next(iter(self.set_aside_last))]
+        self.excluded[position // self.stream.num_rows] += 1
+        self.last_excluded[position] = cause
+        while len(self.last_excluded) > _NAMED:
+            del self.last_excluded[next(iter(self.last_excluded))]

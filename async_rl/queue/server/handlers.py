@@ -18,10 +18,10 @@ from async_rl.net.codec import Count, field, read_as
 from async_rl.net.wire import Message
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.core.admission import eval_sampling
-from async_rl.queue.core.batches import TakenBody
+from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.evals import Row
-from async_rl.queue.core.group_summary import read_facts
+from async_rl.queue.core.ingest import read_summary
 from async_rl.queue.messages import (
     Acked,
     Announcement,
@@ -37,7 +37,7 @@ from async_rl.queue.messages import (
 )
 from async_rl.queue.server.registry import MAX_ANSWER_BYTES, GeneratorRegistry, ProbeAnswer
 from async_rl.queue.server.requests import Deferred, Reply
-from async_rl.queue.storage.payloads import Body
+from async_rl.queue.storage.payloads import Payload
 
 MAX_WAIT_S = 60.0
 """A request is parked no longer; its client asks again."""
@@ -167,11 +167,11 @@ class Handlers:
         received = read_as(message.fields.get("received"), list[tuple[str, int]])
         results = self.buffer.eval_results(lineage, received)
         plain: list[dict[str, Any]] = []
-        parts: list[Body] = []
+        parts: list[Payload] = []
         for result in results:
-            prompts = [{"prompt": prompt, "answered": body is not None} for prompt, body in result.answers]
+            prompts = [{"prompt": prompt, "answered": payload is not None} for prompt, payload in result.answers]
             plain.append({"dataset": result.dataset, "step": result.step, "prompts": prompts})
-            parts += [body for _, body in result.answers if body is not None]
+            parts += [payload for _, payload in result.answers if payload is not None]
         return Reply("eval_results", {"results": plain}, parts=parts)
 
     def _on_await_eval(self, message: Message, now: float) -> Deferred:
@@ -207,8 +207,8 @@ class Handlers:
         return _acked(self.buffer.ack(read_as(message.fields, StepAck), now))
 
     def _on_snapshot(self, message: Message, now: float) -> Reply:
-        body = self.buffer.snapshot(field(message.fields, "lineage", str), now)
-        return _acked(Acked(self.buffer.stats(), body))
+        payload = self.buffer.snapshot(field(message.fields, "lineage", str), now)
+        return _acked(Acked(self.buffer.stats(), payload))
 
     def _on_checkpoint_committed(self, message: Message, now: float) -> Reply:
         self.buffer.checkpoint_committed(field(message.fields, "lineage", str), field(message.fields, "step", int))
@@ -282,20 +282,20 @@ class Handlers:
             raise WireError(f"expected {len(lease_ids)} parts, the encoded groups, got {len(message.parts)}")
         verdicts: dict[str, Verdict] = {}
         why: dict[str, str] = {}
-        for lease_id, body in zip(lease_ids, message.parts, strict=True):
-            verdicts[lease_id], reason = self._receive_group(generator_id, lease_id, body, now)
+        for lease_id, payload in zip(lease_ids, message.parts, strict=True):
+            verdicts[lease_id], reason = self._receive_group(generator_id, lease_id, payload, now)
             if reason:
                 why[lease_id] = reason
         return Reply("returned", {"verdicts": verdicts, "why": why})
 
-    def _receive_group(self, generator_id: str, lease_id: str, body: Body, now: float) -> tuple[Verdict, str]:
+    def _receive_group(self, generator_id: str, lease_id: str, payload: Payload, now: float) -> tuple[Verdict, str]:
         try:
-            group = read_facts(body)
+            group = read_summary(payload)
             if group.lease_id != lease_id:
                 raise WireError(f"expected the group of lease {lease_id}, got {group.lease_id}")
         except WireError as error:
             return self.buffer.refuse(generator_id, lease_id, now), str(error)
-        return self.buffer.put_explained(generator_id, group, body, now)
+        return self.buffer.put_explained(generator_id, group, payload, now)
 
     def _on_fail(self, message: Message, now: float) -> Reply:
         fields = message.fields
@@ -379,21 +379,21 @@ def _acked(acked: Acked) -> Reply:
     return Reply("acked", {"stats": acked.stats}, arrays)
 
 
-def batch_reply(groups: Sequence[TakenBody]) -> Reply:
+def batch_reply(groups: Sequence[TakenPayload]) -> Reply:
     """One step's groups in several messages: the learner decodes the first while the next are on their way."""
-    enough = max(_MESSAGE_BYTES, sum(len(g.body) for g in groups) // _MAX_MESSAGES)
+    enough = max(_MESSAGE_BYTES, sum(len(g.payload) for g in groups) // _MAX_MESSAGES)
     messages: list[Reply] = []
     first = num_bytes = 0
     for end, group in enumerate(groups, start=1):
-        num_bytes += len(group.body)
+        num_bytes += len(group.payload)
         if num_bytes >= enough or end == len(groups):
             messages.append(_batch_part(groups[first:end], first, len(groups)))
             first, num_bytes = end, 0
     return replace(messages[0], further=messages[1:])
 
 
-def _batch_part(groups: Sequence[TakenBody], first: int, num_groups: int) -> Reply:
+def _batch_part(groups: Sequence[TakenPayload], first: int, num_groups: int) -> Reply:
     entries = [TakenEntry(g.prompt, g.queued_s, g.arrival_version, g.masked) for g in groups]
     more = first + len(groups) < num_groups
     fields = {"groups": entries, "first": first, "num_groups": num_groups, "more": more}
-    return Reply("batch", fields, parts=[g.body for g in groups])
+    return Reply("batch", fields, parts=[g.payload for g in groups])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.queue.server.registry import MAX_GENERATORS
-from async_rl.queue.storage.payloads import Body
+from async_rl.queue.storage.payloads import Payload
 
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
 """A hello and a lease request of every generator. Beyond, requests are answered at once."""
@@ -40,7 +40,7 @@ class Reply:
     type: str
     fields: Mapping[str, Any]
     arrays: Sequence[np.ndarray] = ()
-    parts: Sequence[Body] = ()
+    parts: Sequence[Payload] = ()
     further: Sequence[Reply] = ()
 
 

@@ -29,7 +29,6 @@ from async_rl.net.wire import Message, decode, encode
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.core.admission import BufferSettings, eval_sampling
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.changes import Changes
 from async_rl.queue.core.evals import Row
 from async_rl.queue.core.prompt_stream import PromptStream
 from async_rl.queue.messages import Announcement, name
@@ -37,8 +36,8 @@ from async_rl.queue.server.files import LEDGER_EVERY_S, RunFiles, last_port
 from async_rl.queue.server.handlers import OF_LEARNERS, Handlers, WelcomePack
 from async_rl.queue.server.requests import Deferred, PendingRequests, Reply, Request
 from async_rl.queue.server.sockets import Endpoint
-from async_rl.queue.storage.journal import Journal, pack, unpack
-from async_rl.queue.storage.payloads import RecentBodies
+from async_rl.queue.storage.journal import Changes, Journal, pack, unpack
+from async_rl.queue.storage.payloads import RecentPayloads
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,8 @@ class QueueServer:
         self._changes = Changes(is_wanted=self._journal is not None)
         buffer = Buffer(
             settings, train_rows, stream, data_digest=data_digest, instance=secrets.token_hex(2),
-            bodies=None if self._journal is None else RecentBodies(self._journal, _RECENT_BYTES), changes=self._changes,
+            payloads=None if self._journal is None else RecentPayloads(self._journal, _RECENT_BYTES),
+            changes=self._changes,
         )  # fmt: skip
         limited = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
         self._handlers = Handlers(buffer, config, limited, run_id)

@@ -1,6 +1,6 @@
-"""What the queue holds, on disk: bodies in segment files, and an SQLite index of small records over them.
+"""What the queue holds, on disk: payloads in segment files, and an SQLite index of small records over them.
 
-The server keeps bodies as they come, and once a turn commits what changed before it sends that turn's replies. All
+The server keeps payloads as they come, and once a turn commits what changed before it sends that turn's replies. All
 that was committed survives the death of any process. It goes to the operating system, which writes it in its own time
 (nothing is synced): a power cut may lose or damage it, which shows as an error, never as wrong bytes.
 
@@ -18,14 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from async_rl.errors import ConfigError, QueueError
 from async_rl.net.wire import pack_plain
-from async_rl.queue.core.changes import Change, Kind
-from async_rl.queue.storage.payloads import Body, Place
+from async_rl.queue.storage.payloads import Payload, PayloadRef
 from async_rl.queue.storage.segments import Move, Segments, Spot, disk_error
 
 _NETWORK_FILE_SYSTEMS = frozenset({
@@ -64,6 +63,55 @@ _SCHEMA = f"""
 _PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 
+Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer"]
+"""Records by lease id: ``group`` (ready, taken, or referred to by a snapshot), ``lease`` (in flight), ``closed_lease``.
+By name: ``snapshot`` (the groups it refers to), ``evaluation``, and ``answer`` (one row of an evaluation)."""
+
+
+class Change(NamedTuple):
+    """A record as it is now; ``fields`` None: it is gone."""
+
+    kind: Kind
+    key: str
+    fields: Any
+
+
+class Changes:
+    """What the queue's core changed since the last commit: the last state of every changed record.
+
+    The server drains them once a turn and commits them before any reply of that turn is sent. A record that came and
+    went in between is never written. Without ``is_wanted`` (no journal) nothing is kept.
+    """
+
+    def __init__(self, *, is_wanted: bool = True) -> None:
+        self._is_wanted = is_wanted
+        self._noted: dict[tuple[Kind, str], Any] = {}
+        self._fresh: set[tuple[Kind, str]] = set()
+
+    def put(self, kind: Kind, key: str, source: Any, *, is_new: bool = False) -> None:
+        """A record is there now; ``source.record()`` is called at the drain. ``is_new``: it never was before."""
+        if self._is_wanted:
+            if is_new:
+                self._fresh.add((kind, key))
+            self._noted[kind, key] = source
+
+    def delete(self, kind: Kind, key: str) -> None:
+        """The record is gone."""
+        if not self._is_wanted:
+            return
+        if (kind, key) in self._fresh:
+            self._fresh.discard((kind, key))
+            del self._noted[kind, key]
+        else:
+            self._noted[kind, key] = None
+
+    def drain(self) -> list[Change]:
+        """What changed since the last drain."""
+        noted, self._noted = self._noted, {}
+        self._fresh.clear()
+        return [Change(kind, key, None if s is None else s.record()) for (kind, key), s in noted.items()]
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What the last commit left behind. Every kind has its map of fields by key; tuples have become lists."""
@@ -73,7 +121,7 @@ class Saved:
 
 
 class Journal:
-    """Small records and bodies that outlive the process; a ``BodyStore``. One directory, one owner.
+    """Small records and payloads that outlive the process; a ``PayloadStore``. One directory, one owner.
 
     ``identity`` says whose records these are; the directory keeps the first that is given, and one who gives none may
     have it, too (a server that was started by hand is told its run by the learner). After a start: ``load``,
@@ -107,48 +155,48 @@ class Journal:
 
     @property
     def live_bytes(self) -> int:
-        """Of ``num_bytes``, those of bodies that were not released, with their headers."""
+        """Of ``num_bytes``, those of payloads that were not released, with their headers."""
         return self._segments.live_bytes
 
-    # Bodies.
+    # Payloads.
 
-    def keep(self, body: Body) -> Place:
-        """Append a body. After a restart it is there if a committed record names it.
+    def keep(self, payload: Payload) -> PayloadRef:
+        """Append a payload. After a restart it is there if a committed record names it.
 
         Raises:
             QueueError: the disk refuses it (full, say).
         """
-        return self._segments.keep(body)
+        return self._segments.keep(payload)
 
-    def read(self, place: Place) -> bytes:
-        """The body at ``place``. Raises QueueError: it was released, or is damaged."""
-        return self._segments.read(place)
+    def read(self, ref: PayloadRef) -> bytes:
+        """The payload at ``ref``. Raises QueueError: it was released, or is damaged."""
+        return self._segments.read(ref)
 
-    def release(self, place: Place) -> None:
-        """``place`` is never read again. Its bytes stay until a commit: the committed records may name them still."""
-        if place in self._segments.moved:
-            self._obsolete.append((place.segment, place.offset))
-        self._segments.release(place)
+    def release(self, ref: PayloadRef) -> None:
+        """``ref`` is never read again. Its bytes stay until a commit: the committed records may name them still."""
+        if ref in self._segments.moved:
+            self._obsolete.append((ref.segment, ref.offset))
+        self._segments.release(ref)
 
     # Records.
 
     def commit(self, changes: Iterable[Change], state: Mapping[str, bytes]) -> None:
-        """Make changes durable, all or none, with the bodies they name; ``state`` replaces the blobs that it names.
+        """Make changes durable, all or none, with the payloads they name; ``state`` replaces the blobs that it names.
 
-        Also gives disk space back: files without live bodies go, and dead bytes are kept to what is live, or to two
+        Also gives disk space back: files without live payloads go, and dead bytes are kept to what is live, or to two
         segments if that is more.
 
         Raises:
             QueueError: the disk refuses (full, say). The last commit stands; before anything else is committed, the
                 same changes must be, or the journal be opened anew.
         """
-        assert self._is_adopted, "commit before adopt would free the bodies of an earlier process"
+        assert self._is_adopted, "commit before adopt would free the payloads of an earlier process"
         moves = self._segments.copy_forward()
         with _database_errors(self._directory), _transaction(self._index):
             self._write_entries(changes)
             if state:
                 self._index.executemany(_PUT_STATE, state.items())
-            self._write_places(moves)
+            self._write_refs(moves)
         self._obsolete.clear()
         self._last_segment = self._segments.last
         self._segments.settle(moves)
@@ -163,18 +211,18 @@ class Journal:
                 entries[kind][key] = unpack(fields)
             return Saved(entries, dict(self._index.execute("SELECT name, value FROM state")))
 
-    def adopt(self, places: Iterable[Place]) -> None:
-        """After ``load``: of earlier processes' bodies only these are live. What else there is goes at the next commit.
+    def adopt(self, refs: Iterable[PayloadRef]) -> None:
+        """After ``load``: of earlier processes' payloads only these are live. The others go at the next commit.
 
         Raises:
-            QueueError: a body is not there.
+            QueueError: a payload is not there.
         """
         with _database_errors(self._directory):
             rows = self._index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
         moved = {(row[0], row[1]): Spot(row[2], row[3]) for row in rows}
-        for place in set(places):
-            home = Spot(place.segment, place.offset)
-            self._segments.adopt(place, moved.pop(home, home))
+        for ref in set(refs):
+            home = Spot(ref.segment, ref.offset)
+            self._segments.adopt(ref, moved.pop(home, home))
         self._obsolete += moved
         self._is_adopted = True
 
@@ -191,11 +239,11 @@ class Journal:
         if gone:
             self._index.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", gone)
 
-    def _write_places(self, moves: Iterable[Move]) -> None:
-        """Where bodies are that no longer lie where their place says, and the highest number of a file."""
+    def _write_refs(self, moves: Iterable[Move]) -> None:
+        """Where payloads are that no longer lie where their ref says, and the highest number of a file."""
         if self._obsolete:
             self._index.executemany("DELETE FROM moved WHERE segment = ? AND offset = ?", self._obsolete)
-        rows = [(place.segment, place.offset, *spot) for place, spot in moves]
+        rows = [(ref.segment, ref.offset, *spot) for ref, spot in moves]
         if rows:
             self._index.executemany("INSERT OR REPLACE INTO moved VALUES (?, ?, ?, ?)", rows)
         if self._last_segment != self._segments.last:

@@ -1,7 +1,7 @@
-"""Where the encoded groups lie: a store of byte strings that the buffer keeps, reads and releases by their place.
+"""Payload stores: keep encoded groups as byte strings, read and release them by their ``PayloadRef``.
 
-The buffer itself holds facts only. ``MemoryBodies`` keeps everything in this process; ``journal.Journal`` keeps the
-bodies in segment files, so that they outlive it, and ``RecentBodies`` saves reading them again. No sockets, no threads.
+The queue's core stores summaries only. ``MemoryPayloads`` keeps payloads in this process; ``journal.Journal`` keeps
+them in segment files, so that they outlive it; ``RecentPayloads`` keeps recent ones of another store in memory, too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import msgspec
 import xxhash
 
 Bytes = bytes | bytearray | memoryview
-Body = Bytes
+Payload = Bytes
 _COPY_BELOW_BYTES = 32 << 10
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
-    """Where one body lies; a store says what ``segment`` and ``offset`` mean. ``digest``: its xxh3_64, 0 in memory."""
+class PayloadRef(msgspec.Struct, frozen=True, gc=False):
+    """Where one payload lies; ``segment`` and ``offset`` are the store's. ``digest``: its xxh3_64, 0 in memory."""
 
     segment: int
     offset: int
@@ -26,83 +26,83 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     digest: int
 
 
-class BodyStore(Protocol):
-    """Keeps bodies until they are released."""
+class PayloadStore(Protocol):
+    """Keeps payloads until they are released."""
 
-    def keep(self, body: Body) -> Place:
-        """Store ``body``, which must not change any more."""
+    def keep(self, payload: Payload) -> PayloadRef:
+        """Store ``payload``, which must not change any more."""
         ...
 
-    def read(self, place: Place) -> Body:
-        """The body at ``place``.
+    def read(self, ref: PayloadRef) -> Payload:
+        """The payload at ``ref``.
 
         Raises:
             QueueError: they are gone or damaged.
         """
         ...
 
-    def release(self, place: Place) -> None:
-        """``place`` is never read again."""
+    def release(self, ref: PayloadRef) -> None:
+        """``ref`` is never read again."""
         ...
 
 
-def owned(body: Body) -> Body:
-    """``body`` in memory that may be kept: its own where it fills all of it, else a copy.
+def owned(payload: Payload) -> Payload:
+    """``payload`` in memory that may be kept: its own where it fills all of it, else a copy.
 
     A part would keep its whole message. So may a small message: libzmq lets several share a buffer.
     """
-    whole = body.obj if isinstance(body, memoryview) else body
-    is_whole = len(body) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(body)
-    return body if is_whole else bytes(body)
+    whole = payload.obj if isinstance(payload, memoryview) else payload
+    is_whole = len(payload) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(payload)
+    return payload if is_whole else bytes(payload)
 
 
-def digest_of(body: Bytes) -> int:
+def digest_of(payload: Bytes) -> int:
     """xxh3_64 of the bytes."""
-    return xxhash.xxh3_64_intdigest(body)
+    return xxhash.xxh3_64_intdigest(payload)
 
 
-class MemoryBodies:
-    """Bodies in memory; they die with the process."""
+class MemoryPayloads:
+    """Payloads in memory; they die with the process."""
 
     def __init__(self) -> None:
-        self._bodies: dict[int, Body] = {}
+        self._payloads: dict[int, Payload] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._bodies)
+        return len(self._payloads)
 
-    def keep(self, body: Body) -> Place:
+    def keep(self, payload: Payload) -> PayloadRef:
         number = next(self._numbers)
-        self._bodies[number] = owned(body)
-        return Place(0, number, len(body), digest=0)
+        self._payloads[number] = owned(payload)
+        return PayloadRef(0, number, len(payload), digest=0)
 
-    def read(self, place: Place) -> Body:
-        return self._bodies[place.offset]
+    def read(self, ref: PayloadRef) -> Payload:
+        return self._payloads[ref.offset]
 
-    def release(self, place: Place) -> None:
-        del self._bodies[place.offset]
+    def release(self, ref: PayloadRef) -> None:
+        del self._payloads[ref.offset]
 
 
-class RecentBodies:
-    """Another store's bodies, of which up to ``max_bytes`` are in memory besides: most are read once, and soon."""
+class RecentPayloads:
+    """Another store's payloads, of which up to ``max_bytes`` are in memory besides: most are read once, and soon."""
 
-    def __init__(self, store: BodyStore, max_bytes: int) -> None:
+    def __init__(self, store: PayloadStore, max_bytes: int) -> None:
         self._store, self._max_bytes = store, max_bytes
-        self._recent: dict[Place, Body] = {}
+        self._recent: dict[PayloadRef, Payload] = {}
         self.num_bytes = 0
 
-    def keep(self, body: Body) -> Place:
-        place = self._store.keep(body)
-        if self.num_bytes + place.length <= self._max_bytes:
-            self._recent[place] = owned(body)
-            self.num_bytes += place.length
-        return place
+    def keep(self, payload: Payload) -> PayloadRef:
+        ref = self._store.keep(payload)
+        if self.num_bytes + ref.length <= self._max_bytes:
+            self._recent[ref] = owned(payload)
+            self.num_bytes += ref.length
+        return ref
 
-    def read(self, place: Place) -> Body:
-        body = self._recent.get(place)
-        return self._store.read(place) if body is None else body
+    def read(self, ref: PayloadRef) -> Payload:
+        payload = self._recent.get(ref)
+        return self._store.read(ref) if payload is None else payload
 
-    def release(self, place: Place) -> None:
-        self._store.release(place)
-        if self._recent.pop(place, None) is not None:
-            self.num_bytes -= place.length
+    def release(self, ref: PayloadRef) -> None:
+        self._store.release(ref)
+        if self._recent.pop(ref, None) is not None:
+            self.num_bytes -= ref.length

@@ -1,15 +1,14 @@
-"""Bodies in append-only files, ``segment-00000001`` and so on, each given up whole once nothing in it is live.
+"""Store payloads in append-only files, ``segment-00000001`` and so on. A file is removed whole.
 
-Bodies enter and places leave; only ``journal.Journal`` calls this, and it says when a file may go. In a file every
-body follows a header of magic, length and xxh3_64. The numbers of files are never used twice, and every process starts
-a file of its own: behind a tail torn by SIGKILL nothing is ever written.
+Payloads enter and refs leave. Only ``journal.Journal`` calls this module, and it says when files may go. In a file,
+every payload follows a header with magic, length and xxh3_64. File numbers are never used twice, and every process
+starts a file of its own, so nothing is ever written behind a tail that SIGKILL tore.
 
-One file that was given up is kept as ``spare`` and becomes the next segment, to be written over from its beginning: the
-system's pages of a file that is there cost a third of new ones. Behind the end of such a segment lies what it held
-before; no place names that.
+One removed file is kept as ``spare`` and becomes the next segment, written over from its beginning: pages that exist
+cost the system a third of new ones. Behind the end of such a segment lies what it held before; no ref names that.
 
-A place says where its body was *first* written, and stays its name for life. A few long-lived bodies would pin all
-the files they lie in, so they are copied forward into the open one, and ``moved`` says where they are now.
+A ref says where its payload was *first* written, and never changes. A few long-lived payloads would keep every file
+they lie in, so they are copied into the open file, and ``moved`` says where they are now.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_rl.errors import QueueError
-from async_rl.queue.storage.payloads import Bytes, Place, digest_of
+from async_rl.queue.storage.payloads import Bytes, PayloadRef, digest_of
 
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
@@ -33,29 +32,29 @@ _SPARE = "spare"
 
 
 class Spot(NamedTuple):
-    """Where a header and its body lie now."""
+    """Where a header and its payload lie now."""
 
     segment: int
     offset: int
 
 
 class Move(NamedTuple):
-    """A body that was copied forward."""
+    """A payload that was copied forward."""
 
-    place: Place
+    ref: PayloadRef
     to: Spot
 
 
 @dataclass(slots=True)
 class _Segment:
-    """One file and the places whose bodies lie in it and are live; sizes include headers."""
+    """One file and the refs whose payloads lie in it and are live; sizes include headers."""
 
     number: int
     path: Path
     file: int
     num_bytes: int = 0
     live_bytes: int = 0
-    live: set[Place] = field(default_factory=set)
+    live: set[PayloadRef] = field(default_factory=set)
 
 
 class Segments:
@@ -74,7 +73,7 @@ class Segments:
         (directory / _SPARE).unlink(missing_ok=True)
         self._has_spare = False
         self._maybe_empty: set[int] = set()
-        self.moved: dict[Place, Spot] = {}
+        self.moved: dict[PayloadRef, Spot] = {}
         self.num_bytes = self.live_bytes = 0
         for path in sorted(directory.iterdir()):
             if match := _NAME.fullmatch(path.name):
@@ -85,59 +84,59 @@ class Segments:
         """The highest number in use so far."""
         return self._last
 
-    def keep(self, body: Bytes) -> Place:
-        """Append a body. It survives this process as soon as this returns."""
-        digest = digest_of(body)
-        spot = self._append(_HEADER.pack(_MAGIC, len(body), digest), body)
-        place = Place(*spot, len(body), digest)
-        self._enter(place, spot)
-        return place
+    def keep(self, payload: Bytes) -> PayloadRef:
+        """Append a payload. It survives this process as soon as this returns."""
+        digest = digest_of(payload)
+        spot = self._append(_HEADER.pack(_MAGIC, len(payload), digest), payload)
+        ref = PayloadRef(*spot, len(payload), digest)
+        self._enter(ref, spot)
+        return ref
 
-    def read(self, place: Place) -> bytes:
-        """The body of a live place.
+    def read(self, ref: PayloadRef) -> bytes:
+        """The payload of a live ref.
 
         Raises:
             QueueError: it was released, or its bytes are damaged.
         """
-        segment, offset = self._find(place)
-        body = self._pread(segment, place.length, offset + _HEADER.size)
-        if len(body) != place.length or digest_of(body) != place.digest:
+        segment, offset = self._find(ref)
+        payload = self._pread(segment, ref.length, offset + _HEADER.size)
+        if len(payload) != ref.length or digest_of(payload) != ref.digest:
             raise QueueError(
-                f"{segment.path}, offset {offset}: expected {place.length} bytes with digest {place.digest:016x}, got "
-                f"{len(body)} with {digest_of(body):016x}; {_DAMAGED}"
+                f"{segment.path}, offset {offset}: expected {ref.length} bytes with digest {ref.digest:016x}, got "
+                f"{len(payload)} with {digest_of(payload):016x}; {_DAMAGED}"
             )
-        return body
+        return payload
 
-    def release(self, place: Place) -> None:
-        """The place is not live any more; its file stays for now.
+    def release(self, ref: PayloadRef) -> None:
+        """The ref is not live any more; its file stays for now.
 
         Raises:
             QueueError: it was not live.
         """
-        segment, _ = self._find(place)
-        self._leave(place, segment)
-        self.moved.pop(place, None)
+        segment, _ = self._find(ref)
+        self._leave(ref, segment)
+        self.moved.pop(ref, None)
 
-    def adopt(self, place: Place, spot: Spot) -> None:
-        """A body of an earlier process is live, and lies at ``spot``.
+    def adopt(self, ref: PayloadRef, spot: Spot) -> None:
+        """A payload of an earlier process is live, and lies at ``spot``.
 
         Raises:
             QueueError: there is no such file, or it is too short.
         """
         segment = self._segments.get(spot.segment)
-        end = spot.offset + _size(place)
+        end = spot.offset + _size(ref)
         if segment is None or segment.num_bytes < end:
             got = "no file" if segment is None else f"{segment.num_bytes} bytes"
             raise QueueError(
-                f"{self._path(spot.segment)}: expected {end} bytes or more, as the index names a body there, "
+                f"{self._path(spot.segment)}: expected {end} bytes or more, as the index names a payload there, "
                 f"got {got}; {_DAMAGED}"
             )
-        if spot != (place.segment, place.offset):
-            self.moved[place] = spot
-        self._enter(place, spot)
+        if spot != (ref.segment, ref.offset):
+            self.moved[ref] = spot
+        self._enter(ref, spot)
 
     def copy_forward(self) -> list[Move]:
-        """Copy live bodies out of the emptiest files, so that dead bytes are at most the live ones or two files' size.
+        """Copy live payloads out of the emptiest files: dead bytes are at most the live ones, or two files' size.
 
         The moves take effect with ``settle``; before that both copies are there, and the new ones count as dead.
         Bytes are copied as they are: damage shows when their owner reads them.
@@ -151,17 +150,17 @@ class Segments:
             if excess <= 0:
                 break
             excess -= segment.num_bytes - segment.live_bytes
-            for place in segment.live:
-                _, offset = self._find(place)
-                moves.append(Move(place, self._append(self._pread(segment, _size(place), offset))))
+            for ref in segment.live:
+                _, offset = self._find(ref)
+                moves.append(Move(ref, self._append(self._pread(segment, _size(ref), offset))))
         return moves
 
     def settle(self, moves: Iterable[Move]) -> None:
         """Nothing committed needs the old copies any more, nor what was released: give up the files with only those."""
-        for place, spot in moves:
-            self._leave(place, self._find(place)[0])
-            self.moved[place] = spot
-            self._enter(place, spot)
+        for ref, spot in moves:
+            self._leave(ref, self._find(ref)[0])
+            self.moved[ref] = spot
+            self._enter(ref, spot)
         for number in list(self._maybe_empty):
             segment = self._segments[number]
             if segment is not self._open and not segment.live:
@@ -174,27 +173,27 @@ class Segments:
             os.close(segment.file)
         self._segments.clear()
 
-    # Which bodies are live.
+    # Which payloads are live.
 
-    def _find(self, place: Place) -> tuple[_Segment, int]:
-        number, offset = self.moved.get(place) or Spot(place.segment, place.offset)
+    def _find(self, ref: PayloadRef) -> tuple[_Segment, int]:
+        number, offset = self.moved.get(ref) or Spot(ref.segment, ref.offset)
         segment = self._segments.get(number)
-        if segment is None or place not in segment.live:
+        if segment is None or ref not in segment.live:
             raise QueueError(
-                f"{self._path(number)}: no live body at offset {offset}; it was released, or never adopted"
+                f"{self._path(number)}: no live payload at offset {offset}; it was released, or never adopted"
             )
         return segment, offset
 
-    def _enter(self, place: Place, spot: Spot) -> None:
-        segment, size = self._segments[spot.segment], _size(place)
-        segment.live.add(place)
+    def _enter(self, ref: PayloadRef, spot: Spot) -> None:
+        segment, size = self._segments[spot.segment], _size(ref)
+        segment.live.add(ref)
         segment.live_bytes += size
         self.live_bytes += size
 
-    def _leave(self, place: Place, segment: _Segment) -> None:
-        segment.live.remove(place)
-        segment.live_bytes -= _size(place)
-        self.live_bytes -= _size(place)
+    def _leave(self, ref: PayloadRef, segment: _Segment) -> None:
+        segment.live.remove(ref)
+        segment.live_bytes -= _size(ref)
+        self.live_bytes -= _size(ref)
         if not segment.live:
             self._maybe_empty.add(segment.number)
 
@@ -277,8 +276,8 @@ def disk_error(directory: Path, error: Exception) -> QueueError:
     )
 
 
-def _size(place: Place) -> int:
-    return _HEADER.size + place.length
+def _size(ref: PayloadRef) -> int:
+    return _HEADER.size + ref.length
 
 
 def _write_rest(file: int, data: bytes, written: int, start: int) -> None:

@@ -13,7 +13,7 @@ from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.advantages.step_advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch
-from async_rl.learner.step_result import trained_facts
+from async_rl.learner.step_result import trained_counts
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 
@@ -176,7 +176,7 @@ def test_what_best_k_leaves_out_is_accounted_for_once_with_its_stale_tokens():
         known_weights=lambda group: True,
         oldest_version=4,
     )
-    facts = trained_facts(with_advantages(step, loss(best_k=1)), [], stepped=[True])
+    facts = trained_counts(with_advantages(step, loss(best_k=1)), [], stepped=[True])
     assert (facts.rollouts_trained, dict(facts.rollouts_masked)) == (1, {"best_k": 1})
     assert (facts.tokens_trained, dict(facts.tokens_masked)) == (3, {"best_k": 2})
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from async_rl.errors import WireError
 from async_rl.net.codec import decode_group, encode_group
-from async_rl.queue.core.group_summary import read_facts, why_unfit
+from async_rl.queue.core.ingest import read_summary, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
 from async_rl.sampling_mask import SamplingMask, contains, pack_ids
 
@@ -126,8 +126,8 @@ def sampled_versions(group: Group) -> list[int]:
     return [int(v) for rollout in group.rollouts for s in rollout.sequences for v in s.versions[s.loss_mask]]
 
 
-def check_against_decoded(body: bytes) -> None:
-    group, facts = decode_group(body), read_facts(body)
+def check_against_decoded(payload: bytes) -> None:
+    group, facts = decode_group(payload), read_summary(payload)
     assert (facts.lease_id, facts.kind, facts.position) == (group.lease_id, group.kind, group.position)
     assert (facts.generator_id, facts.lineage) == (group.generator_id, group.lineage)
     np.testing.assert_equal(facts.temperature, group.temperature)
@@ -161,16 +161,16 @@ def test_a_mutated_frame_is_refused_exactly_where_it_can_not_be_decoded(group: G
     frame = bytearray(encode_group(group))
     for _ in range(data.draw(st.integers(1, 3))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    body = bytes(frame[: data.draw(st.integers(len(frame) - 20, len(frame)))])
-    refusal = refusal_of(decode_group, body)
-    assert refusal_of(read_facts, body) == refusal
+    payload = bytes(frame[: data.draw(st.integers(len(frame) - 20, len(frame)))])
+    refusal = refusal_of(decode_group, payload)
+    assert refusal_of(read_summary, payload) == refusal
     if not refusal:
-        check_against_decoded(body)
+        check_against_decoded(payload)
 
 
-def refusal_of(read: Callable[[bytes], object], body: bytes) -> str:
+def refusal_of(read: Callable[[bytes], object], payload: bytes) -> str:
     try:
-        read(body)
+        read(payload)
     except WireError as error:
         return str(error)
     return ""
@@ -191,13 +191,13 @@ def fit_group(num_rollouts: int = 2, *, tokens: int = 3) -> Group:
 
 def test_the_facts_of_a_group_worked_by_hand():
     # Two rollouts of three sampled tokens by versions 0, 1, 2; each earns 1 - 0.25.
-    facts = read_facts(encode_group(fit_group()))
+    facts = read_summary(encode_group(fit_group()))
     assert (facts.num_rollouts, facts.num_tokens, facts.oldest_version, facts.newest_version) == (2, 6, 0, 2)
     assert (facts.reward, facts.accuracy, facts.every_rollout_failed, facts.unfit) == (1.5, 2.0, False, "")
 
 
 def test_a_group_of_versions_the_learner_has_not_reached_is_unfit_only_until_it_has():
-    facts = read_facts(encode_group(fit_group()))
+    facts = read_summary(encode_group(fit_group()))
     assert why_unfit(facts, LEASE, newest_version=1) == "the group was sampled by versions 0..2, known are 0..1"
     assert why_unfit(facts, LEASE, newest_version=2) == ""
 
@@ -206,7 +206,7 @@ def test_a_logprob_off_the_mask_is_nobodys_concern():
     group = fit_group()
     for rollout in group.rollouts:
         rollout.sequences[0].behavior_logprobs[0] = math.nan
-    facts = read_facts(encode_group(group))
+    facts = read_summary(encode_group(group))
     assert (facts.newest_version, why_unfit(facts, LEASE, newest_version=2)) == (2, "")
 
 
@@ -215,11 +215,11 @@ def test_versions_that_do_not_go_with_the_mask_are_unfit(at: int, version: int):
     # The first token is the prompt's, the others are sampled.
     group = fit_group()
     group.rollouts[1].sequences[0].versions[at] = version
-    assert "a version from 0 on for every sampled token" in read_facts(encode_group(group)).unfit
+    assert "a version from 0 on for every sampled token" in read_summary(encode_group(group)).unfit
 
 
 def test_samples_at_another_temperature_than_the_leases_are_unfit():
-    facts = read_facts(encode_group(structs.replace(fit_group(), temperature=0.9)))
+    facts = read_summary(encode_group(structs.replace(fit_group(), temperature=0.9)))
     assert why_unfit(facts, LEASE, newest_version=2) == "expected samples at temperature 1.0, got 0.9"
 
 
@@ -236,9 +236,9 @@ def chosen_from(sets: list[list[int]]) -> Group:
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 5), (0.9, 5)])
 def test_renormalised_logprobs_without_what_was_kept_are_unfit(top_p: float, top_k: int):
     lease = replace(LEASE, sampling=replace(LEASE.sampling, top_p=top_p, top_k=top_k))
-    refusal = why_unfit(read_facts(encode_group(fit_group())), lease, newest_version=2)
+    refusal = why_unfit(read_summary(encode_group(fit_group())), lease, newest_version=2)
     assert refusal == f"expected sampling masks under top_p = {top_p} and top_k = {top_k}, got none"
-    kept = read_facts(encode_group(chosen_from([[1], [2, 9], [0, 3]])))
+    kept = read_summary(encode_group(chosen_from([[1], [2, 9], [0, 3]])))
     assert why_unfit(kept, lease, newest_version=2) == ""
     assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no sampling masks under top_p = 1.0")
 
@@ -246,11 +246,11 @@ def test_renormalised_logprobs_without_what_was_kept_are_unfit(top_p: float, top
 def test_an_evaluation_carries_no_sampling_masks_whatever_its_sampling():
     lease = replace(LEASE, kind="eval", sampling=replace(LEASE.sampling, top_p=0.9))
     plain, kept = (structs.replace(group, kind="eval") for group in (fit_group(), chosen_from([[1], [2, 9], [0, 3]])))
-    assert why_unfit(read_facts(encode_group(plain)), lease, newest_version=2) == ""
-    refusal = why_unfit(read_facts(encode_group(kept)), lease, newest_version=2)
+    assert why_unfit(read_summary(encode_group(plain)), lease, newest_version=2) == ""
+    refusal = why_unfit(read_summary(encode_group(kept)), lease, newest_version=2)
     assert refusal == "expected no sampling masks under top_p = 0.9 and top_k = 0, in an evaluation, got some"
 
 
 def test_a_sampled_token_that_was_not_kept_is_unfit():
-    facts = read_facts(encode_group(chosen_from([[1], [9], [0, 3]])))
+    facts = read_summary(encode_group(chosen_from([[1], [9], [0, 3]])))
     assert facts.unfit == "a sampled token is not among those that top-p and top-k kept"

@@ -1,12 +1,12 @@
-"""Pins: what a snapshot needs stays until nothing pins it."""
+"""SnapshotRefs: what a snapshot needs stays until nothing pins it."""
 
-from async_rl.queue.core.changes import Changes
-from async_rl.queue.core.snapshot_refs import Pin, Pins, snapshot_key
-from tests.queue.test_shelf import held, ids
+from async_rl.queue.core.stored_groups import SnapshotRecord, SnapshotRefs, snapshot_key
+from async_rl.queue.storage.journal import Changes
+from tests.queue.test_ready_groups import held, ids
 
 
-def make_pins() -> Pins:
-    return Pins(Changes(is_wanted=False))
+def make_pins() -> SnapshotRefs:
+    return SnapshotRefs(Changes(is_wanted=False))
 
 
 def test_a_group_is_given_back_when_its_last_pin_goes():
@@ -36,8 +36,8 @@ def test_a_group_pinned_twice_is_listed_once():
 
 def test_pins_are_written_down_and_crossed_out():
     changes = Changes()
-    pins = Pins(changes)
+    pins = SnapshotRefs(changes)
     pins.add(snapshot_key("line", 1), [held("a", 0)])
-    assert [tuple(change) for change in changes.drain()] == [("pin", "line/1", Pin(("a",)))]
+    assert [tuple(change) for change in changes.drain()] == [("snapshot", "line/1", SnapshotRecord(("a",)))]
     pins.release_all_but("line/2")
-    assert [tuple(change) for change in changes.drain()] == [("pin", "line/1", None)]
+    assert [tuple(change) for change in changes.drain()] == [("snapshot", "line/1", None)]

@@ -1,13 +1,12 @@
 """The shelf of queued groups: order of delivery, age, and totals."""
 
-from async_rl.queue.core.ready_groups import Shelf
-from async_rl.queue.core.stored_group import HeldGroup
-from async_rl.queue.storage.payloads import Place
+from async_rl.queue.core.stored_groups import ReadyGroups, StoredGroup
+from async_rl.queue.storage.payloads import PayloadRef
 
 
-def held(lease_id: str, position: int, *, named: int = 0, bound: int = 0, length: int = 10) -> HeldGroup:
-    place = Place(0, position, length, 0)
-    return HeldGroup(lease_id, position, named, bound, bound, bound, 2, 6, 1.0, 1.0, 0.0, 0, False, place)
+def held(lease_id: str, position: int, *, named: int = 0, bound: int = 0, length: int = 10) -> StoredGroup:
+    place = PayloadRef(0, position, length, 0)
+    return StoredGroup(lease_id, position, named, bound, bound, bound, 2, 6, 1.0, 1.0, 0.0, 0, False, place)
 
 
 def ids(groups) -> list[str]:
@@ -15,20 +14,20 @@ def ids(groups) -> list[str]:
 
 
 def test_groups_leave_by_named_version_then_position_whatever_their_arrival():
-    shelf = Shelf([held("c", 9, named=0), held("d", 1, named=1), held("b", 5, named=0), held("a", 2, named=0)])
+    shelf = ReadyGroups([held("c", 9, named=0), held("d", 1, named=1), held("b", 5, named=0), held("a", 2, named=0)])
     assert ids(shelf.pop_first(3)) == ["a", "b", "c"]
     assert ids(shelf.pop_all()) == ["d"]
 
 
 def test_only_what_is_older_than_asked_leaves_by_age():
-    shelf = Shelf([held("a", 0, bound=3), held("b", 1, bound=1), held("c", 2, bound=2)])
+    shelf = ReadyGroups([held("a", 0, bound=3), held("b", 1, bound=1), held("c", 2, bound=2)])
     assert sorted(ids(shelf.pop_older_than(3))) == ["b", "c"]
     assert shelf.pop_older_than(3) == []
     assert ids(shelf) == ["a"]
 
 
 def test_a_group_that_left_one_way_is_not_found_the_other_way():
-    shelf = Shelf([held("a", 0, bound=0), held("b", 1, bound=5), held("c", 2, bound=0)])
+    shelf = ReadyGroups([held("a", 0, bound=0), held("b", 1, bound=5), held("c", 2, bound=0)])
     assert ids(shelf.pop_first(1)) == ["a"]
     assert ids(shelf.pop_older_than(1)) == ["c"]
     assert ids(shelf.pop_first(1)) == ["b"]
@@ -36,7 +35,7 @@ def test_a_group_that_left_one_way_is_not_found_the_other_way():
 
 
 def test_a_group_that_comes_back_leaves_once():
-    shelf = Shelf([held("a", 0), held("b", 1)])
+    shelf = ReadyGroups([held("a", 0), held("b", 1)])
     (first,) = shelf.pop_first(1)
     shelf.add(first)
     assert ids(shelf.pop_older_than(1)) == ["a", "b"]
@@ -44,7 +43,7 @@ def test_a_group_that_comes_back_leaves_once():
 
 
 def test_bytes_and_tokens_are_those_of_what_is_there():
-    shelf = Shelf([held("a", 0, length=10), held("b", 1, length=7)])
+    shelf = ReadyGroups([held("a", 0, length=10), held("b", 1, length=7)])
     assert (shelf.num_bytes, shelf.num_tokens) == (17, 12)
     shelf.remove("a")
     assert (shelf.num_bytes, shelf.num_tokens) == (7, 6)
