@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from async_rl.data.dataset import Row
+from async_rl.data.rows import Row
 from async_rl.net.codec import encode_group
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.buffer import Buffer

@@ -1,7 +1,7 @@
-"""Datasets: a file or a dataset of the hub becomes checked rows.
+"""Loads a dataset: a file or a hub id enters, its checked rows leave.
 
-Called by the queue server (training and its evaluations), offline evaluation and the checks before a start. Where rows
-come from is ``data_files``'s, what a row is ``data_rows``'s.
+Called by the queue server (for training and evaluations), offline evaluation and preflight. ``files`` reads a source,
+``rows`` checks one row.
 """
 
 from __future__ import annotations
@@ -13,20 +13,8 @@ from typing import Literal
 
 from async_rl.config.config import Config
 from async_rl.data.files import Source
-from async_rl.data.rows import MAX_NESTING, Row, RowRules, parse_row
+from async_rl.data.rows import Row, RowRules, parse_row
 from async_rl.errors import DataError
-
-__all__ = [
-    "MAX_NESTING",
-    "LoadedRows",
-    "OnBadRow",
-    "Row",
-    "RowRules",
-    "load_rows",
-    "load_rows_of",
-    "load_train_rows",
-    "made_up_rows",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +23,9 @@ OnBadRow = Literal["refuse", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedRows:
-    """A dataset: its good rows in file order, how many bad ones were skipped, SHA-256 in hex of where they are from.
+    """The good rows of a dataset in file order, the number of bad rows skipped, and the source's SHA-256 in hex.
 
-    ``first_skipped`` says what was wrong with the first bad one; empty if none was.
+    ``first_skipped`` is the error of the first bad row; empty if there was none.
     """
 
     rows: tuple[Row, ...]
@@ -47,24 +35,24 @@ class LoadedRows:
 
 
 def load_train_rows(config: Config) -> LoadedRows:
-    """The run's training rows: those of ``data.train``, or made up for an environment that makes its own tasks.
+    """Load the run's training rows: those of ``data.train``, or empty ones where the environment makes its own tasks.
 
     Raises:
         DataError: as ``load_rows``.
     """
     if config.makes_up_rows:
-        return made_up_rows(config.environment.rows or 0)
+        return empty_rows(config.environment.rows or 0)
     return load_rows_of(config, config.data.train)
 
 
-def made_up_rows(num_rows: int) -> LoadedRows:
-    """Rows without anything, for an environment that makes its own tasks (from a seed, say)."""
+def empty_rows(num_rows: int) -> LoadedRows:
+    """Rows without content, for an environment that makes its own tasks, for example from a seed."""
     digest = hashlib.sha256(f"made up: {num_rows}".encode()).hexdigest()
     return LoadedRows((Row((), {}),) * num_rows, 0, digest)
 
 
 def load_rows_of(config: Config, source: str) -> LoadedRows:
-    """The rows of ``source`` as the run's config reads them.
+    """Load the rows of ``source`` by the rules of the run's config.
 
     Raises:
         DataError: as ``load_rows``.
@@ -86,11 +74,11 @@ def load_rows_of(config: Config, source: str) -> LoadedRows:
 
 
 def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules | None = None) -> LoadedRows:
-    """The rows of ``source`` (see ``data_files``).
+    """Load the rows of ``source`` (see ``files``).
 
     Args:
         on_bad_row: ``refuse`` raises at the first bad row, ``skip`` leaves bad rows out and counts them.
-        rules: what a row is; none: a math row without a system message.
+        rules: how rows are read; if unset, rows with a ``gt_answer`` and without a system message.
 
     Raises:
         DataError: the source can't be read or has no good row; or, under ``refuse``, a row is not UTF-8, not JSON, not

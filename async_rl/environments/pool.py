@@ -61,7 +61,7 @@ class EnvironmentPool:
     """Starts the environment's fork server at once, so that code which can't be imported is told at the start.
 
     ``counts`` has ``started`` (processes), ``timed_out`` and ``crashed`` (rollouts). ``clock`` gives seconds.
-    ``allowed`` and ``digest`` as for ``local_code.load_code``.
+    ``allowed`` and ``digest`` as for ``process.user_code.load_code``.
 
     Raises:
         ConfigError: the code is not allowed here, not there, not the learner's, or fails when it is imported.

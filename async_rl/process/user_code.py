@@ -4,7 +4,7 @@ A name is ``module:attribute``, importable there (the working directory is searc
 environment's may do without the attribute, and then is the module itself. A machine runs only what its operator allowed
 by name (``generator.allow_code``), and only if its source has the digest that the learner's has: the learner sends
 digests with the handshake, whoever loads code compares (``rewards.registry``, ``environments.fork_server``). The source
-is the named file and the modules beside it that it imports (``local_imports`` says which).
+is the named file and the modules beside it that it imports (``user_imports`` finds them).
 """
 
 from __future__ import annotations

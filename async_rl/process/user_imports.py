@@ -1,6 +1,6 @@
 """Which source files a module of the user's own is made of: itself, and what it imports from beside it.
 
-Called by ``local_code`` for digests. *Beside it* is the outermost package that it is part of, or else the folder of its
+Called by ``user_code`` for digests. *Beside it* is the outermost package that it is part of, or else the folder of its
 file, with all below. Found by reading ``import`` statements anywhere in the sources (in functions, under conditions),
 and what those import in turn; nothing is run. So not found: modules imported by a name that is computed, files that are
 opened, packages installed elsewhere, async-rl itself.

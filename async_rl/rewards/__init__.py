@@ -1,0 +1,6 @@
+"""Scores finished rollouts: a text and its row enter, reward parts and an accuracy leave.
+
+Generators and offline evaluation call ``registry.build_reward`` and then the reward, from several threads. To add a
+reward, add a row to ``config/reward_types.py``, a class here, and the line that builds it to ``registry.REWARDS``;
+``conformance`` checks it.
+"""

@@ -5,13 +5,11 @@ Built by ``registry``; what the worker calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from async_rl.rewards.overlong import OverlongPenalty
 from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
-
-OverlongPenalty = Callable[[RewardInput, float, bool], float]
-"""Of a rollout, what it earned (a share of the scale) and whether it holds an answer: a share of the scale, <= 0."""
 
 
 class Extra(NamedTuple):

@@ -1,21 +1,21 @@
-"""A plain function of the user's as a reward: sync or async, of one rollout or of a whole group.
+"""A reward made of the user's own function: plain or async, for one rollout or for a whole group.
 
-What it takes is said by the name of its parameter: ``item`` (one ``RewardInput``), ``items`` (a list of those of one
-prompt, in order), or ``completions`` and ``solutions`` (lists of text: DistRL-LLM's form, which returns a row
-``[format, accuracy]`` each). For one rollout it returns a number, or a ``RewardOutput``; for a group a list of them.
+The names of its parameters decide what the function gets: ``item`` is one ``RewardInput``; ``items`` is the list of
+them for one prompt, in order; ``completions`` and ``solutions`` are lists of texts and answers (DistRL-LLM's form,
+which returns ``[format, accuracy]`` for each). It returns a number or a ``RewardOutput``, for a group a list of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 from async_rl.errors import ConfigError, RewardError
-from async_rl.rewards.async_calls import AsyncCalls
 from async_rl.rewards.records import RewardInput, RewardOutput
 
 _FORMS = (("item",), ("items",), ("completions", "solutions"))
@@ -142,3 +142,72 @@ def _form(name: str, function: Any) -> str:
             f"({', '.join(needed)}); see docs/rewards.md"
         )
     return needed[0]
+
+
+class AsyncCalls:
+    """Runs async calls for threads, in one event loop that lives as long as the reward.
+
+    At most ``max_concurrent`` calls run at the same time; each is cancelled ``time_limit_s`` after it began (waiting
+    for its turn does not count). The loop's thread starts with the first call. What a function keeps between calls,
+    such as a session, stays usable.
+    """
+
+    def __init__(self, *, max_concurrent: int, time_limit_s: float) -> None:
+        self._max_concurrent, self._time_limit_s = max_concurrent, time_limit_s
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._slots: asyncio.Semaphore | None = None
+
+    def results(self, calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> list[Any]:
+        """What the calls return, in order; waits for all of them. From any thread.
+
+        Raises:
+            TimeoutError: one took too long. Else the first thing that one of them raises; the others are ended.
+        """
+        with self._lock:
+            loop = self._running_loop()
+        return asyncio.run_coroutine_threadsafe(self._gathered(calls), loop).result()
+
+    def close(self) -> None:
+        """End the calls that run, and the loop."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._slots = asyncio.Semaphore(self._max_concurrent)
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="async rewards", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    async def _gathered(self, calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> list[Any]:
+        tasks = [asyncio.ensure_future(self._one(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        assert self._slots is not None
+        async with self._slots:
+            return await asyncio.wait_for(call(), self._time_limit_s)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, then let every call that still runs see its cancellation."""
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()

@@ -1,6 +1,7 @@
-"""The rewards by name, and what ``[reward]`` asks for built from them. An explicit table; nothing registers itself.
+"""Builds the rewards that ``[reward]`` names, from an explicit table. Called by generators, evaluation and preflight.
 
-See docs/rewards.md. A name of the form ``module:function`` is the user's own code: ``functions`` and ``local_code``.
+A name of the form ``module:function`` is the user's own code (``functions``, ``process.user_code``). See
+docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -8,26 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from async_rl.config.config import Config
+from async_rl.config.reward_types import REWARD_TYPES
 from async_rl.config.section import look_up
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.rewards.code import build_code_reward
-from async_rl.rewards.combine import Extra, OverlongPenalty, RewardSum
+from async_rl.rewards.combine import Extra, RewardSum
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.math import AnswerReward, same_mathematics, same_text
-from async_rl.rewards.overlong import dapo_penalty, zero_at_limit_penalty
-from async_rl.rewards.records import Reward, RewardInput, RewardOutput
+from async_rl.rewards.overlong import overlong_penalty
+from async_rl.rewards.records import Reward
 from async_rl.rewards.verifier import MathVerifier
 from async_rl.rewards.xml_format import XmlFormatReward
 
-__all__ = ["REWARDS", "Reward", "RewardInput", "RewardOutput", "build_reward"]
+Builder = Callable[[Config, float], Reward]
+"""From the config and ``reward.scale`` to the reward."""
 
 
 def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = None) -> RewardSum:
-    """The reward function that ``config`` asks for; close it. Its processes start when first needed, a sandbox at once.
+    """Build the reward that ``config`` asks for; close it. Its processes start when first needed, a sandbox at once.
 
     Args:
-        code_digests: of the user's own code, what the learner's machine has; none: this machine is the user's.
+        code_digests: the learner's digests of the user's own code; if unset, this machine's code is not compared.
 
     Raises:
         ConfigError: code that is not allowed here, not there, not the learner's, or not a reward function.
@@ -38,7 +41,7 @@ def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = Non
         Extra(name.rpartition(":")[2], _named(name, config, 1.0, code_digests, is_main=False), weight)
         for name, weight in config.reward.extra.items()
     ]
-    return RewardSum(main, extras, scale=config.reward.scale, overlong=_overlong_penalty(config))
+    return RewardSum(main, extras, scale=config.reward.scale, overlong=overlong_penalty(config))
 
 
 def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None, *, is_main: bool) -> Reward:
@@ -55,59 +58,29 @@ def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, s
     )
 
 
-def _answer_reward(extract: Callable[[str], Extraction], config: Config, scale: float) -> AnswerReward:
-    verifier = MathVerifier() if config.reward.equality == "math" else None
-    return AnswerReward(
-        extract,
-        same_text if verifier is None else same_mathematics(verifier, config.reward.time_limit_s),
-        scale=scale,
-        require_format=config.reward.require_format,
-        format_reward=config.reward.format,
-        verifier=verifier,
-    )
+def _answer_reward(name: str, extract: Callable[[str], Extraction]) -> Builder:
+    """The builder of the reward ``name``, which compares what ``extract`` finds with the row's answer."""
+
+    def build(config: Config, scale: float) -> AnswerReward:
+        is_mathematics = REWARD_TYPES[name].compares_mathematics and config.reward.equality == "math"
+        verifier = MathVerifier() if is_mathematics else None
+        return AnswerReward(
+            extract,
+            same_text if verifier is None else same_mathematics(verifier, config.reward.time_limit_s),
+            scale=scale,
+            require_format=config.reward.require_format,
+            format_reward=config.reward.format,
+            verifier=verifier,
+        )
+
+    return build
 
 
-def _exact(config: Config, scale: float) -> AnswerReward:
-    return AnswerReward(
-        extract_xml_answer,
-        same_text,
-        scale=scale,
-        require_format=config.reward.require_format,
-        format_reward=config.reward.format,
-    )
-
-
-REWARDS: Mapping[str, Callable[[Config, float], Reward]] = {
-    "boxed": lambda config, scale: _answer_reward(extract_boxed, config, scale),
-    "think_answer_tags": lambda config, scale: _answer_reward(extract_answer_tag, config, scale),
-    "exact": _exact,
+REWARDS: Mapping[str, Builder] = {
+    "boxed": _answer_reward("boxed", extract_boxed),
+    "think_answer_tags": _answer_reward("think_answer_tags", extract_answer_tag),
+    "exact": _answer_reward("exact", extract_xml_answer),
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
     "code": build_code_reward,
 }
-"""Name -> how the reward is built from the config and its scale. ``config.reward_types`` has the same names."""
-
-
-def _overlong_penalty(config: Config) -> OverlongPenalty | None:
-    cache_length = config.cache_length if config.reward.soft_overlong else None
-
-    def dapo(item: RewardInput, earned: float, has_answer: bool) -> float:
-        return dapo_penalty(
-            item.num_tokens,
-            max_new_tokens=item.max_new_tokens,
-            cache_length=config.cache_length,
-            truncated=item.finish_reason == "length",
-        )
-
-    def zero_at_limit(item: RewardInput, earned: float, has_answer: bool) -> float:
-        return zero_at_limit_penalty(
-            item.num_tokens,
-            max_new_tokens=item.max_new_tokens,
-            cache_length=cache_length,
-            truncated=item.finish_reason == "length",
-            earned=earned,
-            has_answer=has_answer,
-        )
-
-    if config.reward.overlong == "zero_at_limit":
-        return zero_at_limit
-    return dapo if config.reward.soft_overlong else None
+"""How each reward is built. ``config.reward_types`` has the same names."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.data.dataset import LoadedRows, Row, RowRules, load_rows, made_up_rows
+from async_rl.data.dataset import LoadedRows, empty_rows, load_rows
+from async_rl.data.rows import Row, RowRules
 from async_rl.errors import DataError
 from async_rl.net.wire import decode, encode
 
@@ -181,6 +182,6 @@ def test_an_environments_rows_need_neither_messages_nor_an_answer(tmp_path: Path
 
 
 def test_made_up_rows_are_empty_and_known_by_their_number():
-    assert len(made_up_rows(3).rows) == 3
-    assert made_up_rows(3).rows[0].messages == ()
-    assert made_up_rows(3).digest == made_up_rows(3).digest != made_up_rows(4).digest
+    assert len(empty_rows(3).rows) == 3
+    assert empty_rows(3).rows[0].messages == ()
+    assert empty_rows(3).digest == empty_rows(3).digest != empty_rows(4).digest

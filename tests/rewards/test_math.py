@@ -12,7 +12,8 @@ from async_rl.config.reward import RewardConfig
 from async_rl.config.run import RunConfig
 from async_rl.config.sampling import SamplingConfig
 from async_rl.errors import RewardError
-from async_rl.rewards.registry import RewardInput, RewardOutput, build_reward
+from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.registry import build_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 
