@@ -71,25 +71,25 @@ def vllm_table(sizes_mb: Sequence[int], num_rounds: int) -> None:
         flush=True,
     )
     for size_mb in sizes_mb:
-        for after_swap in ("keep", "recompute"):
-            _print_row(after_swap, *_scheduler(size_mb, num_rounds, after_swap))
+        for after_update in ("keep", "recompute"):
+            _print_row(after_update, *_scheduler(size_mb, num_rounds, after_update))
 
 
-def _print_row(after_swap: str, size_bytes: int, scheduler: Sequence[_Round]) -> None:
+def _print_row(after_update: str, size_bytes: int, scheduler: Sequence[_Round]) -> None:
     def middle(name: str) -> float:
         return median(getattr(one, name) for one in scheduler)
 
     ratio = median(one.pause / one.copy for one in scheduler)
     print(
-        f"{size_bytes / 1e6:8.1f} {after_swap:10s}{middle('pause'):9.4f}{max(one.pause for one in scheduler):9.4f}"
+        f"{size_bytes / 1e6:8.1f} {after_update:10s}{middle('pause'):9.4f}{max(one.pause for one in scheduler):9.4f}"
         f"{middle('copy'):9.4f}{min(one.copy for one in scheduler):9.4f}{ratio:8.2f}{middle('activate'):12.4f}"
         f"{middle('prepare'):11.3f}{middle('speed'):8.2f}{middle('gap'):8.2f}",
         flush=True,
     )
-    goal(f"pause over a memory copy, {size_bytes / 1e6:.0f} MB, {after_swap}", ratio, 2.0, at_most=True)
+    goal(f"pause over a memory copy, {size_bytes / 1e6:.0f} MB, {after_update}", ratio, 2.0, at_most=True)
 
 
-def _scheduler(size_mb: int, num_rounds: int, after_swap: str) -> tuple[int, list[_Round]]:
+def _scheduler(size_mb: int, num_rounds: int, after_update: str) -> tuple[int, list[_Round]]:
     """Bytes of a version, and the scheduler."""
     from async_rl.generator.vllm.backend import VllmBackend
 
@@ -97,7 +97,7 @@ def _scheduler(size_mb: int, num_rounds: int, after_swap: str) -> tuple[int, lis
         model = _write_model(Path(directory), size_mb)
         weights = [{name: torch.randn_like(p) * 0.02 for name, p in model.named_parameters()} for _ in range(2)]
         size_bytes = sum(tensor.nbytes for tensor in weights[0].values())
-        backend = VllmBackend.from_files(Path(directory), _config(directory, after_swap), device="cpu")
+        backend = VllmBackend.from_files(Path(directory), _config(directory, after_update), device="cpu")
         scheduler: list[_Round] = []
         with closing(backend), closing(MemoryCopy(size_bytes)) as copy:
             copy.once()  # its memory is touched for the first time
@@ -172,11 +172,16 @@ def _write_model(directory: Path, size_mb: int) -> Any:
     return model
 
 
-def _config(directory: str, after_swap: str) -> Any:
+def _config(directory: str, after_update: str) -> Any:
     raw = {
         "run": {"dir": f"{directory}/run"},
         "model": {"path": directory, "dtype": "float32"},
         "sampling": {"max_new_tokens": NUM_TOKENS, "max_prompt_tokens": 16},
-        "generator": {"backend": "vllm", "batch_size": NUM_SEQUENCES, "num_threads": 1, "kv_after_update": after_swap},
+        "generator": {
+            "backend": "vllm",
+            "batch_size": NUM_SEQUENCES,
+            "num_threads": 1,
+            "kv_after_update": after_update,
+        },
     }
     return parse_config(raw, "the benchmark's config")

@@ -47,7 +47,7 @@ def check_parity(config: Mapping[str, Any]) -> list[Finding]:
 def _compared(config: Config, stack: ExitStack) -> list[Finding]:
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
     from async_rl.learner.engine.ranks import compute_dtype, init_ranks
-    from async_rl.learner.parity import cause_of_sampled, given_of, joined, to_train
+    from async_rl.learner.parity import cause_of_sampled, joined, probe_sequence_of, to_train
 
     directory = stack.enter_context(scratch_directory())
     write_files(directory, model_files(config.model.path))
@@ -73,7 +73,7 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
         cause = cause_of_sampled(learner, sequences, behavior, found, limit) or "not found from sampled tokens alone"
         text = f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}"
         rows.append(Finding("parity, sampled", "FAIL", text, fix=_FIX))
-    given = [given_of(sequence) for sequence in sequences]
+    given = [probe_sequence_of(sequence) for sequence in sequences]
     trained = [to_train(index, one, 0, config.sampling.temperature) for index, one in enumerate(given)]
     scores = learner.score(trained, of="policy")
     logprobs = tuple(np.asarray(scores[s.sequence_id], np.float32) for s in trained)

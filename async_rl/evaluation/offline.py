@@ -25,7 +25,7 @@ from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
 from async_rl.generator.backends import build_backend
 from async_rl.generator.grading import Grader, ThreadGrader
-from async_rl.generator.offline import Answered, answer_leases
+from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
 from async_rl.generator.worker import build_environment, grading_threads
 from async_rl.queue.core.admission import eval_sampling, lease_seed
@@ -83,7 +83,7 @@ def run_eval(
                         if progress is not None:
                             progress(what, done, rows)
 
-                    answered = answer_leases(backend, rollouts, leases, progress=tell)
+                    answered = sample_offline(backend, rollouts, leases, progress=tell)
                     found.append(_evaluated(config, model, name, answered))
                     if out is not None:
                         _write(out, found, answered, decode)
@@ -121,7 +121,7 @@ def _failure_lines(one: Evaluated) -> list[str]:
     ]
 
 
-def _evaluated(config: Config, model: str, dataset: str, answered: Answered) -> Evaluated:
+def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSamples) -> Evaluated:
     rows = [group.rollouts for _, group in answered.groups]
     if not any(rows):
         counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in answered.causes.items())
@@ -190,7 +190,7 @@ def _check_out(out: Path, config: Config) -> None:
     check_writable(out, "--out")
 
 
-def _write(out: Path, found: Sequence[Evaluated], answered: Answered, decode: Decode) -> None:
+def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, decode: Decode) -> None:
     """The newest answers, and the figures so far."""
     newest = found[-1]
     lines = (line for prompt, group in answered.groups for line in row_records(prompt, group, decode))

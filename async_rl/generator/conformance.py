@@ -19,7 +19,7 @@ from msgspec import structs
 from async_rl.errors import AsyncRLError
 from async_rl.generator.backend import Backend, PreparingBackend, Sampled
 from async_rl.generator.parity import ScoringBackend
-from async_rl.queue.parity import Given
+from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, Lease, LeaseKind, Prompt, Sampling
 from async_rl.sampling_mask import contains
 
@@ -317,10 +317,11 @@ def scores_what_it_sampled(trial: _Trial) -> bool | None:
     for temperature in (1.0, 0.5):
         found = trial.sample(trial.lease(temperature=temperature))
         given = [
-            Given(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int32), len(one.token_ids)) for one in found
+            ProbeSequence(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int32), len(one.token_ids))
+            for one in found
         ]
         wanted = np.concatenate([one.logprobs for one in found])
-        scores = backend.score(given, temperature)
+        scores = backend.score_tokens(given, temperature)
         assert scores is not None  # only other ways of scoring may be refused
         trial.expect(scores.dtype == np.float32 and scores.shape == wanted.shape, f"float32 {wanted.shape}", scores)
         off = float(np.abs(scores - wanted).max())

@@ -27,7 +27,7 @@ _POLL_S = 0.002
 
 
 @dataclass(slots=True)
-class Answered:
+class OfflineSamples:
     """Every lease's group, in their order; one without rollouts where the lease could not be answered.
 
     ``causes`` counts those by why, ``first_failure`` says it in words of the first one; empty if there is none.
@@ -38,15 +38,15 @@ class Answered:
     first_failure: str = ""
 
 
-def answer_leases(
+def sample_offline(
     backend: Backend, rollouts: Rollouts, leases: Sequence[Lease], *, progress: Progress | None = None
-) -> Answered:
+) -> OfflineSamples:
     """Answer all ``leases``. No more rollouts are open than the backend has slots, but for one lease's.
 
     Raises:
         ModelError: the backend can't sample like that. Whatever else the backend raises.
     """
-    answering = _Answering(backend, rollouts, leases)
+    answering = _OfflineSampling(backend, rollouts, leases)
     num_done = 0
     while not answering.is_done:
         answering.turn()
@@ -56,7 +56,7 @@ def answer_leases(
     return answering.answered()
 
 
-class _Answering:
+class _OfflineSampling:
     def __init__(self, backend: Backend, rollouts: Rollouts, leases: Sequence[Lease]) -> None:
         self._backend, self._rollouts, self._leases = backend, rollouts, leases
         self._todo = deque(leases)
@@ -85,9 +85,9 @@ class _Answering:
         for graded in self._rollouts.collect():
             self._take(graded)
 
-    def answered(self) -> Answered:
+    def answered(self) -> OfflineSamples:
         groups = [(lease.prompt, _group(lease, self._done[lease.lease_id])) for lease in self._leases]
-        return Answered(groups, self._causes, self._first_failure)
+        return OfflineSamples(groups, self._causes, self._first_failure)
 
     def _begin(self, lease: Lease) -> None:
         limit = lease.sampling.max_prompt_tokens

@@ -13,13 +13,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from async_rl.generator.backend import Backend
-from async_rl.queue.parity import Answer, Given, Probe, compare, looks_masked, parity_limit
+from async_rl.queue.parity import Answer, Probe, ProbeSequence, compare, looks_masked, parity_limit
 
 logger = logging.getLogger(__name__)
 
-Way = Literal["sampling", "afresh", "float32_head"]
-"""How given tokens are scored: as rollouts are sampled, one by one over cached keys and values; in one pass over the
-whole text, without what is cached; or so with an output head in float32."""
+ScoringMode = Literal["cached_decode", "full_forward", "float32_head"]
+"""How to score tokens: one by one over cached keys and values, as rollouts are sampled; in one forward pass over the
+whole text, without a cache; or in one pass with the output head in float32."""
 
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 _SHOWN_NAMES = 5
@@ -27,7 +27,7 @@ _SHOWN_NAMES = 5
 
 @runtime_checkable
 class ScoringBackend(Protocol):
-    """What a backend has beside ``Backend`` if it can be asked for the log-probabilities of given tokens."""
+    """What a backend has in addition to ``Backend`` if it can score tokens."""
 
     @property
     def name(self) -> str:
@@ -39,10 +39,12 @@ class ScoringBackend(Protocol):
         """What the engine computes in, by torch's name."""
         ...
 
-    def score(self, sequences: Sequence[Given], temperature: float, way: Way = "sampling") -> np.ndarray | None:
-        """float32, nats: the scored tokens' log-probabilities, one sequence after the other, by the active weights.
+    def score_tokens(
+        self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
+    ) -> np.ndarray | None:
+        """Log-probabilities of the scored tokens under the active weights: float32, nats, sequence after sequence.
 
-        None where the engine has no such ``way``. Sequences that run meanwhile are left as they are.
+        None if the engine has no such ``mode``. Running sequences are left as they are.
         """
         ...
 
@@ -55,7 +57,7 @@ def answer_probe(backend: Backend, probe: Probe, weights: Mapping[str, Any]) -> 
     """Score ``probe``; ``weights`` are those of its version, verified as they arrived, and active."""
     if not isinstance(backend, ScoringBackend):
         return Answer(probe.version, type(backend).__name__, "", None)
-    found = backend.score(probe.sequences, probe.temperature)
+    found = backend.score_tokens(probe.sequences, probe.temperature)
     if found is None:
         return Answer(probe.version, backend.name, backend.dtype, None)
     wanted = np.concatenate(probe.logprobs)
@@ -75,7 +77,7 @@ def _cause(
     if stale := _stale_tensors(backend, probe.version, weights):
         shown = ", ".join(stale[:_SHOWN_NAMES]) + (f" and {len(stale) - _SHOWN_NAMES} more" if stale[5:] else "")
         return f"stale or corrupt tensors: the engine held other bytes than it had received of {shown}", excluded
-    again = backend.score(probe.sequences, probe.temperature)
+    again = backend.score_tokens(probe.sequences, probe.temperature)
     if again is not None and _explains(again, found, wanted, limit):
         return (
             "stale or corrupt weights: since the same verified bytes were activated once more the engine agrees; which "
@@ -90,15 +92,15 @@ def _cause(
             "a top-p or top-k mask that nobody asked for: the engine gives every token more than the learner does, "
             "or nothing at all; look for sampling defaults of the model (generation_config.json)"
         ), excluded
-    afresh = backend.score(probe.sequences, probe.temperature, "afresh")
-    if afresh is not None:
-        if _explains(afresh, found, wanted, limit):
+    full_forward = backend.score_tokens(probe.sequences, probe.temperature, "full_forward")
+    if full_forward is not None:
+        if _explains(full_forward, found, wanted, limit):
             return (
                 "reuse of keys and values: over its cache the engine gives the tokens other log-probabilities than in "
                 "one pass over the whole text, which agrees with the learner"
             ), excluded
         excluded.append("it is the same without cached keys and values")
-    exact = backend.score(probe.sequences, probe.temperature, "float32_head")
+    exact = backend.score_tokens(probe.sequences, probe.temperature, "float32_head")
     if exact is not None:
         if _explains(exact, found, wanted, limit):
             return f"the precision of the output head: in {backend.dtype} it differs, in float32 it agrees", excluded
@@ -122,11 +124,11 @@ def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> li
 def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.ndarray, limit: float) -> str:
     """Whether the engine ignores its temperature, or the learner's tokens fit another one; empty: neither."""
     told = probe.temperature
-    doubled = backend.score(probe.sequences, 2 * told)
+    doubled = backend.score_tokens(probe.sequences, 2 * told)
     if doubled is not None and compare(doubled, found).max < 1e-6:
         return f"temperature: the engine gives the same at {told:g} and {2 * told:g}, so it applies none"
     for other in _TEMPERATURES:
-        at_other = None if other == told else backend.score(probe.sequences, other)
+        at_other = None if other == told else backend.score_tokens(probe.sequences, other)
         if at_other is not None and _explains(at_other, found, wanted, limit):
             return f"temperature: told {told:g}, the engine differs; at {other:g} it agrees with the learner"
     return ""

@@ -58,7 +58,7 @@ class TrainSequence:
     sampling_mask: SamplingMask | None = None
 
     @property
-    def after_swap(self) -> np.ndarray:
+    def after_update(self) -> np.ndarray:
         """bool [T]: sampled by newer weights than its answer began with, over keys and values that may be older.
 
         An answer is an unbroken run of sampled tokens: a turn of an environment begins anew, by a prefill of its own.
@@ -79,7 +79,7 @@ class MicroBatch:
         cu_seqlens: int32 [S + 1], where in E each sequence starts.
         predict_index: int64 [N], where in T the hidden state lies that predicts each trained token (its position - 1).
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
-            after_swap: bool [N], as ``TrainSequence.after_swap``.
+            after_update: bool [N], as ``TrainSequence.after_update``.
         reference_logprobs, proximal_logprobs: float32 [N]; [0] where the loss needs none.
         mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] where nothing was left out.
         sequence_index: int64 [N], which of the S sequences each trained token is in.
@@ -100,7 +100,7 @@ class MicroBatch:
     mask_words: np.ndarray
     temperatures: np.ndarray
     versions: np.ndarray
-    after_swap: np.ndarray
+    after_update: np.ndarray
     sequence_index: np.ndarray
     sequence_ids: np.ndarray
 
@@ -328,7 +328,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         mask_words=mask.words,
         temperatures=np.repeat(temperatures, num_trained),
         versions=trained((s.versions for s in sequences), np.int32),
-        after_swap=trained((s.after_swap for s in sequences), np.bool_),
+        after_update=trained((s.after_update for s in sequences), np.bool_),
         sequence_index=np.repeat(np.arange(len(sequences), dtype=np.int64), num_trained),
         sequence_ids=np.array([s.sequence_id for s in sequences], dtype=np.int64),
     )
@@ -356,7 +356,7 @@ _DTYPES = {
     "mask_words": np.int32,
     "temperatures": np.float32,
     "versions": np.int32,
-    "after_swap": np.bool_,
+    "after_update": np.bool_,
     "sequence_index": np.int64,
     "sequence_ids": np.int64,
 }

@@ -34,8 +34,8 @@ from async_rl.queue.parity import (
     MAX_SEQUENCES,
     Answer,
     Difference,
-    Given,
     Probe,
+    ProbeSequence,
     compare,
     encode_probe,
     looks_masked,
@@ -117,7 +117,7 @@ class ParityGate:
         if self._sent and version - max(self._sent) < _ASK_AGAIN and not self._suspects:
             return
         temperature = self._material[0].temperature
-        given = [given_of(sequence) for sequence in self._material]
+        given = [probe_sequence_of(sequence) for sequence in self._material]
         sequences = [to_train(index, one, version, temperature) for index, one in enumerate(given)]
         scored = self._engine.score(sequences, of="policy")
         logprobs = tuple(np.asarray(scored[s.sequence_id], np.float32) for s in sequences)
@@ -272,14 +272,14 @@ def _spread(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
     return tuple(fit[::stride][:MAX_SEQUENCES])
 
 
-def given_of(sequence: TrainSequence) -> Given:
+def probe_sequence_of(sequence: TrainSequence) -> ProbeSequence:
     """A window around where ``sequence`` begins to be trained on."""
     first = int(np.flatnonzero(sequence.loss_mask)[0])
     window = sequence.token_ids[max(0, first - MAX_CONTEXT) : first + MAX_SCORED]
-    return Given(np.array(window, np.int32), len(window) - min(first, MAX_CONTEXT))
+    return ProbeSequence(np.array(window, np.int32), len(window) - min(first, MAX_CONTEXT))
 
 
-def to_train(index: int, given: Given, version: int, temperature: float) -> TrainSequence:
+def to_train(index: int, given: ProbeSequence, version: int, temperature: float) -> TrainSequence:
     """``given`` as ``Engine.score`` takes it."""
     size = len(given.token_ids)
     return TrainSequence(

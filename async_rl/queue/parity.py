@@ -31,7 +31,7 @@ _ROUNDED_LIMIT = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class ProbeSequence:
     """Tokens int32 [T], of which the last ``num_scored`` are scored, each after all those before it."""
 
     token_ids: np.ndarray
@@ -52,7 +52,7 @@ class Probe:
     lineage: str
     version: int
     temperature: float
-    sequences: tuple[Given, ...]
+    sequences: tuple[ProbeSequence, ...]
     logprobs: tuple[np.ndarray, ...]
     dtype: str
     limit: float | None = None
@@ -173,7 +173,7 @@ def decode_probe(data: bytes) -> Probe:
         lineage=field(message.fields, "lineage", str),
         version=field(message.fields, "version", int),
         temperature=field(message.fields, "temperature", float),
-        sequences=tuple(Given(np.array(ids), count) for ids, count in zip(tokens, scored, strict=True)),
+        sequences=tuple(ProbeSequence(np.array(ids), count) for ids, count in zip(tokens, scored, strict=True)),
         logprobs=tuple(np.array(values) for values in logprobs),
         dtype=field(message.fields, "dtype", str),
         limit=None if limit is None else field(message.fields, "limit", float),

@@ -19,7 +19,7 @@ from async_rl.evaluation.settings import EvalOptions, eval_settings
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.grading import ThreadGrader
-from async_rl.generator.offline import Answered, answer_leases
+from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import SingleTurnRollouts
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
@@ -99,9 +99,9 @@ def lease(row: int, question: str, answer: str, *, samples: int = 2) -> Lease:
     return Lease(f"eval-{row}", "eval", prompt, samples, sampling, "", 0, 0, 0, row)
 
 
-def answered(backend: Backend, leases: Sequence[Lease], **settings: Any) -> Answered:
+def answered(backend: Backend, leases: Sequence[Lease], **settings: Any) -> OfflineSamples:
     with closing(ThreadGrader(ExactReward())) as grader:
-        return answer_leases(backend, SingleTurnRollouts(backend, grader), leases, **settings)
+        return sample_offline(backend, SingleTurnRollouts(backend, grader), leases, **settings)
 
 
 def test_answers_come_in_the_order_of_the_rows_and_a_prompt_that_is_too_long_has_none():
@@ -156,7 +156,7 @@ def test_games_of_several_turns_are_played_with_their_environment():
     backend = TurnBackend(script, max_running=2)
     with closing(pool_of(config)) as pool:
         rollouts = EnvironmentRollouts(backend, pool, CharacterText(), config)
-        found = answer_leases(backend, rollouts, leases)
+        found = sample_offline(backend, rollouts, leases)
     scored = [[(r.score, len(r.turns)) for r in group.rollouts] for _, group in found.groups]
     assert scored == [[(1.0, 2), (0.0, 3)], []]
     assert found.causes == {"environment_error": 1}

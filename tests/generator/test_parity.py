@@ -15,15 +15,15 @@ from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.parity import answer_probe
-from async_rl.queue.parity import Given, Probe, compare
+from async_rl.queue.parity import Probe, ProbeSequence, compare
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_model
 
 GIVEN = (
-    Given(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
-    Given(np.array([6, 30, 11], np.int32), 2),
-    Given(np.array([12, 13], np.int32), 1),
-    Given(np.arange(3, 43, dtype=np.int32), 32),
+    ProbeSequence(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
+    ProbeSequence(np.array([6, 30, 11], np.int32), 2),
+    ProbeSequence(np.array([12, 13], np.int32), 1),
+    ProbeSequence(np.arange(3, 43, dtype=np.int32), 32),
 )
 
 
@@ -62,10 +62,10 @@ def ready(directory: Path) -> tuple[TransformersBackend, PreTrainedModel, Mappin
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("way", ["sampling", "afresh", "float32_head"])
-def test_given_tokens_score_as_in_a_plain_forward_pass(directory: Path, temperature: float, way: Any):
+@pytest.mark.parametrize("mode", ["cached_decode", "full_forward", "float32_head"])
+def test_given_tokens_score_as_in_a_plain_forward_pass(directory: Path, temperature: float, mode: Any):
     backend, model, _ = ready(directory)
-    found = backend.score(GIVEN, temperature, way)
+    found = backend.score_tokens(GIVEN, temperature, mode)
     np.testing.assert_allclose(found, np.concatenate(learner_scores(model, temperature)), atol=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_scoring_leaves_what_runs_as_it_is(directory: Path):
         while not done:
             done = backend.step()
             if with_probe:
-                backend.score(GIVEN, 1.0)
+                backend.score_tokens(GIVEN, 1.0)
         return done[0].token_ids.tolist()
 
     assert sample(with_probe=True) == sample(with_probe=False)
@@ -112,8 +112,8 @@ def test_a_single_flipped_bit_in_a_tensor_is_named(directory: Path):
 
 def test_a_temperature_that_the_engine_ignores_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
     backend, model, weights = ready(directory)
-    score = backend.score
-    monkeypatch.setattr(backend, "score", lambda given, _, way="sampling": score(given, 1.0, way))  # pyright: ignore[reportArgumentType]
+    score = backend.score_tokens
+    monkeypatch.setattr(backend, "score_tokens", lambda given, _, mode="cached_decode": score(given, 1.0, mode))  # pyright: ignore[reportArgumentType]
     answer = answer_probe(backend, make_probe(model, 0.7), weights)
     assert answer.cause == "temperature: the engine gives the same at 0.7 and 1.4, so it applies none"
     assert answer.excluded == ("the engine holds exactly the tensors that it received",)
@@ -127,9 +127,9 @@ def test_a_learner_at_another_temperature_is_told(directory: Path):
 
 def test_a_mask_that_nobody_asked_for_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
     backend, model, weights = ready(directory)
-    score = backend.score
+    score = backend.score_tokens
     # Half of the vocabulary's probability left out: what is kept has log 2 more.
-    monkeypatch.setattr(backend, "score", lambda *given: score(*given) + np.log(2))
+    monkeypatch.setattr(backend, "score_tokens", lambda *given: score(*given) + np.log(2))
     assert answer_probe(backend, make_probe(model), weights).cause.startswith("a top-p or top-k mask")
 
 
@@ -149,13 +149,13 @@ def test_keys_and_values_that_are_wrong_are_told(directory: Path, monkeypatch: p
 
 def test_a_head_of_low_precision_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
     backend, model, weights = ready(directory)
-    score = backend.score
+    score = backend.score_tokens
     noise = np.random.default_rng(0).normal(0, 0.5, sum(g.num_scored for g in GIVEN)).astype(np.float32)
 
-    def rounded(given: Any, temperature: float, way: Any = "sampling") -> np.ndarray:
-        return score(given, temperature, way) + (0 if way == "float32_head" else noise)
+    def rounded(given: Any, temperature: float, mode: Any = "cached_decode") -> np.ndarray:
+        return score(given, temperature, mode) + (0 if mode == "float32_head" else noise)
 
-    monkeypatch.setattr(backend, "score", rounded)
+    monkeypatch.setattr(backend, "score_tokens", rounded)
     answer = answer_probe(backend, make_probe(model), weights)
     assert answer.cause.startswith("the precision of the output head")
 

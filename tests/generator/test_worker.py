@@ -29,7 +29,7 @@ from async_rl.queue.messages import (
     GeneratorStats,
     LeasesGranted,
 )
-from async_rl.queue.parity import Answer, Given, Probe, encode_probe
+from async_rl.queue.parity import Answer, Probe, ProbeSequence, encode_probe
 from async_rl.records import NO_VERSION, Group
 from async_rl.rewards.records import RewardInput, RewardOutput
 from tests.generator.leases import make_lease
@@ -444,7 +444,7 @@ def test_files_from_the_queue_stay_in_their_directory(tmp_path):
 
 
 def probe_of(version: int) -> bytes:
-    given = Given(np.array([1, 2], np.int32), 1)
+    given = ProbeSequence(np.array([1, 2], np.int32), 1)
     return encode_probe(Probe("first", version, 1.0, (given,), (np.zeros(1, np.float32),), "float32"))
 
 

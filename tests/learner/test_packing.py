@@ -352,10 +352,10 @@ def test_tokens_after_a_swap_are_those_of_newer_weights_than_their_answer_began_
         advantages=np.zeros(size, np.float32),
         temperature=1.0,
     )
-    assert np.flatnonzero(sequence.after_swap).tolist() == [4, 5, 8, 9]
+    assert np.flatnonzero(sequence.after_update).tolist() == [4, 5, 8, 9]
     (micro_batch,) = pack([sequence], max_tokens=64, num_ranks=1)[0]
-    assert micro_batch.after_swap.tolist() == [True, True, False, True, True]
+    assert micro_batch.after_update.tolist() == [True, True, False, True, True]
 
 
 def test_no_token_is_after_a_swap_where_nothing_was_sampled():
-    assert not dummy_micro_batch().after_swap.any()
+    assert not dummy_micro_batch().after_update.any()

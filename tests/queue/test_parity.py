@@ -8,8 +8,8 @@ import pytest
 from async_rl.errors import WireError
 from async_rl.queue.parity import (
     Answer,
-    Given,
     Probe,
+    ProbeSequence,
     compare,
     decode_answer,
     decode_probe,
@@ -51,7 +51,7 @@ def test_a_mask_shows_in_one_direction_only():
 
 
 def largest_probe() -> Probe:
-    given = Given(np.arange(96, dtype=np.int32), 32)
+    given = ProbeSequence(np.arange(96, dtype=np.int32), 32)
     logprobs = np.linspace(-3, 0, 32, dtype=np.float32)
     return Probe("lineage", 7, 0.7, (given,) * 8, (logprobs,) * 8, "bfloat16", 0.2)
 
@@ -79,7 +79,7 @@ def test_a_probe_and_an_answer_come_out_as_they_went_in_and_are_small():
 @pytest.mark.parametrize("num_scored", [0, 96, 200])
 def test_a_probe_that_scores_its_first_token_or_more_than_there_are_is_refused(num_scored: int):
     probe = largest_probe()
-    given = Given(probe.sequences[0].token_ids, num_scored)
+    given = ProbeSequence(probe.sequences[0].token_ids, num_scored)
     odd = Probe("l", 1, 1.0, (given,), (np.zeros(num_scored, np.float32),), "float32")
     with pytest.raises(WireError):
         decode_probe(encode_probe(odd))

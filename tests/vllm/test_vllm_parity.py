@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from async_rl.generator.parity import answer_probe
-from async_rl.queue.parity import Given, Probe, compare
+from async_rl.queue.parity import Probe, ProbeSequence, compare
 from tests.vllm.tiny import at_version_3, engine, make_model, run_all, scores, submit, weights_of, write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 GIVEN = (
-    Given(np.arange(3, 43, dtype=np.int32), 32),
-    Given(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
-    Given(np.array([12, 13], np.int32), 1),
+    ProbeSequence(np.arange(3, 43, dtype=np.int32), 32),
+    ProbeSequence(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
+    ProbeSequence(np.array([12, 13], np.int32), 1),
 )
 
 
@@ -47,9 +47,9 @@ def probe_of(seed: int, temperature: float = 1.0, *, computed_at: float | None =
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("way", ["sampling", "afresh"])
-def test_given_tokens_score_as_in_a_plain_forward_pass(backend, temperature, way):
-    found = backend.score(GIVEN, temperature, way)
+@pytest.mark.parametrize("mode", ["cached_decode", "full_forward"])
+def test_given_tokens_score_as_in_a_plain_forward_pass(backend, temperature, mode):
+    found = backend.score_tokens(GIVEN, temperature, mode)
     np.testing.assert_allclose(found, np.concatenate(expected(0, temperature)), atol=1e-5)
 
 
@@ -58,7 +58,7 @@ def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
         submit(backend, str(i), group_size=2, max_new_tokens=60, seed=i)
     for _ in range(3):
         backend.step()
-    np.testing.assert_allclose(backend.score(GIVEN, 1.0), np.concatenate(expected(0)), atol=1e-5)
+    np.testing.assert_allclose(backend.score_tokens(GIVEN, 1.0), np.concatenate(expected(0)), atol=1e-5)
     finished = run_all(backend)
     assert len(finished) == 12
     for sampled in finished.values():
@@ -67,7 +67,7 @@ def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
 
 def test_it_scores_nothing_while_sampling_masks_are_listed(backend):
     submit(backend, "a", group_size=2, max_new_tokens=30, top_k=5)
-    assert backend.score(GIVEN, 1.0) is None
+    assert backend.score_tokens(GIVEN, 1.0) is None
     assert all(sampled.sampling_mask is not None for sampled in run_all(backend).values())
 
 
@@ -85,7 +85,7 @@ def test_a_stale_tensor_inside_the_engine_is_named(backend):
     backend.activate(3, stale)
     answer = answer_probe(backend, probe_of(0), weights_of(0))
     assert answer.cause.endswith(f"of 0:{name}")
-    assert backend.score(GIVEN, 1.0) == pytest.approx(np.concatenate(expected(0)), abs=1e-5)
+    assert backend.score_tokens(GIVEN, 1.0) == pytest.approx(np.concatenate(expected(0)), abs=1e-5)
 
 
 def test_a_learner_at_another_temperature_is_told(backend):

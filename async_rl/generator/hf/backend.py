@@ -28,10 +28,10 @@ from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_
 from async_rl.generator.hf.forward import make_forward
 from async_rl.generator.hf.running_sequences import RunningSequences
 from async_rl.generator.hf.sampler import SamplingPlan, make_plan, pack_masks, sample
-from async_rl.generator.hf.scoring import afresh, by_sampling
+from async_rl.generator.hf.scoring import cached_decode, full_forward
 from async_rl.generator.hf.slot_cache import Prefix, SlotCache
-from async_rl.generator.parity import Way
-from async_rl.queue.parity import Given
+from async_rl.generator.parity import ScoringMode
+from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
 from async_rl.sampling_mask import join
 
@@ -220,12 +220,14 @@ class TransformersBackend:
     def dtype(self) -> str:
         return str(self._model.dtype).removeprefix("torch.")
 
-    def score(self, sequences: Sequence[Given], temperature: float, way: Way = "sampling") -> np.ndarray:
+    def score_tokens(
+        self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
+    ) -> np.ndarray:
         """See ``parity.ScoringBackend``. The cache is one of its own."""
-        if way != "sampling":
-            return afresh(self._model, sequences, temperature, float32_head=way == "float32_head")
+        if mode != "cached_decode":
+            return full_forward(self._model, sequences, temperature, float32_head=mode == "float32_head")
         cache = SlotCache(self._num_layers, len(sequences), self._device)
-        return by_sampling(
+        return cached_decode(
             self._forward, cache, sequences, temperature, vocab_size=self._vocab_size, device=self._device
         )
 

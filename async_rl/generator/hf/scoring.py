@@ -1,7 +1,8 @@
-"""Log-probabilities of given tokens by the transformers backend, beside those that run. Called by its ``score``.
+"""Score the tokens of probe sequences with the transformers backend. Called by its ``score_tokens``.
 
-``by_sampling`` goes the way of rollouts: prefill, then one decode step a token over a cache, then the sampler.
-``afresh`` is one forward pass over the whole text. Shape letters: R = sequences, V = vocabulary, N = scored tokens.
+``cached_decode`` does what rollouts do: prefill, then one decode step per token over a cache, then the sampler.
+``full_forward`` is one forward pass over the whole text. Shape letters: R = sequences, V = vocabulary, N = scored
+tokens.
 """
 
 from __future__ import annotations
@@ -17,29 +18,36 @@ from torch.nn import functional
 from async_rl.generator.hf.forward import Forward
 from async_rl.generator.hf.sampler import logprobs_of, make_plan
 from async_rl.generator.hf.slot_cache import PrefillCache, SlotCache
-from async_rl.queue.parity import Given
+from async_rl.queue.parity import ProbeSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @torch.inference_mode()
-def by_sampling(forward: Forward, cache: SlotCache, given: Sequence[Given], temperature: float, *, vocab_size: int,
-    device: torch.device) -> np.ndarray:  # fmt: skip
-    """float32 [N], sequence after sequence. ``cache`` is empty, with a slot for each of ``given``."""
+def cached_decode(
+    forward: Forward,
+    cache: SlotCache,
+    sequences: Sequence[ProbeSequence],
+    temperature: float,
+    *,
+    vocab_size: int,
+    device: torch.device,
+) -> np.ndarray:
+    """float32 [N], sequence after sequence. ``cache`` is empty, with a slot for each of ``sequences``."""
     # The running rows of a cache are its first ones, so those with most tokens to come lie first.
-    order = sorted(range(len(given)), key=lambda i: -given[i].num_scored)
-    ids = [given[i].token_ids.astype(np.int64) for i in order]
-    starts = [len(given[i].token_ids) - given[i].num_scored for i in order]
+    order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_scored)
+    ids = [sequences[i].token_ids.astype(np.int64) for i in order]
+    starts = [len(sequences[i].token_ids) - sequences[i].num_scored for i in order]
     longest = max(map(len, ids))
     cache.reserve(longest, longest)
     for row, (tokens, start) in enumerate(zip(ids, starts, strict=True)):
         if start > 1:
             prefill = forward.prefill(torch.from_numpy(tokens[None, : start - 1]).to(device))
             cache.write_prefix(row, 1, prefill.prefix(0, start - 1))
-    found: list[list[float]] = [[] for _ in given]
-    for step in range(max(one.num_scored for one in given)):
-        rows = [row for row, i in enumerate(order) if given[i].num_scored > step]
+    found: list[list[float]] = [[] for _ in sequences]
+    for step in range(max(one.num_scored for one in sequences)):
+        rows = [row for row, i in enumerate(order) if sequences[i].num_scored > step]
         at = np.array([starts[row] + step for row in rows])
         fed = np.array([ids[row][position - 1] for row, position in zip(rows, at, strict=True)])
         wanted = np.array([ids[row][position] for row, position in zip(rows, at, strict=True)])
@@ -55,13 +63,15 @@ def by_sampling(forward: Forward, cache: SlotCache, given: Sequence[Given], temp
 
 
 @torch.inference_mode()
-def afresh(model: PreTrainedModel, given: Sequence[Given], temperature: float, *, float32_head: bool) -> np.ndarray:
+def full_forward(
+    model: PreTrainedModel, sequences: Sequence[ProbeSequence], temperature: float, *, float32_head: bool
+) -> np.ndarray:
     """float32 [N], sequence after sequence; with ``float32_head`` the output head computes in float32."""
-    return np.concatenate([_afresh(model, one, temperature, float32_head=float32_head) for one in given])
+    return np.concatenate([_full_forward(model, one, temperature, float32_head=float32_head) for one in sequences])
 
 
-def _afresh(model: Any, given: Given, temperature: float, *, float32_head: bool) -> np.ndarray:
-    ids_T = torch.from_numpy(given.token_ids.astype(np.int64)).to(model.device)
+def _full_forward(model: Any, sequences: ProbeSequence, temperature: float, *, float32_head: bool) -> np.ndarray:
+    ids_T = torch.from_numpy(sequences.token_ids.astype(np.int64)).to(model.device)
     positions_T = torch.arange(len(ids_T), device=model.device)
     hidden_1Td = model.base_model(
         input_ids=ids_T[None],
@@ -70,7 +80,7 @@ def _afresh(model: Any, given: Given, temperature: float, *, float32_head: bool)
         past_key_values=PrefillCache(),
         use_cache=True,
     ).last_hidden_state
-    first = len(ids_T) - given.num_scored
+    first = len(ids_T) - sequences.num_scored
     hidden_Nd, head = hidden_1Td[0, first - 1 : -1], model.get_output_embeddings()
     if float32_head:
         bias = None if head.bias is None else head.bias.float()

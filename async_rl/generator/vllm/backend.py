@@ -24,7 +24,7 @@ from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.causal_model import WeightTable, describe_model, end_of_sequence_ids
-from async_rl.generator.parity import Way
+from async_rl.generator.parity import ScoringMode
 from async_rl.generator.vllm.arguments import engine_arguments
 from async_rl.generator.vllm.engine import Piece, VllmEngine, check_installed, prepare_environment
 from async_rl.generator.vllm.kv_cache_capacity import KvCacheCapacity
@@ -38,7 +38,7 @@ from async_rl.generator.vllm.sampling import (
     token_versions,
 )
 from async_rl.generator.vllm.shared_staging import SharedStaging
-from async_rl.queue.parity import Given
+from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
 
 if TYPE_CHECKING:
@@ -284,19 +284,21 @@ class VllmBackend:
     def dtype(self) -> str:
         return self._engine.dtype
 
-    def score(self, sequences: Sequence[Given], temperature: float, way: Way = "sampling") -> np.ndarray | None:
+    def score_tokens(
+        self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
+    ) -> np.ndarray | None:
         """See ``parity.ScoringBackend``: a request of one token for each, through the sampler of the rollouts.
 
-        Prefixes come from the cache like those of new rollouts, or ``afresh`` from none. Not while top-p or top-k is
-        asked for: vLLM would not list what they left to requests that share a step with these.
+        ``cached_decode`` takes prefixes from the cache, as new rollouts do; ``full_forward`` takes none. None
+        while a running rollout uses top-p or top-k: vLLM would not list masks for requests in a step with these.
 
         Raises:
             EngineError: the engine has died, or does not answer.
         """
-        if way == "float32_head" or any(rollout.gathered.lists for rollout in self._running.values()):
+        if mode == "float32_head" or any(rollout.gathered.lists for rollout in self._running.values()):
             return None
         self._num_scorings += 1
-        salt = f"{self._num_activations}" if way == "sampling" else f"afresh {self._num_scorings}"
+        salt = f"{self._num_activations}" if mode == "cached_decode" else f"full_forward {self._num_scorings}"
         wanted: list[tuple[str, int]] = []
         for given in sequences:
             ids = given.token_ids.tolist()

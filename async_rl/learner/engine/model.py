@@ -47,7 +47,7 @@ class DeviceBatch:
     sampling_mask: MaskTensors | None
     temperatures: Tensor
     versions: Tensor
-    after_swap: Tensor
+    after_update: Tensor
     sequence_index: Tensor
     num_sequences: int
 
@@ -71,7 +71,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
         sampling_mask=MaskTensors(moved("mask_sizes"), moved("mask_words")) if len(batch.mask_sizes) else None,
         temperatures=moved("temperatures"),
         versions=moved("versions"),
-        after_swap=moved("after_swap"),
+        after_update=moved("after_update"),
         sequence_index=moved("sequence_index"),
         num_sequences=len(batch.sequence_ids),
     )

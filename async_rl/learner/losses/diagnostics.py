@@ -17,10 +17,10 @@ from torch import Tensor
 from async_rl.learner.losses.policy import PolicyLoss
 from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
 
-COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped", "after_swap")
+COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped", "after_update")
 """Tokens: all; with a finite behavior logprob; in the loss; of those, with a ratio that was cut; of sequences that
 were skipped; finite ones that were sampled after a swap of weights within their answer."""
-SUMS = ("k1", "k3", "abs_log_ratio", "kept_k3", "kept_ratio", "kept_ratio_square", "after_swap_k3")
+SUMS = ("k1", "k3", "abs_log_ratio", "kept_k3", "kept_ratio", "kept_ratio_square", "after_update_k3")
 """Nats, over finite tokens (skipped ones included), over kept ones, and over those after a swap."""
 
 _FINEST = 1e-5
@@ -35,7 +35,7 @@ COLUMNS = len(_NAMES) + NUM_BINS
 
 @torch.no_grad()
 def diagnostic_sums(
-    out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int, *, after_swap_N: Tensor | None = None
+    out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int, *, after_update_N: Tensor | None = None
 ) -> Tensor:
     """float64 [num_lags, COLUMNS], on the device; the last row also takes what is older.
 
@@ -44,13 +44,13 @@ def diagnostic_sums(
         skipped_N: bool, the token's sequence was skipped.
         lag_N: int64, >= 0.
         num_lags: L.
-        after_swap_N: bool, ``TrainSequence.after_swap``; none: no token was.
+        after_update_N: bool, ``TrainSequence.after_update``; none: no token was.
     """
     kept_N, d_N = out.kept, out.log_ratio
     received_N = torch.ones_like(kept_N)
-    swapped_N = torch.zeros_like(kept_N) if after_swap_N is None else after_swap_N & out.finite
+    updated_N = torch.zeros_like(kept_N) if after_update_N is None else after_update_N & out.finite
     counts = torch.stack(
-        [received_N, out.finite, kept_N, out.capped_low, out.capped_high, skipped_N, swapped_N], 1
+        [received_N, out.finite, kept_N, out.capped_low, out.capped_high, skipped_N, updated_N], 1
     ).double()
     # expm1: for the small d of an on-policy token, exp(d) - 1 - d would be rounding noise.
     k3_N = d_N.expm1() - d_N
@@ -146,10 +146,10 @@ def swap_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
     found: dict[int, tuple[int, float, float]] = {}
     for lag, row in enumerate(by_lag):
         total = dict(zip(_NAMES, row[: len(_NAMES)].tolist(), strict=True))
-        others = total["finite"] - total["after_swap"]
-        if total["after_swap"] and others:
-            after = total["after_swap_k3"] / total["after_swap"]
-            found[lag] = int(total["after_swap"]), after, (total["k3"] - total["after_swap_k3"]) / others
+        others = total["finite"] - total["after_update"]
+        if total["after_update"] and others:
+            after = total["after_update_k3"] / total["after_update"]
+            found[lag] = int(total["after_update"]), after, (total["k3"] - total["after_update_k3"]) / others
     return found
 
 

@@ -91,7 +91,7 @@ class PolicyObjective:
         entropy = scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64)
         fixed = [out.denominator.double(), out.loss_sum.detach(), out.kept.sum().double(), entropy, out.kl_sum]
         skipped_N = out.skipped[batch.sequence_index]
-        by_lag = diagnostic_sums(out, skipped_N, lag_N, self.max_lag + 1, after_swap_N=batch.after_swap)
+        by_lag = diagnostic_sums(out, skipped_N, lag_N, self.max_lag + 1, after_update_N=batch.after_update)
         kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
         ratio_max = torch.cat([kept_N, kept_N.new_full((1,), -torch.inf)]).max().exp()
         return MicroBatchResult(out.loss_sum, torch.cat([torch.stack(fixed), by_lag.view(-1)]), out.skipped, ratio_max)

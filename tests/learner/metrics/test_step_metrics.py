@@ -77,9 +77,9 @@ def test_what_a_swap_does_is_told_from_staleness_by_comparing_tokens_of_one_lag(
     ratios, lags = [2.0, 1.0, 1.0, 4.0, 3.0], [1, 1, 1, 2, 0]
     inputs = of_ratios(ratios, [1.0] * 5, lag=lags)
     out = policy_loss(inputs, LossConfig(), max_length=8)
-    after_swap = torch.tensor([True, False, False, True, False])
+    after_update = torch.tensor([True, False, False, True, False])
     skipped = torch.zeros(5, dtype=torch.bool)
-    rows = diagnostic_sums(out, skipped, inputs.lag, 4, after_swap_N=after_swap).numpy()
+    rows = diagnostic_sums(out, skipped, inputs.lag, 4, after_update_N=after_update).numpy()
     metrics = update_metrics([replace(PLAIN, by_lag=rows)])
     assert metrics["mismatch_kl/after_update_lag_1"] == pytest.approx(1 - math.log(2))
     assert metrics["mismatch_kl/no_update_lag_1"] == 0.0

@@ -1,6 +1,6 @@
 """What it costs to keep keys and values across a swap of weights, apart from policy staleness.
 
-``python -m benchmarks.kv_after_swap MODEL [--backend vllm]`` samples with a small model, swaps weights in the middle
+``python -m benchmarks.kv_after_update MODEL [--backend vllm]`` samples with a small model, swaps weights in the middle
 for those of one AdamW step later, and scores every token by a full forward pass of the very version that sampled it.
 What differs then is due to the cache alone: policy staleness is 0 by construction. Beside it, what policy staleness
 of one version does to the same tokens.
@@ -46,10 +46,10 @@ def main() -> None:
     old = load_model(options.model)
     table: list[tuple[str, np.ndarray, float]] = []
     new = None
-    for after_swap in ("keep", "recompute"):
+    for after_update in ("keep", "recompute"):
         with tempfile.TemporaryDirectory() as directory:
             write_files(Path(directory), model_files(options.model))
-            backend = build_backend(make_config(options, after_swap), Path(directory))
+            backend = build_backend(make_config(options, after_update), Path(directory))
             backend.activate(0, dict(old.named_parameters()))
             if new is None:
                 new = stepped(options.model, sample_over_swap(backend, prompts, options, None)[0], lr=options.lr)
@@ -57,8 +57,8 @@ def main() -> None:
             samples, pause_s = sample_over_swap(backend, prompts, options, weights)
             backend.close()
         swapped = [s for s in samples if set(s.versions.tolist()) == {0, 1}]
-        table.append((after_swap, of_cache(new, swapped), pause_s))
-        if after_swap == "recompute":
+        table.append((after_update, of_cache(new, swapped), pause_s))
+        if after_update == "recompute":
             table.append(("policy staleness 1", of_policy(old, new, swapped), math.nan))
     print(f"{options.backend}, one AdamW step of {options.lr:g}; nats")
     print(f"{'':20} {'tokens':>7} {'mean |d|':>9} {'p99 |d|':>9} {'max |d|':>9} {'k3':>9} {'pause':>9}")
@@ -70,7 +70,7 @@ def main() -> None:
         )
 
 
-def make_config(options: argparse.Namespace, after_swap: str) -> Any:
+def make_config(options: argparse.Namespace, after_update: str) -> Any:
     raw = {
         "run": {"dir": "unused"},
         "model": {"path": options.model},
@@ -78,7 +78,7 @@ def make_config(options: argparse.Namespace, after_swap: str) -> Any:
         "generator": {
             "backend": options.backend,
             "batch_size": MAX_RUNNING,
-            "kv_after_update": after_swap,
+            "kv_after_update": after_update,
             "num_threads": 1,
             "vllm": {"kv_cache_bytes": 256 << 20},
         },
