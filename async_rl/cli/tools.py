@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,17 +14,40 @@ from async_rl.cli.options import ConfigPath, Insecure, Keys, Overrides
 tools = typer.Typer(rich_markup_mode=None)
 
 
-@tools.command("config", short_help="Check a config and print every key.")
-def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check CONFIG and print it as TOML with every key, defaults included.
+@tools.command("config", short_help="Check a config, print or explain every key.")
+def show_config(
+    config: ConfigPath,
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="KEY", help="With --explain: a section or a key, as in queue.max_staleness."),
+    ] = None,
+    overrides: Overrides = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what each key means, its values and its default. See KEY.")
+    ] = False,
+) -> None:
+    """Check CONFIG and print it as TOML with every key, defaults included; or explain its keys.
 
     \b
-    Example:
+    Examples:
       async-rl config configs/quickstart.toml --set queue.max_staleness=0
+      async-rl config configs/quickstart.toml --explain queue.max_staleness
+      async-rl config configs/quickstart.toml --explain queue
     """
     from async_rl.config.loading import config_to_toml, load_config
 
-    typer.echo(config_to_toml(load_config(config, overrides or [])), nl=False)
+    resolved = load_config(config, overrides or [])
+    if not explain and key is not None:
+        from async_rl.errors import ConfigError
+
+        raise ConfigError(f"expected CONFIG alone, or --explain with a key, got {key!r} without --explain")
+    if not explain:
+        typer.echo(config_to_toml(resolved), nl=False)
+        return
+    from async_rl.config.document import explain as explain_keys
+
+    for line in explain_keys(resolved, key, width=min(100, shutil.get_terminal_size().columns)):
+        typer.echo(line)
 
 
 @tools.command("eval", short_help="Evaluate models on data sets; compare evaluations.")

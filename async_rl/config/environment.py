@@ -18,17 +18,19 @@ class EnvironmentConfig(Section):
         description="Environment as file.py, file.py:name, module or module:name, which generator.allow_code must "
         "list; if empty, a rollout is one answer that reward.type scores.",
     )
-    max_turns: int = Field(default=8, ge=1, le=1024, description="Most answers of the model in one rollout.")
+    max_turns: int = Field(
+        default=8, ge=1, le=1024, description="Maximum number of answers of the model in one rollout."
+    )
     max_turn_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens of one answer; if unset, whatever is left of sampling.max_new_tokens.",
+        description="Maximum number of tokens of one answer; if unset, whatever is left of sampling.max_new_tokens.",
     )
     timeout_s: float = Field(
-        default=30.0, gt=0, description="Most seconds for one reset or step; a rollout that takes longer has failed."
+        default=30.0, gt=0, description="Maximum seconds for one reset or step; a rollout that takes longer has failed."
     )
     start_timeout_s: float = Field(
-        default=120.0, gt=0, description="Most seconds for importing the environment's code."
+        default=120.0, gt=0, description="Maximum seconds for importing the environment's code."
     )
     rows: int | None = Field(
         default=None,

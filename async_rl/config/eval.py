@@ -29,7 +29,7 @@ class EvalSetConfig(Section):
     """Keys of ``eval`` for one evaluation set; those that are unset are as in ``eval``."""
 
     every: int | None = Field(
-        default=None, ge=0, description="Optimizer steps between two evaluations of this set; if unset, eval.every."
+        default=None, ge=0, description="Steps between two evaluations of this set; if unset, eval.every."
     )
     num_samples: int | None = Field(
         default=None, ge=1, le=1024, description="Answers to each row of this set; if unset, eval.num_samples."
@@ -40,7 +40,9 @@ class EvalSetConfig(Section):
     top_p: float | None = Field(default=None, gt=0, le=1, description="Top-p for this set; if unset, eval.top_p.")
     top_k: int | None = Field(default=None, ge=0, description="Top-k for this set; if unset, eval.top_k.")
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens of an answer to this set; if unset, eval.max_new_tokens."
+        default=None,
+        ge=1,
+        description="Maximum number of tokens of an answer to this set; if unset, eval.max_new_tokens.",
     )
     max_rows: int | None = Field(
         default=None, ge=1, description="Number of rows of this set, the first ones; if unset, eval.max_rows."
@@ -53,8 +55,7 @@ class EvalConfig(Section):
     every: int = Field(
         default=50,
         ge=0,
-        description="Optimizer steps between two evaluations; 0 evaluates only before the first and after the last "
-        "step.",
+        description="Steps between two evaluations; 0 evaluates only before the first and after the last step.",
     )
     num_samples: int = Field(default=1, ge=1, le=1024, description="Number of answers that are sampled for each row.")
     temperature: float = Field(default=0.0, ge=0, description="Temperature of evaluations; 0 is greedy decoding.")
@@ -63,7 +64,7 @@ class EvalConfig(Section):
     )
     top_k: int = Field(default=0, ge=0, description="Top-k of evaluations; sampling.top_k does not apply to them.")
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens of an answer; if unset, sampling.max_new_tokens."
+        default=None, ge=1, description="Maximum number of tokens of an answer; if unset, sampling.max_new_tokens."
     )
     max_rows: int | None = Field(
         default=None, ge=1, description="Number of rows of each set, the first ones; if unset, all rows."

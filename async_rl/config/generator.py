@@ -40,9 +40,13 @@ class GeneratorConfig(Section):
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Number of devices over which vLLM splits the model of one generator."
     )
-    batch_size: int = Field(default=64, ge=1, description="Most sequences that one generator samples at the same time.")
+    batch_size: int = Field(
+        default=64, ge=1, description="Maximum number of sequences that one generator samples at the same time."
+    )
     max_concurrent_groups: int | None = Field(
-        default=None, ge=1, description="Most groups in flight on one generator; if unset, as many as fill batch_size."
+        default=None,
+        ge=1,
+        description="Maximum number of groups in flight on one generator; if unset, as many as fill batch_size.",
     )
     memory_fraction: float = Field(
         default=0.8, gt=0, le=1, description="Share of the device's memory that vLLM may use."

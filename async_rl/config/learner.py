@@ -13,7 +13,9 @@ class LearnerConfig(Section):
     """The learner: how much it trains, and on which processes and devices."""
 
     steps: int = Field(
-        default=1000, ge=1, description="Number of batches to train on; the run ends after the last one."
+        default=1000,
+        ge=1,
+        description="Number of steps, each of which trains on one batch; the run ends after the last one.",
     )
     groups_per_step: int = Field(default=32, ge=1, description="Number of groups in a batch, over all ranks.")
     updates_per_batch: int = Field(
@@ -31,7 +33,7 @@ class LearnerConfig(Section):
     max_tokens: int = Field(
         default=16384,
         ge=1,
-        description="Most tokens in one packed micro-batch of one rank; it decides the memory used.",
+        description="Maximum number of tokens in one packed micro-batch of one rank; it decides the memory used.",
     )
     nproc: int = Field(default=1, ge=1, description="Number of learner processes (ranks) that launch starts.")
     devices: tuple[int, ...] | None = Field(

@@ -161,7 +161,7 @@ def _choices(table: Mapping[str, Any]) -> str:
 
 
 class LossConfig(Section):
-    """The policy-gradient loss. pi is the policy that is trained, mu the behavior policy that sampled."""
+    """The policy-gradient loss. The defaults are those of ``preset = "dapo"``; see docs/algorithms.md."""
 
     preset: PresetName = Field(
         default="dapo", description="Published algorithm that fills those keys here that are unset."
@@ -190,12 +190,13 @@ class LossConfig(Section):
     )
     anchor: Literal["behavior", "proximal"] = Field(
         default="behavior",
-        description="Policy to which pi is compared: mu, or (decoupled PPO) a proximal policy.",
+        description="Policy to which the trained one is compared: the behavior policy, which sampled, or (decoupled "
+        "PPO) a proximal policy.",
     )
     proximal: Literal["recompute", "interpolate"] = Field(
         default="recompute",
         description="How the proximal policy is found: with a forward pass before the first update on a batch, or "
-        "without one, between mu and pi by staleness.",
+        "without one, between the behavior policy and the trained one by staleness.",
     )
     clip_low: float = Field(
         default=0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1 clips none of them."
@@ -207,8 +208,8 @@ class LossConfig(Section):
     importance_cap: float | None = Field(
         default=None,
         ge=1,
-        description="Largest importance weight: pi/mu for the plain surrogate, proximal/mu for a proximal anchor; 0 "
-        "uses no weights.",
+        description="Largest importance weight: policy / behavior policy for the plain surrogate, proximal / "
+        "behavior policy for a proximal anchor; 0 uses no weights.",
     )
 
     skip_threshold: float | None = Field(
@@ -217,7 +218,8 @@ class LossConfig(Section):
         description="Sequences whose skip_statistic is above this leave the loss; 0 keeps all of them.",
     )
     skip_statistic: SkipStatisticName = Field(
-        default="mean", description=f"Statistic of a sequence's ratios r = pi/mu. {_choices(SKIP_STATISTICS)}."
+        default="mean",
+        description=f"Statistic of a sequence's ratios r = policy / behavior policy. {_choices(SKIP_STATISTICS)}.",
     )
     skip_unit: Literal["sequence", "micro_batch"] = Field(
         default="sequence",
@@ -227,7 +229,8 @@ class LossConfig(Section):
     token_range: tuple[float, float] | None = Field(
         default=None,
         strict=False,
-        description="Tokens whose ratio to mu is outside this range leave the loss (IcePop); [] keeps all of them.",
+        description="Tokens whose ratio policy / behavior policy is outside this range leave the loss (IcePop); [] "
+        "keeps all of them.",
     )
     min_ess: float | None = Field(
         default=None,
@@ -237,7 +240,9 @@ class LossConfig(Section):
         "none.",
     )
     max_kl: float | None = Field(
-        default=None, gt=0, description="KL(mu || pi), in nats, above which the step is skipped; 0 skips none."
+        default=None,
+        gt=0,
+        description="KL(behavior policy || policy), in nats, above which the step is skipped; 0 skips none.",
     )
     max_skipped_steps: int = Field(
         default=10, ge=1, description="Number of steps that may be skipped in a row; one more stops the run."

@@ -27,14 +27,14 @@ class QueueConfig(Section):
         default=4,
         ge=0,
         le=1024,
-        description="Most versions between sampling a token and training on it; 0 is on-policy training.",
+        description="Maximum number of versions between sampling a token and training on it; 0 is on-policy training.",
     )
     on_stale: OnStale = Field(
         default="mask",
         description="What happens to tokens above the bound: mask keeps them out of the loss, drop drops their "
         "group, and wait holds a step up to wait_s for groups that it would make too old, then drops.",
     )
-    wait_s: float = Field(default=60.0, gt=0, description='Most seconds that one step waits if on_stale = "wait".')
+    wait_s: float = Field(default=60.0, gt=0, description='Maximum seconds that one step waits if on_stale = "wait".')
     adaptive: bool = Field(
         default=False,
         description="Whether the learner lowers the bound for new leases while the data is too stale, and raises it "
@@ -56,7 +56,7 @@ class QueueConfig(Section):
     max_bytes: int = Field(
         default=2 << 30,
         ge=1 << 20,
-        description="Most bytes of groups in the queue, counting the most that groups in flight may bring back.",
+        description="Maximum bytes of groups in the queue, counting the most that groups in flight may bring back.",
     )
     lease_timeout_s: float = Field(
         default=120.0,

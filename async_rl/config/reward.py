@@ -15,15 +15,18 @@ from async_rl.config.section import Section
 class CodeRewardConfig(Section):
     """How programs that the model writes are run and judged, for ``reward.type = "code"``."""
 
-    time_limit_s: float = Field(default=10.0, gt=0, description="Most wall-clock seconds that one test may take.")
+    time_limit_s: float = Field(default=10.0, gt=0, description="Maximum wall-clock seconds that one test may take.")
     total_time_limit_s: float = Field(
-        default=60.0, gt=0, description="Most wall-clock seconds that all tests of one answer may take together."
+        default=60.0, gt=0, description="Maximum wall-clock seconds that all tests of one answer may take together."
     )
     memory_bytes: int = Field(
-        default=1 << 30, ge=256 << 20, description="Most bytes of address space of each process of a program."
+        default=1 << 30, ge=256 << 20, description="Maximum bytes of address space of each process of a program."
     )
     max_processes: int = Field(
-        default=1, ge=1, le=256, description="Most processes of a program; 1 means that it can't start another."
+        default=1,
+        ge=1,
+        le=256,
+        description="Maximum number of processes of a program; 1 means that it can't start another.",
     )
     packages: tuple[str, ...] = Field(
         default=("numpy",),
@@ -115,10 +118,13 @@ class RewardConfig(Section):
     time_limit_s: float = Field(
         default=5.0,
         gt=0,
-        description="Most seconds for comparing one answer, or for one call of your own async reward.",
+        description="Maximum seconds for comparing one answer, or for one call of your own async reward.",
     )
     max_concurrent: int = Field(
-        default=64, ge=1, le=1024, description="Most calls of your own async rewards that one generator runs at a time."
+        default=64,
+        ge=1,
+        le=1024,
+        description="Maximum number of calls of your own async rewards that one generator runs at a time.",
     )
     code: CodeRewardConfig = Field(default=CodeRewardConfig(), description="How programs are run and judged.")
 

@@ -27,9 +27,7 @@ class RunConfig(Section):
 class CheckpointConfig(Section):
     """When the learner saves model, optimizer and queue, so that the run can resume."""
 
-    every: int = Field(
-        default=50, ge=0, description="Optimizer steps between two checkpoints; 0 writes one only at the end."
-    )
+    every: int = Field(default=50, ge=0, description="Steps between two checkpoints; 0 writes one only at the end.")
     keep_last: int = Field(default=2, ge=1, description="Number of newest checkpoints that stay on disk.")
 
 
@@ -43,7 +41,7 @@ class LogConfig(Section):
     rollouts_every: int = Field(
         default=10,
         ge=0,
-        description="Optimizer steps between two files of sampled rollouts in the run directory; 0 writes none.",
+        description="Steps between two files of sampled rollouts in the run directory; 0 writes none.",
     )
     rollouts_groups: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
         default=2, description="Number of groups in such a file, chosen at random from those of its step."

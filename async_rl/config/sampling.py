@@ -36,10 +36,14 @@ class SamplingConfig(Section):
         default=0, ge=0, description="Sample only from this many most likely tokens; 0 means all tokens."
     )
     max_new_tokens: int = Field(
-        default=3584, ge=1, description="Most tokens that the model may generate in one rollout, over all its turns."
+        default=3584,
+        ge=1,
+        description="Maximum number of tokens that the model may generate in one rollout, over all its turns.",
     )
     max_prompt_tokens: int = Field(
-        default=512, ge=1, description="Most tokens of a prompt; data.on_long_prompt decides about longer ones."
+        default=512,
+        ge=1,
+        description="Maximum number of tokens of a prompt; data.on_long_prompt decides about longer ones.",
     )
     stop: tuple[str, ...] = Field(
         default=(),

@@ -18,7 +18,9 @@ class SftConfig(Section):
     out: str = Field(default="", description="Hugging Face model directory to write; `async-rl sft` needs it.")
     steps: int = Field(default=1000, ge=1, description="Number of optimizer steps.")
     batch_size: int = Field(default=64, ge=1, description="Number of rows in one optimizer step, over all ranks.")
-    max_length: int = Field(default=2048, ge=2, description="Most tokens of a row; the end of longer ones is cut.")
+    max_length: int = Field(
+        default=2048, ge=2, description="Maximum number of tokens of a row; the end of longer ones is cut."
+    )
     lr: float = Field(default=1e-5, gt=0, description="Learning rate after the warm-up.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
         default="cosine", description="How the learning rate changes from the end of the warm-up to the last step."

@@ -27,7 +27,8 @@ class WeightsConfig(Section):
     staging_bytes: int | None = Field(
         default=None,
         ge=1024,
-        description="Most bytes of host memory for versions that are being sent; if unset, room for two (tcp: three).",
+        description="Maximum bytes of host memory for versions that are being sent; if unset, room for two (tcp: "
+        "three).",
     )
     parity: Literal["stop", "warn", "off"] = Field(
         default="stop",

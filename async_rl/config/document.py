@@ -1,0 +1,242 @@
+"""What the config classes say about each key: lines for ``async-rl config --explain``, and the page docs/config.md.
+
+``python -m async_rl.config.document > docs/config.md`` writes that page anew; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from async_rl.config.config import Config
+from async_rl.config.loss import OFF_VALUES
+from async_rl.errors import ConfigError
+
+_NAME = "NAME"
+"""Stands for the user's own name in the keys of a table, as in ``eval.sets.NAME.every``."""
+
+_INTRO = """\
+# Every key of a config
+
+A config is a TOML file with one table for each section below; `async-rl COMMAND CONFIG --set section.key=value` sets
+single keys. `async-rl config CONFIG` checks a file and prints every key with its value, and
+`async-rl config CONFIG --explain [KEY]` prints what this page says next to the values of that file. Unknown keys are
+refused.
+
+*Unset* means that the key is left out; TOML has no null. Sizes are in bytes, times in seconds, as the names say.
+
+This page is generated from the classes in `async_rl/config/`: `python -m async_rl.config.document > docs/config.md`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the config. ``default`` is None if it is unset by default, or if it is required."""
+
+    name: str
+    field: FieldInfo
+    default: Any
+
+    @property
+    def description(self) -> str:
+        """One sentence that reads on its own."""
+        return self.field.description or ""
+
+    @property
+    def values(self) -> str:
+        """What values the key takes, in words."""
+        text = _values(self.field.annotation, _limits(self.field.metadata))
+        section, _, key = self.name.partition(".")
+        if section == "loss" and key in OFF_VALUES:
+            text = f"{text}, or {_in_toml(self.name, None)}"
+        return self._with_sizes(text)
+
+    @property
+    def shown_default(self) -> str:
+        """The default as it would stand in TOML, or ``required`` or ``unset``."""
+        return "required" if self.field.is_required() else self._with_sizes(_in_toml(self.name, self.default))
+
+    def _with_sizes(self, text: str) -> str:
+        """``text`` with large sizes in larger units as well, as in 1073741824 (1 GiB)."""
+        return re.sub(r"\d{5,}", _size, text) if self.name.endswith("_bytes") else text
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One TOML table: its name, what it is for, its own keys."""
+
+    name: str
+    description: str
+    keys: tuple[Key, ...]
+
+
+def tables() -> Iterator[Table]:
+    """Every table of the config in the order of ``Config``, each followed by the tables inside it."""
+    defaults = Config.model_validate({"run": {"dir": "."}, "model": {"path": "."}})
+    for name in Config.model_fields:
+        yield from _tables_of(name, getattr(defaults, name))
+
+
+def _tables_of(name: str, section: BaseModel) -> Iterator[Table]:
+    model = type(section)
+    keys: list[Key] = []
+    inner: list[tuple[str, BaseModel]] = []
+    for key, field in model.model_fields.items():
+        default = getattr(section, key)
+        row = _row_model(field.annotation)
+        if isinstance(default, BaseModel):
+            inner.append((f"{name}.{key}", default))
+        elif row is not None:
+            inner.append((f"{name}.{key}.{_NAME}", row()))
+        else:
+            keys.append(Key(f"{name}.{key}", field, default))
+    yield Table(name, " ".join((model.__doc__ or "").split()), tuple(keys))
+    for inner_name, inner_section in inner:
+        yield from _tables_of(inner_name, inner_section)
+
+
+def _row_model(annotation: Any) -> type[BaseModel] | None:
+    """The model of the values of a table such as ``dict[str, EvalSetConfig]``; None if it is another type."""
+    if get_origin(annotation) is not dict:
+        return None
+    value = get_args(annotation)[1]
+    return value if isinstance(value, type) and issubclass(value, BaseModel) else None
+
+
+def markdown() -> str:
+    """The page docs/config.md."""
+    parts = [_INTRO]
+    for table in tables():
+        level = "##" if "." not in table.name else "###"
+        parts.append(f"{level} {table.name}\n\n{_marked(table.description)}\n")
+        rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
+        for key in table.keys:
+            cells = (f"`{key.name}`", _code(key.shown_default), key.values, key.description)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _marked(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _code(text: str) -> str:
+    if text in ("required", "unset"):
+        return text
+    value, bracket, size = text.partition(" (") if text.endswith("iB)") else (text, "", "")
+    return f"`{value}`{bracket}{size}"
+
+
+def explain(config: Config, name: str | None, *, width: int) -> list[str]:
+    """Lines that show each key of ``config`` with its value, its meaning, the values it takes and its default.
+
+    Args:
+        name: a section, a table or a key; None: all of them.
+        width: columns of the terminal.
+
+    Raises:
+        ConfigError: there is no such section or key.
+    """
+    keys = [key for table in tables() for key in table.keys]
+    chosen = [key for key in keys if name is None or key.name == name or key.name.startswith(f"{name}.")]
+    if not chosen:
+        known = [key.name for key in keys]
+        near = difflib.get_close_matches(str(name), [*Config.model_fields, *known], n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; the sections are {', '.join(Config.model_fields)}"
+        raise ConfigError(f"--explain: expected a section or a key of the config, got {name!r}{hint}")
+    lines: list[str] = []
+    for key in chosen:
+        facts = f"Values: {key.values}. Default: {key.shown_default}."
+        lines += [_assignment(config, key.name), *_wrapped(key.description, width), *_wrapped(facts, width), ""]
+    return lines[:-1]
+
+
+def _wrapped(text: str, width: int) -> Sequence[str]:
+    return textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _assignment(config: Config, name: str) -> str:
+    value: Any = config
+    for part in name.split("."):
+        if part == _NAME:
+            return name
+        value = getattr(value, part)
+    shown = _in_toml(name, value)
+    return f"{name} (unset)" if shown == "unset" else f"{name} = {shown}"
+
+
+def _in_toml(name: str, value: Any) -> str:
+    section, _, key = name.partition(".")
+    if value is None and section == "loss":
+        value = OFF_VALUES.get(key)
+    if value is None and name == "queue.filter_range":
+        value = []
+    if value is None:
+        return "unset"
+    if isinstance(value, dict) and not value:
+        return "{}"
+    value = list(value) if isinstance(value, tuple) else value
+    text = tomli_w.dumps({"v": value}, multiline_strings=False)
+    if isinstance(value, dict):
+        pairs = (line for line in text.splitlines()[1:] if line)
+        return "{ " + ", ".join(pairs) + " }"
+    return " ".join(text.removeprefix("v = ").split()).replace("[ ", "[").replace(", ]", "]")
+
+
+def _values(annotation: Any, limits: str) -> str:
+    """In words: what a value of the type ``annotation`` may be."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _values(arguments[0], _limits(arguments[1:]))
+    if origin in (Union, UnionType):
+        return " or ".join(_values(one, limits) for one in arguments if one is not NoneType)
+    if origin is Literal:
+        return ", ".join(f'"{one}"' for one in arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_PLURALS[arguments[0]]}"
+    if origin is tuple:
+        return f"list of {len(arguments)} {_PLURALS[arguments[0]]}"
+    if origin is dict:
+        return "table"
+    words = {bool: "true or false", int: "integer", float: "number", str: "text"}[annotation]
+    return f"{words}{limits}"
+
+
+_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+
+
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    """In words: the bounds among ``metadata``, each with a comma before it."""
+    found = ((words, getattr(one, name, None)) for name, words in _LIMITS.items() for one in metadata)
+    return "".join(f", {words} {_number(value)}" for words, value in found if value is not None)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def _size(found: re.Match[str]) -> str:
+    value = int(found[0])
+    unit, name = max((unit, name) for unit, name in _UNITS if value >= unit)
+    return f"{value} ({value / unit:g} {name})"
+
+
+_UNITS = ((1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB"))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,0 +1,71 @@
+"""What the config says of its keys: every key is described, the page is current, ``--explain`` finds keys."""
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.document import Key, explain, markdown, tables
+from async_rl.config.loading import load_config, parse_config
+from async_rl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = [key for table in tables() for key in table.keys]
+UNITS = {"_s": "second", "_bytes": "bytes", "_tokens": "token"}
+
+
+def test_the_page_is_current():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert page == markdown(), "write it anew: python -m async_rl.config.document > docs/config.md"
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+def test_every_key_is_described_in_a_sentence_with_its_unit(key: Key):
+    text = key.description
+    assert text[:1].isupper(), text
+    assert text.endswith("."), text
+    assert len(text.split()) >= 4, text
+    unit = next((unit for ending, unit in UNITS.items() if key.name.endswith(ending)), "")
+    assert unit in text.lower(), f"{key.name}: expected its unit, {unit}, in: {text}"
+
+
+@pytest.mark.parametrize("table", list(tables()), ids=lambda table: table.name)
+def test_every_table_says_what_it_is_for(table):
+    assert table.description.endswith(".")
+    assert not table.description.startswith("One TOML section")
+
+
+def test_every_key_of_a_config_is_on_the_page():
+    config = parse_config({"run": {"dir": "r"}, "model": {"path": "m"}}, "test")
+    flat = {
+        f"{section}.{key}"
+        for section, values in config.model_dump().items()
+        for key, value in values.items()
+        if not isinstance(value, dict)
+    }
+    assert flat <= {key.name for key in KEYS}
+
+
+def test_a_key_is_explained_with_its_value_its_values_and_its_default():
+    config = load_config(ROOT / "configs" / "quickstart.toml", ["checkpoint.every=7"])
+    assert explain(config, "checkpoint.every", width=80) == [
+        "checkpoint.every = 7",
+        "    Steps between two checkpoints; 0 writes one only at the end.",
+        "    Values: integer, at least 0. Default: 50.",
+    ]
+
+
+def test_a_section_is_explained_key_by_key_and_nothing_means_all():
+    config = load_config(ROOT / "configs" / "quickstart.toml")
+    lines = explain(config, "queue", width=80)
+    assert lines[0] == "queue.address (unset)"
+    assert max(map(len, lines)) <= 80
+    shown = {line.split()[0] for line in explain(config, None, width=80) if line and not line.startswith(" ")}
+    assert shown == {key.name for key in KEYS}
+
+
+def test_an_unknown_key_is_refused_with_what_was_meant():
+    config = load_config(ROOT / "configs" / "quickstart.toml")
+    with pytest.raises(ConfigError, match=r"got 'queue\.max_stalenes'; did you mean queue\.max_staleness\?"):
+        explain(config, "queue.max_stalenes", width=80)
+    with pytest.raises(ConfigError, match="the sections are run, model"):
+        explain(config, "xyz", width=80)
