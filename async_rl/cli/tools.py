@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from async_rl.cli.options import ConfigPath, Insecure, Keys, Overrides
+
+if TYPE_CHECKING:
+    from async_rl.evaluation.settings import EvalOptions
 
 tools = typer.Typer(rich_markup_mode=None)
 
@@ -127,34 +130,32 @@ def evaluate(
       async-rl eval --compare runs/quickstart
     """
     given = {
-        "datasets": None if datasets is None else tuple(datasets),
-        "config": config,
-        "overrides": None if overrides is None else tuple(overrides),
-        "num_samples": samples,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
-        "max_prompt_tokens": max_prompt_tokens,
-        "reward": reward,
-        "system_prompt": system_prompt,
-        "batch_size": batch_size,
-        "seed": seed,
-        "limit": limit,
+        "eval.num_samples": samples,
+        "eval.temperature": temperature,
+        "eval.top_p": top_p,
+        "eval.top_k": top_k,
+        "eval.max_new_tokens": max_new_tokens,
+        "eval.max_rows": limit,
+        "sampling.max_prompt_tokens": max_prompt_tokens,
+        "reward.type": reward,
+        "data.system_prompt": system_prompt,
+        "generator.batch_size": batch_size,
+        "run.seed": seed,
     }
-    chosen = {name: value for name, value in given.items() if value is not None}
+    values = {key: value for key, value in given.items() if value is not None}
     if compare:
-        _compare([Path(model) for model in models], has_options=bool(chosen) or out is not None)
-    else:
-        _answer(models, chosen, out)
+        _compare([Path(model) for model in models], has_options=bool(values or datasets or overrides or config or out))
+        return
+    from async_rl.evaluation.settings import EvalOptions
+
+    _evaluate(models, EvalOptions(tuple(datasets or ()), config, tuple(overrides or ()), values), out)
 
 
-def _answer(models: list[str], chosen: dict[str, Any], out: Path | None) -> None:
-    """Ask ``models`` as the options that were given, by ``EvalOptions``'s names, say; print what was found."""
+def _evaluate(models: list[str], options: EvalOptions, out: Path | None) -> None:
+    """Evaluate ``models`` with ``options`` and print the figures."""
     from async_rl.evaluation.offline import describe, run_eval
-    from async_rl.evaluation.settings import EvalOptions, eval_settings
+    from async_rl.evaluation.settings import eval_settings
 
-    options = EvalOptions(**chosen)
     settings = eval_settings(models, options)
     for note in settings.notes:
         typer.echo(note)

@@ -1,7 +1,7 @@
-"""Offline evaluation: answer the rows of data sets with models and score them. The body of ``async-rl eval``.
+"""Offline evaluation: let models answer the rows of data sets, and score the answers. The body of ``async-rl eval``.
 
 The generator's own parts sample and score (``rollouts``: single answers, or environments of several turns), with the
-random numbers that a run's evaluations have. So an answer here is what a generator of the run would have said.
+random numbers of a run's evaluations. So an answer here is the one that a generator of the run would have given.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from async_rl.run.eval_records import Decode, append_json_lines, row_records
 from async_rl.run.metrics import EVAL_FIGURES
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is answered by whom, rows answered, rows)."""
+"""Called with (model and set, rows answered, rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One model's figures on one set, and why rows have no answer, if some have none."""
+    """One model's figures on one set, and why some rows have no answer."""
 
     model: str
     dataset: str
@@ -59,10 +59,10 @@ def run_eval(
 
     Args:
         models: Hugging Face directories, hub ids, or checkpoints of runs.
-        out: a directory for ``DATASET.jsonl``, a line an answer, and ``figures.json``; none of them may exist.
+        out: a directory for ``DATASET.jsonl``, one line per answer, and ``figures.json``. None of them may exist.
 
     Raises:
-        UserError: a model, a data set or a setting is unfit, or no row of a set can be answered.
+        UserError: a model, a data set or a setting can't be used, or no row of a set can be answered.
     """
     if len(set(models)) < len(models):
         raise ConfigError(f"expected models that differ, got {', '.join(models)}")
@@ -91,7 +91,7 @@ def run_eval(
 
 
 def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
-    """The figures for people: a line each for one model on one set, else a table for each set."""
+    """The figures as text: one line per figure for one model, a table per set for several models."""
     lines: list[str] = []
     for name in dict.fromkeys(one.dataset for one in found):
         of_set = [one for one in found if one.dataset == name]
@@ -105,9 +105,12 @@ def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
 
 
 def _figure_lines(figures: Mapping[str, float]) -> list[str]:
-    """One line a figure: key, value, meaning."""
-    tries = {f"pass_at_{2**i}": f"chance that one of {2**i} answers is right, unbiased" for i in range(1, 11)}
-    meanings = {**EVAL_FIGURES, **tries, "pass_at_1": "share of answers that are wholly right"}
+    """One line per figure: key, value, meaning."""
+    tries = {
+        f"pass_at_{2**i}": f"Unbiased estimate of the probability that one of {2**i} answers is right."
+        for i in range(1, 11)
+    }
+    meanings = {**EVAL_FIGURES, **tries, "pass_at_1": "Share of answers that are completely right."}
     return [f"{key:<17} {value:<10.4g} {meanings.get(key, '')}".rstrip() for key, value in figures.items()]
 
 
@@ -129,13 +132,13 @@ def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSample
             f"{model} could not answer any of the {len(rows)} rows of {dataset}: {counts}; {answered.first_failure}"
         )
     found = eval_figures(rows, vote_key=vote_key_of(config))
-    # Versions are of a run's weights; a model on disk has none.
+    # Versions belong to a run's weights; a model on disk has none.
     figures = {key: value for key, value in found.items() if not key.startswith("version_")}
     return Evaluated(model, dataset, figures, dict(Counter[str](answered.causes)), answered.first_failure)
 
 
 def _player(config: Config, model: str, grader: Grader | None, stack: ExitStack) -> tuple[Backend, Rollouts, Decode]:
-    """The model, ready to answer, what plays its rollouts, and its tokens as text; closed with ``stack``."""
+    """The model's backend, its rollouts and its decoder of tokens; closed with ``stack``."""
     quiet_progress_bars()
     directory = _model_directory(model, stack)
     backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
@@ -179,19 +182,19 @@ def _lease(config: Config, dataset: str, prompt: Prompt) -> Lease:
 
 
 def _check_out(out: Path, config: Config) -> None:
-    """Whether the answers can be written, found out before an hour of sampling, not after.
+    """Check before sampling that the answers can be written.
 
     Raises:
-        UserError: there are answers already, or nothing can be written there.
+        UserError: answers exist already, or the directory can't be written.
     """
     for name in (FIGURES_FILE, *(f"{dataset}.jsonl" for dataset in config.data.eval)):
         if (out / name).exists():
-            raise DataError(f"{out / name} exists; choose another --out")
+            raise DataError(f"expected no earlier answers at {out}, but {name} exists; choose another --out")
     check_writable(out, "--out")
 
 
 def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, decode: Decode) -> None:
-    """The newest answers, and the figures so far."""
+    """Write the newest answers, and all figures so far."""
     newest = found[-1]
     lines = (line for prompt, group in answered.groups for line in row_records(prompt, group, decode))
     append_json_lines(out / f"{newest.dataset}.jsonl", ({"model": newest.model, **line} for line in lines))
@@ -199,7 +202,7 @@ def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, deco
 
 
 def _model_directory(model: str, stack: ExitStack) -> Path:
-    """Where the model's files lie; a checkpoint is exported to a directory that goes when ``stack`` closes."""
+    """The directory of the model's files; a checkpoint is exported to one that is removed when ``stack`` closes."""
     from async_rl.learner.checkpoint.directory import resolve_checkpoint
 
     path = Path(model)

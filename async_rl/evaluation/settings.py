@@ -1,13 +1,14 @@
-"""The settings of an offline evaluation: a config's, a run's or the defaults, and what the command line says on top.
+"""The settings of an offline evaluation: those of a config, of a run or the defaults, then the command line's options.
 
-Called by ``evaluation``; leaves a ``Config`` whose ``data.eval`` and ``eval`` say what is asked and how.
+Options enter; a ``Config`` leaves whose ``data.eval`` and ``eval`` say which rows are answered and how. Called by the
+command line.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +19,42 @@ from async_rl.errors import ConfigError
 from async_rl.process.user_code import is_code_name
 
 MAX_PROMPT_TOKENS = 4096
-"""Of an evaluation that has no config's ``sampling.max_prompt_tokens``."""
+"""``sampling.max_prompt_tokens`` of an evaluation without a config."""
 
 _NEVER_S = 1e9
-_SAMPLED_BY_SET = ("num_samples", "temperature", "top_p", "top_k", "max_new_tokens", "max_rows")
 
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What the command line says; None: as the config has it, else the default.
+    """The options of the command line.
 
     Attributes:
-        datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``; none: the config's ``data.eval``.
-        config: a run's config. None: that of the first model's run, where it is one's checkpoint.
-        overrides: ``section.key=value``.
-        limit: the first rows of each set.
+        datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``; empty: the config's ``data.eval``.
+        config: a config file. None: that of the run that the first model belongs to, if any.
+        overrides: ``section.key=value``, as ``--set`` takes them.
+        values: config key -> the value of its own option (``--samples`` for ``eval.num_samples``). They win over
+            ``overrides`` and over the keys of single sets.
     """
 
     datasets: tuple[str, ...] = ()
     config: Path | None = None
     overrides: tuple[str, ...] = ()
-    num_samples: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_new_tokens: int | None = None
-    max_prompt_tokens: int | None = None
-    reward: str | None = None
-    system_prompt: str | None = None
-    batch_size: int | None = None
-    seed: int | None = None
-    limit: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings:
-    """``notes`` are lines that the user should know of."""
+    """``notes`` are lines to show to the user."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
-    """What is asked of ``models`` and how.
+    """The config that ``models`` are evaluated with.
 
     Raises:
-        ConfigError: the config, an override or an option is wrong, or nothing says what to ask.
+        ConfigError: the config, an override or an option is wrong, or no data set is named.
     """
     raw, notes = _base(models, options)
     if not _is_usable_offline(raw):
@@ -82,7 +73,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", "unused")
     raw.setdefault("model", {})["path"] = models[0]
-    # There are no leases here that an answer could take too long for.
+    # There are no leases here that could expire.
     raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
     config = parse_config(raw, "the config with this command line")
     if not config.data.eval:
@@ -97,7 +88,7 @@ def _is_usable_offline(raw: Mapping[str, Any]) -> bool:
 
 
 def run_config_of(model: str) -> Path | None:
-    """The ``config.toml`` of the run that ``model`` is a checkpoint or an export of (or is); None if it is of none."""
+    """``config.toml`` of the run that ``model`` is, or whose checkpoint or export it is; None if there is no run."""
     path = Path(model)
     if not path.exists():
         return None  # a hub id
@@ -112,54 +103,46 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
     source = options.config or run_config_of(models[0])
     if source is None:
         return {"sampling": {"max_prompt_tokens": MAX_PROMPT_TOKENS}}, []
-    load_config(source)  # tells what is wrong with it by itself
+    load_config(source)  # raises with the name of the file
     raw = tomllib.loads(source.read_text(encoding="utf-8"))
     generator = raw.setdefault("generator", {})
     for key in ("count", "devices", "tensor_parallel_size"):
         generator.pop(key, None)
     if options.config is None:
-        # Nobody named this file: it may have come with the weights, so it must not say which code may be run.
+        # The user did not name this file. It may have come with the weights, so it must not allow code to run.
         generator.pop("allow_code", None)
-    return raw, [f"settings: {source}" + ("" if options.config else " (--config FILE: others)")]
+    return raw, [f"settings: {source}" + ("" if options.config else " (--config FILE chooses others)")]
 
 
 def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
-    """The options of the command line, which win over a set's own keys too."""
+    """Apply the options of the command line, which also win over the keys of single sets."""
     if options.datasets:
         named = [_named(dataset) for dataset in options.datasets]
         raw.setdefault("data", {})["eval"] = dict(named)
         if len(raw["data"]["eval"]) < len(named):
             raise ConfigError(
                 f"--dataset: expected names that differ, got {', '.join(name for name, _ in named)}; "
-                f"--dataset NAME=FILE gives one"
+                f"use --dataset NAME=FILE"
             )
     evaluation = raw.setdefault("eval", {})
     names = raw.get("data", {}).get("eval", {})
     sets = {name: dict(own) for name, own in evaluation.get("sets", {}).items() if name in names}
-    chosen = {**{key: getattr(options, key, None) for key in _SAMPLED_BY_SET}, "max_rows": options.limit}
-    for key, value in chosen.items():
-        if value is not None:
-            evaluation[key] = value
+    for key, value in options.values.items():
+        section, _, name = key.partition(".")
+        raw.setdefault(section, {})[name] = value
+        if section == "eval":
             for own in sets.values():
-                own.pop(key, None)
+                own.pop(name, None)
     evaluation["sets"] = sets
-    for section, key, value in (
-        ("sampling", "max_prompt_tokens", options.max_prompt_tokens),
-        ("reward", "type", options.reward),
-        ("data", "system_prompt", options.system_prompt),
-        ("generator", "batch_size", options.batch_size),
-        ("run", "seed", options.seed),
-    ):
-        if value is not None:
-            raw.setdefault(section, {})[key] = value
-    if options.reward is not None and is_code_name(options.reward):
-        # Who names code on the command line allows it.
+    reward = options.values.get("reward.type")
+    if reward is not None and is_code_name(reward):
+        # Naming code on the command line allows it.
         generator = raw.setdefault("generator", {})
-        generator["allow_code"] = [*generator.get("allow_code", ()), options.reward.rpartition(":")[0]]
+        generator["allow_code"] = [*generator.get("allow_code", ()), reward.rpartition(":")[0]]
 
 
 def _named(dataset: str) -> tuple[str, str]:
-    """Name and source of ``--dataset``: what stands before the first ``=``, else the source's last part."""
+    """Name and source of ``--dataset``; without ``NAME=`` the name is the last part of the source."""
     name, separator, source = dataset.partition("=")
     if separator and "/" not in name:
         return name, source
@@ -168,7 +151,7 @@ def _named(dataset: str) -> tuple[str, str]:
 
 
 def describe_settings(config: Config, name: str) -> str:
-    """How the set called ``name`` is answered, in words."""
+    """Describe in words how the set ``name`` is answered."""
     chosen = config.eval.of(name)
     answers = "1 answer" if chosen.num_samples == 1 else f"{chosen.num_samples} answers"
     how: Mapping[str, Any] = {

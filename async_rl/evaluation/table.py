@@ -1,7 +1,7 @@
-"""Evaluations side by side as text: the steps of a run, several runs, several models. No torch.
+"""Evaluations side by side as text: the steps of a run, several runs, several models. Imports no torch.
 
 ``compare`` is the body of ``async-rl eval --compare``: it reads what runs recorded (``metrics.jsonl``) and what offline
-evaluations wrote (``figures.json``), and computes nothing anew.
+evaluations wrote (``figures.json``). It evaluates nothing again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.step_log import read_rows
 
 FIGURES_FILE = "figures.json"
-"""What ``async-rl eval --out DIR`` writes beside the answers: a list of objects, a model's figures on one set each."""
+"""File of ``async-rl eval --out DIR``: a list of objects, each with one model's figures on one set."""
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("best_of_n", "best@{n}", ".3f"),
@@ -29,21 +29,21 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("length_mean", "tokens", ".1f"),
     ("truncated", "cut", ".1%"),
 )
-"""Key, heading, format; pass@k and accuracy come before them."""
+"""Key, heading, format of the columns that follow accuracy and pass@k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a table: what it is of, one label a heading, and its figures (keys as in ``metrics.EVAL_FIGURES``)."""
+    """A line of a table: one label per heading, and its figures (keys as in ``metrics.EVAL_FIGURES``)."""
 
     labels: tuple[str, ...]
     figures: Mapping[str, float]
 
 
 def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
-    """A heading and a line an entry, in columns; a column that no entry has a figure for is left out.
+    """A heading and one line per entry, in columns.
 
-    So are labels that are the same everywhere, but for the last.
+    Left out are columns without a figure, and labels (except the last) that are the same for all entries.
     """
     columns = [("accuracy", [_accuracy(entry.figures) for entry in entries])]
     columns += [(heading, [_cell(e.figures, key, form) for e in entries]) for key, heading, form in _chosen(entries)]
@@ -58,7 +58,7 @@ def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
 
 
 def compare(paths: Sequence[Path]) -> list[str]:
-    """A table for each data set: the evaluations of runs by step, and those of models, of all ``paths``.
+    """One table per data set, with the evaluations of all ``paths``: of runs by step, and of models.
 
     Raises:
         RunError: a path is neither a run directory nor an ``--out`` of ``async-rl eval``, or holds no evaluation.
@@ -67,7 +67,7 @@ def compare(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         entries = _entries(path)
         if not entries:
-            raise RunError(f"{path}: expected evaluations, got none; set data.eval in the config")
+            raise RunError(f"{path}: expected evaluations, got none; set data.eval in the run's config")
         for dataset, entry in entries:
             found.setdefault(dataset, []).append(entry)
     lines: list[str] = []
@@ -84,8 +84,8 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
         return [(one["dataset"], Entry((one["model"], "-"), one["figures"])) for one in written]
     if not metrics.is_file():
         raise RunError(
-            f"expected a run directory, with a metrics.jsonl, or an --out of `async-rl eval`, with a {FIGURES_FILE}, "
-            f"at {path}, got neither"
+            f"{path}: expected a run directory (with a metrics.jsonl) or an --out directory of `async-rl eval` (with a "
+            f"{FIGURES_FILE}), got neither"
         )
     entries: list[tuple[str, Entry]] = []
     for row in sorted(read_rows(metrics), key=lambda row: row["step"]):
@@ -95,7 +95,7 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
 
 
 def _figures_of_row(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By dataset, the figures of a row of ``metrics.jsonl``; nothing of a row that is no evaluation's."""
+    """Data set -> figures of a row of ``metrics.jsonl``; empty for a step row."""
     found: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
@@ -108,7 +108,7 @@ def _title(dataset: str, entries: Sequence[Entry]) -> str:
     rows = _either([entry.figures.get("rows", 0) for entry in entries])
     answers = _either([entry.figures["samples"] for entry in entries if "samples" in entry.figures])
     said = "" if not answers else f", {answers} answer{'' if answers == '1' else 's'} a row"
-    warning = "; NOT of the same rows: don't compare" if " or " in rows else ""
+    warning = "; DIFFERENT rows: not comparable" if " or " in rows else ""
     return f"{dataset}: {rows} rows{said}{warning}"
 
 
@@ -122,13 +122,13 @@ def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
     number = str(samples.pop()) if len(samples) == 1 else "n"
     keys = {key for entry in entries for key in entry.figures}
     tries = sorted(int(key.removeprefix("pass_at_")) for key in keys if re.fullmatch(r"pass_at_\d+", key))
-    # pass@1 is the accuracy, but for answers that are right in part.
+    # pass@1 equals the accuracy unless an answer is partly right.
     if all(entry.figures.get("pass_at_1") == entry.figures.get("accuracy") for entry in entries):
         tries = [k for k in tries if k > 1]
     passes = [(f"pass_at_{k}", f"pass@{k}", ".3f") for k in tries]
     if number.isdecimal() and int(number) > 1 and int(number) not in tries:
         passes.append(("pass_at_k", f"pass@{number}", ".3f"))
-    # And so is the best answer's accuracy pass@n.
+    # For the same reason the best answer's accuracy equals pass@n.
     same_best = all(entry.figures.get("best_of_n") == entry.figures.get("pass_at_k") for entry in entries)
     keys -= {"best_of_n"} if same_best else set()
     chosen = [column for column in (*passes, *_COLUMNS) if column[0] in keys]
@@ -158,7 +158,7 @@ def _versions(figures: Mapping[str, float]) -> str:
 
 
 def _padded(cells: Sequence[str], widths: Sequence[int], num_labels: int) -> list[str]:
-    """Labels to the left, figures to the right."""
+    """Pad the cells of a line: labels left-aligned, figures right-aligned."""
     return [
         cell.ljust(width) if i < num_labels else cell.rjust(width)
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))

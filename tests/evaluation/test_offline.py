@@ -15,7 +15,7 @@ from async_rl.config.backends import BackendCapabilities
 from async_rl.config.environment import EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
 from async_rl.evaluation.offline import Evaluated, describe, run_eval
-from async_rl.evaluation.settings import EvalOptions, eval_settings
+from async_rl.evaluation.settings import eval_settings
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.grading import ThreadGrader
@@ -24,7 +24,9 @@ from async_rl.generator.rollouts import SingleTurnRollouts
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.run.eval_figures import eval_figures
+from async_rl.run.metrics import EVAL_FIGURES
 from tests.environments.pools import pool_of
+from tests.evaluation.options import eval_options
 from tests.generator.scripted import CharacterText
 from tests.generator.scripted import ScriptedBackend as TurnBackend
 
@@ -167,18 +169,22 @@ FIGURES = {"accuracy": 0.123456, "rows": 1319, "new": 1.0}
 
 
 def test_printed_figures_line_up_and_say_what_they_mean(dataset: Path, model: Path):
-    config = settings_of(str(model), dataset, num_samples=4, temperature=0.6, top_p=0.95, max_new_tokens=10).config
+    config = settings_of(
+        str(model), dataset, eval__num_samples=4, eval__temperature=0.6, eval__top_p=0.95, eval__max_new_tokens=10
+    ).config
     lines = describe([Evaluated("m", "rows", FIGURES, {}, "")], config)
     assert lines == [
         "rows: 1319 rows, 4 answers a row, temperature 0.6, top-p 0.95, at most 10 tokens",
-        "accuracy          0.1235     mean accuracy of the answers (mean@n); rows without an answer are wrong",
-        "rows              1319       rows of the set",
+        f"accuracy          0.1235     {EVAL_FIGURES['accuracy']}",
+        f"rows              1319       {EVAL_FIGURES['rows']}",
         "new               1",
     ]
 
 
 def test_several_models_are_a_table_and_what_has_no_answer_is_told(dataset: Path, model: Path):
-    config = settings_of(str(model), dataset, num_samples=2, temperature=1.0, max_new_tokens=10).config
+    config = settings_of(
+        str(model), dataset, eval__num_samples=2, eval__temperature=1.0, eval__max_new_tokens=10
+    ).config
     figures = {"accuracy": 0.5, "accuracy_se": 0.1, "pass_at_1": 0.5, "pass_at_2": 0.75, "samples": 2, "rows": 4}
     others = {**figures, "accuracy": 0.25, "pass_at_1": 0.25, "unanswered": 1}
     found = [
@@ -213,7 +219,7 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def settings_of(model: str, dataset: object, **options: Any):
-    given = EvalOptions(datasets=(str(dataset),), **{"system_prompt": "", **options})
+    given = eval_options(datasets=(str(dataset),), **{"data__system_prompt": "", **options})
     return eval_settings([model], given)
 
 
@@ -233,8 +239,8 @@ def test_a_tiny_model_answers_every_row_the_same_way_twice(
 
     def answer(name: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
         figures = evaluate(
-            model, dataset, num_samples=2, temperature=1.0, max_new_tokens=6, max_prompt_tokens=10, batch_size=3,
-            seed=4, out=tmp_path / name,
+            model, dataset, eval__num_samples=2, eval__temperature=1.0, eval__max_new_tokens=6,
+            sampling__max_prompt_tokens=10, generator__batch_size=3, run__seed=4, out=tmp_path / name,
         )  # fmt: skip
         return figures, lines_of(tmp_path / name / "rows.jsonl")
 
@@ -255,15 +261,15 @@ def test_a_tiny_model_answers_every_row_the_same_way_twice(
 
 def test_top_p_and_top_k_narrow_what_is_answered(model: Path, dataset: Path, tmp_path: Path):
     def answers(name: str, **options: Any) -> list[str]:
-        limits = {"max_new_tokens": 4, "max_prompt_tokens": 10, "limit": 2}
+        limits = {"eval__max_new_tokens": 4, "sampling__max_prompt_tokens": 10, "eval__max_rows": 2}
         evaluate(model, dataset, out=tmp_path / name, **limits, **options)
         return [line["response"] for line in lines_of(tmp_path / name / "rows.jsonl")]
 
     # One token of the vocabulary, whatever the temperature, is greedy decoding.
     greedy = [answer for answer in answers("greedy") for _ in range(3)]
-    assert answers("top_k", num_samples=3, temperature=5.0, top_k=1) == greedy
-    assert answers("top_p", num_samples=3, temperature=5.0, top_p=1e-6) == greedy
-    assert answers("all", num_samples=3, temperature=5.0) != greedy
+    assert answers("top_k", eval__num_samples=3, eval__temperature=5.0, eval__top_k=1) == greedy
+    assert answers("top_p", eval__num_samples=3, eval__temperature=5.0, eval__top_p=1e-6) == greedy
+    assert answers("all", eval__num_samples=3, eval__temperature=5.0) != greedy
 
 
 def test_models_are_asked_the_same_one_after_the_other(model: Path, dataset: Path, tmp_path: Path):
@@ -272,8 +278,12 @@ def test_models_are_asked_the_same_one_after_the_other(model: Path, dataset: Pat
     other = tmp_path / "other"
     write_model(other)
     models = [str(model), str(other)]
-    options = EvalOptions(
-        datasets=(str(dataset), f"again={dataset}"), system_prompt="", limit=2, max_new_tokens=3, batch_size=4
+    options = eval_options(
+        datasets=(str(dataset), f"again={dataset}"),
+        data__system_prompt="",
+        eval__max_rows=2,
+        eval__max_new_tokens=3,
+        generator__batch_size=4,
     )
     found = run_eval(models, eval_settings(models, options), out=tmp_path / "out")
     assert [(one.model, one.dataset) for one in found] == [(m, d) for m in models for d in ("rows", "again")]
@@ -291,7 +301,9 @@ def test_programs_are_judged_offline(model: Path, tmp_path: Path):
         f"run.dir = 'r'\nmodel.path = '{model}'\nreward = {{ type = 'code', code.packages = [] }}\n"
         "generator.backend = 'fake'\nexperimental.fake.accuracy = 0.5\nsampling.max_new_tokens = 64\n"
     )
-    figures = evaluate(model, CODE_ROWS, config=config, num_samples=4, out=tmp_path / "out", max_prompt_tokens=4000)
+    figures = evaluate(
+        model, CODE_ROWS, config=config, eval__num_samples=4, out=tmp_path / "out", sampling__max_prompt_tokens=4000
+    )
     records = lines_of(tmp_path / "out" / "mbpp_10.jsonl")
     assert 0 < figures["accuracy"] < 1
     assert figures["accuracy"] == np.mean([r["accuracy"] for r in records])
@@ -311,7 +323,7 @@ def test_environments_are_played_offline_by_a_config(model: Path, tmp_path: Path
     )
     rows = [{"prompt": "Guess.", "extra_info": {"number": number}} for number in (3, 5)]
     games.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = eval_settings([str(model)], EvalOptions(config=config))
+    settings = eval_settings([str(model)], eval_options(config=config))
     (found,) = run_eval([str(model)], settings, out=tmp_path / "out")
     assert (found.dataset, found.figures["rows"], found.figures["samples"]) == ("games", 2, 3)
     assert 1 <= found.figures["turns"] <= 2
@@ -319,13 +331,13 @@ def test_environments_are_played_offline_by_a_config(model: Path, tmp_path: Path
 
 
 def test_limit_takes_the_first_rows(model: Path, dataset: Path):
-    figures = evaluate(model, dataset, max_new_tokens=2, limit=1)
+    figures = evaluate(model, dataset, eval__max_new_tokens=2, eval__max_rows=1)
     assert (figures["rows"], figures["unanswered"]) == (1, 0)
 
 
 def test_no_answer_at_all_is_an_error_and_no_accuracy(model: Path, dataset: Path):
     with pytest.raises(DataError, match=r"could not answer any of the 3 rows of rows: 3 prompt too long; row 0: "):
-        evaluate(model, dataset, max_new_tokens=2, max_prompt_tokens=1)
+        evaluate(model, dataset, eval__max_new_tokens=2, sampling__max_prompt_tokens=1)
 
 
 def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, dataset: Path, tmp_path: Path):
@@ -338,7 +350,7 @@ def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, 
     with pytest.raises(DataError, match="no dataset"):
         evaluate(model, tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"reward\.type: expected boxed, think_answer_tags"):
-        evaluate(model, dataset, reward="best")
+        evaluate(model, dataset, reward__type="best")
     with pytest.raises(ModelError, match=r"expected a model, a checkpoint or a run directory at .*nowhere"):
         evaluate(tmp_path / "nowhere", dataset)
     with pytest.raises(RunError, match="expected a checkpoint, or a run directory that has one"):

@@ -9,7 +9,8 @@ import pytest
 
 from async_rl.config.eval import EvalSet
 from async_rl.errors import ConfigError
-from async_rl.evaluation.settings import EvalOptions, EvalSettings, describe_settings, eval_settings, run_config_of
+from async_rl.evaluation.settings import EvalSettings, describe_settings, eval_settings, run_config_of
+from tests.evaluation.options import eval_options
 
 RUN = """
 [run]
@@ -61,7 +62,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def settings(model: object, **options: Any) -> EvalSettings:
-    return eval_settings([str(model)], EvalOptions(**options))
+    return eval_settings([str(model)], eval_options(**options))
 
 
 @pytest.mark.parametrize("part", [".", "checkpoints", "checkpoints/step-000002", "export"])
@@ -73,7 +74,7 @@ def test_a_checkpoint_is_asked_as_its_run_asks(run: Path, part: str):
     )  # fmt: skip
     assert config.model.path == str(run / part)
     assert config.eval.of("math") == EvalSet(50, 8, 0.6, 1.0, 0, None, None)
-    assert found.notes[0] == f"settings: {run / 'config.toml'} (--config FILE: others)"
+    assert found.notes[0] == f"settings: {run / 'config.toml'} (--config FILE chooses others)"
 
 
 def test_only_a_config_that_somebody_named_says_which_code_may_run(run: Path):
@@ -81,7 +82,7 @@ def test_only_a_config_that_somebody_named_says_which_code_may_run(run: Path):
     assert settings("base", config=run / "config.toml").config.generator.allow_code == ("mine.py",)
     overrides = ("generator.allow_code=['mine.py']",)
     assert settings(run, overrides=overrides).config.generator.allow_code == ("mine.py",)
-    assert settings("base", datasets=("a.jsonl",), reward="b.py:f").config.generator.allow_code == ("b.py",)
+    assert settings("base", datasets=("a.jsonl",), reward__type="b.py:f").config.generator.allow_code == ("b.py",)
 
 
 def test_what_is_of_the_runs_machines_is_left_out(run: Path):
@@ -96,13 +97,14 @@ def test_what_is_of_the_runs_machines_is_left_out(run: Path):
 
 def test_the_command_line_wins_over_the_config_and_over_its_sets(run: Path):
     config = settings(
-        run, num_samples=4, temperature=0.0, top_p=0.9, top_k=7, max_new_tokens=50, max_prompt_tokens=60, limit=5,
-        system_prompt="", batch_size=3, seed=9, reward="exact",
+        run, eval__num_samples=4, eval__temperature=0.0, eval__top_p=0.9, eval__top_k=7, eval__max_new_tokens=50,
+        sampling__max_prompt_tokens=60, eval__max_rows=5, data__system_prompt="", generator__batch_size=3,
+        run__seed=9, reward__type="exact",
     ).config  # fmt: skip
     assert config.eval.of("math") == config.eval.of("chat") == EvalSet(50, 4, 0.0, 0.9, 7, 50, 5)
     assert (config.system_prompt, config.reward.type) == ("", "exact")
     # In the run such a reward would outlast its leases; here there are none.
-    assert settings(run, reward="code").config.reward.code.total_time_limit_s == 60
+    assert settings(run, reward__type="code").config.reward.code.total_time_limit_s == 60
     assert (config.sampling.max_prompt_tokens, config.generator.batch_size, config.run.seed) == (60, 3, 9)
 
 
@@ -131,11 +133,11 @@ def test_nothing_to_ask_is_refused():
     with pytest.raises(ConfigError, match=r"no config file at nowhere\.toml"):
         settings("owner/model", config=Path("nowhere.toml"))
     with pytest.raises(ConfigError, match=r"eval\.majority: expected false with reward\.type = 'code'"):
-        settings("owner/model", datasets=("a.jsonl",), reward="code", overrides=("eval.majority=true",))
+        settings("owner/model", datasets=("a.jsonl",), reward__type="code", overrides=("eval.majority=true",))
 
 
 def test_how_a_set_is_answered_is_said_in_words(run: Path):
     config = settings(run).config
     assert describe_settings(config, "math") == "8 answers a row, temperature 0.6, at most 200 tokens"
-    config = settings(run, num_samples=1, temperature=0.0, top_k=3).config
+    config = settings(run, eval__num_samples=1, eval__temperature=0.0, eval__top_k=3).config
     assert describe_settings(config, "math") == "1 answer a row, temperature 0 (greedy), top-k 3, at most 200 tokens"

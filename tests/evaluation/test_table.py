@@ -58,13 +58,13 @@ def test_runs_and_models_stand_below_each_other(tmp_path: Path):
 
 def test_sets_of_different_rows_are_marked(tmp_path: Path):
     run = write_run(tmp_path / "run", eval_row(0, accuracy=0.5, rows=20), eval_row(1, accuracy=0.5, rows=5))
-    assert compare([run])[0] == "math: 5 or 20 rows; NOT of the same rows: don't compare"
+    assert compare([run])[0] == "math: 5 or 20 rows; DIFFERENT rows: not comparable"
 
 
 def test_what_holds_no_evaluation_is_refused(tmp_path: Path):
-    with pytest.raises(RunError, match=r"expected a run directory, with a metrics\.jsonl, or an --out of"):
+    with pytest.raises(RunError, match=r"expected a run directory \(with a metrics\.jsonl\) or an --out directory"):
         compare([tmp_path])
-    with pytest.raises(RunError, match=r"expected evaluations, got none; set data\.eval in the config"):
+    with pytest.raises(RunError, match=r"expected evaluations, got none; set data\.eval in the run's config"):
         compare([write_run(tmp_path / "run", {"step": 1})])
 
 
