@@ -7,10 +7,11 @@ commit after each of them, as the server's turns do; reading the group and the b
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from async_rl.config.loading import parse_config
 from async_rl.data.rows import Row
 from async_rl.net.codec import encode_group
 from async_rl.queue.core.admission import BufferSettings
@@ -80,7 +81,11 @@ def cost_us(num_queued: int, journal_dir: Path, *, num_steps: int = 30) -> float
         journal, changes = Journal(Path(name)), Changes()
         rows = [Row(({"role": "user", "content": str(i)},), {"gt_answer": str(i)}) for i in range(_NUM_ROWS)]
         tokens = tokens_for(_SIZE_BYTES)
-        settings = BufferSettings(
+        any_config = parse_config(
+            {"run": {"dir": "none"}, "model": {"path": "none"}, "data": {"train": "none.jsonl"}}, "benchmark"
+        )
+        settings = replace(
+            BufferSettings.from_config(any_config, vocab_size=None),
             group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, max_staleness=_MAX_STALENESS,
             sampling=Sampling(1.0, 1.0, 0, tokens, PROMPT_TOKENS, ()), max_bytes=16 << 30, lease_timeout_s=3600.0,
         )  # fmt: skip

@@ -13,11 +13,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from async_rl.config.loading import parse_config
 from async_rl.config.queue import OnStale
 from async_rl.learner.metrics.bias import drop_bias
 from async_rl.queue.core.admission import BufferSettings
@@ -137,7 +138,11 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._step_time = max(scenario.train_time, scenario.sample_time)
-        settings = BufferSettings(
+        any_config = parse_config(
+            {"run": {"dir": "none"}, "model": {"path": "none"}, "data": {"train": "none.jsonl"}}, "simulation"
+        )
+        settings = replace(
+            BufferSettings.from_config(any_config, vocab_size=None),
             group_size=scenario.group_size, groups_per_step=scenario.groups_per_step,
             max_staleness=scenario.max_staleness, sampling=_SAMPLING, max_bytes=1 << 40, filter_range=None,
             on_stale=scenario.on_stale, wait_s=scenario.wait_steps * self._step_time,

@@ -125,7 +125,7 @@ def test_over_a_real_queue_the_bound_ends_where_the_strain_is_bearable(sync_ever
         answer = take(buffer)
         assert not isinstance(answer, NotReady), answer.reason
         fill(buffer)
-        ages.append(max(learner.version - decode_group(bytes(item.body)).oldest_version for item in answer))
+        ages.append(max(learner.version - decode_group(bytes(item.payload)).oldest_version for item in answer))
         state = update_bound(state, Reading(1.0, 0.001 * ages[-1] ** 2, ages[-1]), limits)
         ack(buffer, lease_bound=state.bound, announced=not (learner.version + 1) % sync_every)
     # The first steps are ever older. Those at 5 and 6 strain, and 6 // 2 = 3; there it is healthy, and 3 + 1 = 4.

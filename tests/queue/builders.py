@@ -39,9 +39,23 @@ def settings(**changes: Any) -> BufferSettings:
         "groups_per_step": 2,
         "max_staleness": 1,
         "sampling": SAMPLING,
+        "updates_per_batch": 1,
+        "sync_every": 1,
         "max_bytes": 1 << 20,
+        "filter_range": (0.01, 0.99),
+        "refill": True,
+        "max_filtered": 3200,
         "lease_timeout_s": 10.0,
+        "max_attempts": 3,
+        "seed": 0,
+        "generator_timeout_s": 30.0,
         "on_stale": "drop",
+        "wait_s": 60.0,
+        "accepts_changed_data": False,
+        "temperature_end": None,
+        "temperature_steps": 1,
+        "vocab_size": None,
+        "max_turns": 1,
     }
     return BufferSettings(**(plain | changes))
 

@@ -522,7 +522,7 @@ def test_an_epoch_of_refused_prompts_stops_the_run():
         assert not answer.stop
         buffer.fail("g0", lease.lease_id, "prompt_too_long", 0.0)
     assert isinstance(answer := take(buffer), NotReady)
-    assert "every prompt of epoch 0 was set aside (3 were longer than sampling.max_prompt_tokens = 8" in answer.stop
+    assert "every prompt of epoch 0 was excluded (3 were longer than sampling.max_prompt_tokens = 8" in answer.stop
 
 
 def test_a_generator_that_leaves_gives_its_leases_back_unblamed():

@@ -1,12 +1,14 @@
-"""The staleness arithmetic of the queue, and its settings. Pure.
+"""The admission rule: how many groups may be under way, and how old their tokens may be. Pure.
 
-With ``k`` optimizer steps a batch, a batch that is taken at version ``v`` is trained last at ``v + k - 1``; the
-batch after it at ``v + 2k - 1``, and so on. A group sampled at ``m`` is in the bound ``eta`` while that is at most
-``m + eta``.
+``BufferSettings`` is what the queue needs of the config; the scheduler of leases, the ingest and the batches ask it.
 
-Leases are given by the learner's ``lease_bound``, at most ``eta``; whatever is there is trained as long as ``eta`` lets
-it. So a bound that is lowered (``queue.adaptive``) costs no sample: new leases wait until what was given before it, by
-their count, is within it.
+With ``k`` optimizer steps a batch, a batch that is taken at version ``v`` is trained last at ``v + k - 1``, the batch
+after it at ``v + 2k - 1``, and so on. A group sampled at ``m`` is within the bound ``eta = queue.max_staleness`` while
+that is at most ``m + eta``.
+
+New leases are granted by the learner's own staleness bound, which is at most ``eta``; groups that exist are trained as
+long as ``eta`` allows. So lowering the bound (``queue.adaptive``) costs no sample: new leases wait until the number of
+groups under way is within it.
 """
 
 from __future__ import annotations
@@ -27,38 +29,40 @@ BYTES_PER_TOKEN = 13
 _BYTES_PER_WORD = 4
 _ROLLOUT_OVERHEAD = 1024
 _GROUP_OVERHEAD = 4096
+GENERATOR_TIMEOUT_S = 30.0
+"""A generator that sent nothing for so long does not count as alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    """What the buffer must know of the config.
+    """What the queue's core needs of the config, which owns the defaults: ``from_config`` builds it.
 
     Raises:
-        ConfigError: no step fits into ``max_bytes``, or the versions that generators get are always too old, or
-            nothing bounds the tokens that top-p may keep.
+        ConfigError: no step fits into ``max_bytes``, or generators could never be fresh enough, or nothing limits the
+            tokens that top-p may keep.
     """
 
     group_size: int
     groups_per_step: int
     max_staleness: int
     sampling: Sampling
-    updates_per_batch: int = 1
-    sync_every: int = 1
-    max_bytes: int = 2 << 30
-    filter_range: tuple[float, float] | None = (0.01, 0.99)
-    refill: bool = True
-    max_filtered: int = 3200
-    lease_timeout_s: float = 120.0
-    max_attempts: int = 3
-    seed: int = 0
-    generator_timeout_s: float = 30.0
-    on_stale: OnStale = "mask"
-    wait_s: float = 60.0
-    accepts_changed_data: bool = False
-    temperature_end: float | None = None
-    temperature_steps: int = 1
-    vocab_size: int | None = None
-    max_turns: int = 1
+    updates_per_batch: int
+    sync_every: int
+    max_bytes: int
+    filter_range: tuple[float, float] | None
+    refill: bool
+    max_filtered: int
+    lease_timeout_s: float
+    max_attempts: int
+    seed: int
+    generator_timeout_s: float
+    on_stale: OnStale
+    wait_s: float
+    accepts_changed_data: bool
+    temperature_end: float | None
+    temperature_steps: int
+    vocab_size: int | None
+    max_turns: int
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -82,8 +86,8 @@ class BufferSettings:
             )
 
     @classmethod
-    def from_config(cls, config: Config, *, vocab_size: int | None = None) -> BufferSettings:
-        """``vocab_size`` is the model's: what bounds the tokens that top-p keeps, if top-k does not."""
+    def from_config(cls, config: Config, *, vocab_size: int | None) -> BufferSettings:
+        """``vocab_size`` is the model's, if known: it limits the tokens that top-p keeps where top-k does not."""
         return cls(
             group_size=config.sampling.group_size,
             groups_per_step=config.learner.groups_per_step,
@@ -98,6 +102,7 @@ class BufferSettings:
             lease_timeout_s=config.queue.lease_timeout_s,
             max_attempts=config.queue.max_attempts,
             seed=config.run.seed,
+            generator_timeout_s=GENERATOR_TIMEOUT_S,
             on_stale=config.queue.on_stale,
             wait_s=config.queue.wait_s,
             accepts_changed_data=config.data.on_change == "accept",
@@ -133,13 +138,13 @@ class BufferSettings:
 
     @property
     def lowest_bound(self) -> int:
-        """As ``Config.lowest_bound``: what a learner's ``lease_bound`` is never below."""
+        """As ``Config.lowest_bound``: the learner's staleness bound is never below it."""
         return self.sync_every + self.updates_per_batch - 2
 
     def group_limit(self, *, version: int, active_version: int, steps_left: int, bound: int) -> int:
         """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks.
 
-        ``bound`` is the learner's ``lease_bound``, here and for ``oldest_for_lease``.
+        ``bound`` is the learner's staleness bound for new leases, here and for ``oldest_for_lease``.
         """
         batches = (bound + 1 - (version - active_version)) // self.updates_per_batch
         return max(0, min(batches, steps_left)) * self.groups_per_step

@@ -74,19 +74,11 @@ def ack(state: QueueState, ack: StepAck) -> bytes | None:
     learner, settings = state.attached(ack.lineage), state.settings
     if learner.acked is not None and learner.acked[0] == ack.step:
         return learner.acked[1]
-    if ack.step != learner.step or not state.taken:
-        raise QueueError(f"expected an ack of step {learner.step}, taken before, got one of step {ack.step}")
-    oldest = learner.version + ack.trained.stepped
-    newest = learner.version + (settings.updates_per_batch if ack.trained.stepped else 0)
-    if not oldest <= ack.version <= newest:
-        raise QueueError(f"expected version {oldest}..{newest} after step {ack.step}, got {ack.version}")
-    lowest, highest = settings.lowest_bound, settings.max_staleness
-    lease_bound = highest if ack.lease_bound is None else ack.lease_bound
-    if not lowest <= lease_bound <= highest:
-        raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {lease_bound}")
+    if not state.taken:
+        raise QueueError(f"expected a take of step {learner.step} first, got an ack of step {ack.step}")
+    learner.check(ack, settings)
     _settle(state, learner, ack.trained)
-    learner.lease_bound = lease_bound
-    learner.step, learner.version = ack.step + 1, ack.version
+    learner.advance(ack, settings)
     state.filtered_since_step = state.filtered_right_since_step = 0
     state.drop_too_old(learner)
     if not learner.steps_left:
@@ -122,8 +114,8 @@ def _cancel_left_behind(state: QueueState, learner: LearnerSide) -> None:
     step be skipped, they were cancelled for nothing, and come again.
     """
     if state.settings.on_stale != "mask":
-        for held in state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
-            state.lose_lease(held, "cancelled")
+        for active in state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
+            state.lose_lease(active, "cancelled")
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:

@@ -1,8 +1,8 @@
-"""The queue as a pure state machine: no socket, no thread, no clock of its own (time comes as ``now``, seconds).
+"""Every request that the queue answers, as a method: a pure state machine without sockets, threads or a clock.
 
-What enters: a learner's attach, announcements, takes and acks; generators' lease requests, heartbeats and groups.
-What leaves: leases, batches, verdicts, statistics. Every method may be repeated with the same arguments. The server
-calls it; the tests drive it event by event.
+A learner's attach, announcements, takes and acks enter, and generators' lease requests, heartbeats and groups; time
+comes as ``now``, in seconds. Leases, batches, verdicts and statistics leave. Every method may be repeated with the same
+arguments. The server's handlers call it; tests drive it event by event.
 """
 
 from __future__ import annotations
@@ -121,11 +121,7 @@ class Buffer:
         state.old_lineages |= {state.learner.lineage} if state.learner is not None else set()
         state.void_leases()
         persistence.restore(state, found)
-        before = None if found is None else found.state.learner
-        bound = state.settings.max_staleness if before is None else before.lease_bound
-        state.waits_since = None
-        state.learner = LearnerSide(lineage, step, num_steps, fork_version, fork_version, bound)
-        state.drop_too_old(state.learner)
+        state.start_learner(lineage, step, num_steps, fork_version, None if found is None else found.state.learner)
         state.revision += 1
 
     def announce(self, announcement: Announcement) -> None:
@@ -230,8 +226,8 @@ class Buffer:
         for group in state.set_taken(()):
             state.drop_group(group, "taken", "unused_at_end")
         state.end_training()
-        for held in state.leases:
-            state.lose_lease(held, "unused_at_end", requeue=False)
+        for active in state.leases:
+            state.lose_lease(active, "unused_at_end", requeue=False)
         persistence.drop_undelivered(state, "unused_at_end")
         learner.finished = True
         state.revision += 1
@@ -253,8 +249,8 @@ class Buffer:
         entry = state.generators.seen(generator_id, state.now)
         entry.host, entry.backend = host, backend
         if replaces is not None and replaces != generator_id:
-            for held in [held for held in state.leases if held.generator_id == replaces]:
-                state.lose_lease(held, "expired", stop_sampling=False)
+            for active in [active for active in state.leases if active.generator_id == replaces]:
+                state.lose_lease(active, "expired", stop_sampling=False)
             state.generators.remove(replaces)
             state.revision += 1
 
@@ -275,8 +271,8 @@ class Buffer:
         state.generators.seen(generator_id, state.now).stats = stats
         void = state.generators.pop_cancelled(generator_id)
         for lease_id, tokens in progress.items():
-            held = state.leases.get(lease_id)
-            if held is None or held.generator_id != generator_id:
+            active = state.leases.get(lease_id)
+            if active is None or active.generator_id != generator_id:
                 void.add(lease_id)
             else:
                 state.leases.grow(lease_id, tokens, state.now)
@@ -308,18 +304,18 @@ class Buffer:
     def refuse(self, generator_id: str, lease_id: str, now: float) -> Verdict:
         """A return that can't be decoded; its prompt comes again."""
         self._state.at(now)
-        held = self._state.leases.get(lease_id)
-        if held is not None and held.generator_id == generator_id:
-            self._state.lose_lease(held, "refused", stop_sampling=False)
+        active = self._state.leases.get(lease_id)
+        if active is not None and active.generator_id == generator_id:
+            self._state.lose_lease(active, "refused", stop_sampling=False)
         return "refused"
 
     def goodbye(self, generator_id: str, now: float) -> None:
         """A generator leaves in good order; its leases are given out again at once."""
         state = self._state
         state.at(now)
-        for held in state.leases:
-            if held.generator_id == generator_id:
-                state.give_back(held)
+        for active in state.leases:
+            if active.generator_id == generator_id:
+                state.give_back(active)
         state.generators.remove(generator_id)
         state.revision += 1
 
@@ -331,8 +327,8 @@ class Buffer:
         state.at(now)
         batches.stop_waiting(state)
         expired = state.leases.expired(state.now)
-        for held in expired:
-            state.lose_lease(held, "expired")
+        for active in expired:
+            state.lose_lease(active, "expired")
         state.generators.forget_silent(state.now)
         return len(expired)
 
@@ -367,17 +363,17 @@ class Buffer:
 
     def lease_of(self, lease_id: str) -> Lease | None:
         """A lease in flight."""
-        held = self._state.leases.get(lease_id)
-        return None if held is None else held.lease
+        active = self._state.leases.get(lease_id)
+        return None if active is None else active.lease
 
     def alive_generators(self, now: float) -> tuple[str, ...]:
-        """Generators heard of lately."""
+        """Generators that were seen lately."""
         self._state.at(now)
         return tuple(entry.generator_id for entry in self._state.generators.alive(self._state.now))
 
-    def generators_to_tell(self) -> tuple[str, ...]:
+    def generators_to_notify(self) -> tuple[str, ...]:
         """Generators with leases that they were not yet told to stop sampling."""
-        return tuple(self._state.generators.with_cancelled())
+        return tuple(self._state.generators.to_notify())
 
     def check(self) -> None:
         """Raises AssertionError if a ledger's identity is broken."""

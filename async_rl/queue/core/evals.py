@@ -1,7 +1,7 @@
-"""Evaluations: every row of a dataset sampled once (``num_samples`` answers each), their answers held until received.
+"""Evaluations: sample every row of a dataset, and keep the answers until the learner has received them. Pure.
 
-Pure, and a part of the buffer, which owns the leases. An evaluation has a ledger of its own and does not count in
-admission. A row that can't be sampled is answered with a group without rollouts.
+The learner asks for an evaluation; ``lease_scheduler`` grants its rows, ``ingest`` stores the answers. Evaluations have
+a ledger of their own and do not count in admission. A row that can't be sampled has an answer without a group.
 """
 
 from __future__ import annotations

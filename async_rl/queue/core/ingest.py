@@ -167,32 +167,32 @@ def why_unfit(group: GroupSummary, lease: Lease, *, newest_version: int) -> str:
 
 def receive(state: QueueState, generator_id: str, group: GroupSummary, payload: Payload) -> tuple[Verdict, str]:
     """Take in a group: its summary and its ``payload``. The verdict, and a line that says why it was refused."""
-    held, learner = state.leases.get(group.lease_id), state.learner
-    if held is None or learner is None or held.generator_id != generator_id:
+    active, learner = state.leases.get(group.lease_id), state.learner
+    if active is None or learner is None or active.generator_id != generator_id:
         return _receive_late(state, group), ""
-    unfit = why_unfit(group, held.lease, newest_version=learner.version)
-    free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + held.reserved
+    unfit = why_unfit(group, active.lease, newest_version=learner.version)
+    free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
     # A larger one could leave no room for the rest of its step, for ever.
     room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
-    if not unfit and held.evaluation is None and len(payload) > max(held.reserved, room):
-        unfit = f"{len(payload)} bytes are more than the {held.reserved} reserved, and queue.max_bytes has no room"
+    if not unfit and active.evaluation is None and len(payload) > max(active.reserved, room):
+        unfit = f"{len(payload)} bytes are more than the {active.reserved} reserved, and queue.max_bytes has no room"
     if unfit:
-        _lose_returned(state, held, "failed" if group.every_rollout_failed else "refused", group.num_tokens)
+        _lose_returned(state, active, "failed" if group.every_rollout_failed else "refused", group.num_tokens)
         return "refused", f"group {group.lease_id}: {unfit}"
-    if held.evaluation is not None:
-        return _receive_answer(state, held, group, payload), ""
-    return _receive_training(state, learner, held, group, payload), ""
+    if active.evaluation is not None:
+        return _receive_answer(state, active, group, payload), ""
+    return _receive_training(state, learner, active, group, payload), ""
 
 
 def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause) -> Verdict:
     """A generator gives a lease back unsampled."""
-    held = state.leases.get(lease_id)
-    if held is None or held.generator_id != generator_id:
+    active = state.leases.get(lease_id)
+    if active is None or active.generator_id != generator_id:
         return "duplicate" if state.leases.status_of(lease_id) is not None else "unknown_lease"
     if cause == "prompt_too_long":
-        state.refuse_prompt(held)
+        state.refuse_prompt(active)
     else:
-        state.lose_lease(held, "failed", stop_sampling=False)
+        state.lose_lease(active, "failed", stop_sampling=False)
     return "refused"
 
 
@@ -210,30 +210,30 @@ def _receive_late(state: QueueState, group: GroupSummary) -> Verdict:
     return "old_lineage" if status == "rolled_back" else "unknown_lease"
 
 
-def _lose_returned(state: QueueState, held: ActiveLease, cause: DropCause, tokens: int) -> None:
-    state.lose_lease(held, cause, tokens=tokens, stop_sampling=False)
-    state.leases.set_status(held.lease.lease_id, _RETURNED)
+def _lose_returned(state: QueueState, active: ActiveLease, cause: DropCause, tokens: int) -> None:
+    state.lose_lease(active, cause, tokens=tokens, stop_sampling=False)
+    state.leases.set_status(active.lease.lease_id, _RETURNED)
 
 
-def _receive_answer(state: QueueState, held: ActiveLease, group: GroupSummary, payload: Payload) -> Verdict:
-    assert held.evaluation is not None
-    evaluation = state.evals.get(held.evaluation)
+def _receive_answer(state: QueueState, active: ActiveLease, group: GroupSummary, payload: Payload) -> Verdict:
+    assert active.evaluation is not None
+    evaluation = state.evals.get(active.evaluation)
     if evaluation is None:
-        _lose_returned(state, held, "refused", group.num_tokens)
+        _lose_returned(state, active, "refused", group.num_tokens)
         return "unknown_lease"
     if group.num_tokens and group.oldest_version < evaluation.request.min_version:
-        _lose_returned(state, held, "stale", group.num_tokens)
+        _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
-    state.leases.close(held.lease.lease_id, _RETURNED)
+    state.leases.close(active.lease.lease_id, _RETURNED)
     answer = Answer(state.payloads.keep(payload), group.num_rollouts, group.num_tokens)
-    state.evals.answer(evaluation, held.lease.prompt.row, answer)
+    state.evals.answer(evaluation, active.lease.prompt.row, answer)
     state.eval_ledger.arrive("queued", group.num_rollouts, group.num_tokens)
     state.revision += 1
     return "eval_done"
 
 
 def _receive_training(
-    state: QueueState, learner: LearnerSide, held: ActiveLease, group: GroupSummary, payload: Payload
+    state: QueueState, learner: LearnerSide, active: ActiveLease, group: GroupSummary, payload: Payload
 ) -> Verdict:
     settings = state.settings
     accuracy = group.accuracy / group.num_rollouts
@@ -242,9 +242,9 @@ def _receive_training(
     state.count_outcome("received", group)
     if bound_version < settings.oldest_trainable(learner.version):
         state.count_outcome("dropped", group)
-        _lose_returned(state, held, "stale", group.num_tokens)
+        _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
-    state.leases.close(held.lease.lease_id, _RETURNED)
+    state.leases.close(active.lease.lease_id, _RETURNED)
     state.revision += 1
     if not fits_filter and settings.refill:
         state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
@@ -260,7 +260,7 @@ def _receive_training(
         StoredGroup(
             lease_id=group.lease_id,
             position=group.position,
-            named_version=held.version,
+            named_version=active.version,
             oldest_version=group.oldest_version,
             newest_version=group.newest_version,
             bound_version=bound_version,

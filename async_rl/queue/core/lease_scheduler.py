@@ -1,4 +1,8 @@
-"""Who gets a lease: evaluations first, then training while the staleness bound has room. Pure."""
+"""Grant leases: for evaluations first, then for training while the staleness bound and the memory have room. Pure.
+
+A generator's request comes in through ``Buffer.lease``; leases leave, or the reason why there is none. The rule is in
+``admission``.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +91,7 @@ def _grant_training(
         used = state.group_bytes + state.leases.reserved
         if used + settings.worst_case_bytes > settings.max_bytes:
             return leases, LeasesGranted(
-                (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are held or reserved"
+                (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
             )
         position = state.stream.draw()
         if position is None:
@@ -97,9 +101,7 @@ def _grant_training(
 
 
 def _limit(state: QueueState, learner: LearnerSide, version: int) -> int:
-    return state.settings.group_limit(
-        version=learner.version, active_version=version, steps_left=learner.steps_left, bound=learner.lease_bound
-    )
+    return learner.group_limit(state.settings, version)
 
 
 def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> LeasesGranted:
@@ -119,9 +121,7 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
     attempts = state.attempts_of(position)
     lease = build_lease(
         state, None, position, lease_id=_new_id(state, learner, "train", position), lineage=learner.lineage,
-        min_version=settings.oldest_for_lease(
-            version=learner.version, outstanding=state.outstanding, bound=learner.lease_bound
-        ),
+        min_version=learner.oldest_for_lease(settings, state.outstanding),
         attempt=attempts.failed + attempts.stale + 1, version=version,
     )  # fmt: skip
     state.leases.add(ActiveLease(lease, generator_id, version, settings.worst_case_bytes, state.now, state.now))

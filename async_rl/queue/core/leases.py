@@ -78,7 +78,7 @@ class LeaseTable:
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
         self._timeout_s, self._changes = timeout_s, changes
-        self._held: dict[str, ActiveLease] = {}
+        self._active: dict[str, ActiveLease] = {}
         self._closed: OrderedDict[str, ClosedLease] = OrderedDict()
         self._by_version: list[tuple[int, str]] = []
         self._check_at: float | None = None
@@ -87,35 +87,35 @@ class LeaseTable:
         self.num_training = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._active)
 
     def __iter__(self) -> Iterator[ActiveLease]:
-        return iter(list(self._held.values()))
+        return iter(list(self._active.values()))
 
     def get(self, lease_id: str) -> ActiveLease | None:
-        return self._held.get(lease_id)
+        return self._active.get(lease_id)
 
-    def add(self, held: ActiveLease) -> None:
-        lease_id = held.lease.lease_id
-        self._held[lease_id] = held
-        self._changes.put("lease", lease_id, held, is_new=True)
-        self.reserved += held.reserved
-        if held.evaluation is None:
+    def add(self, active: ActiveLease) -> None:
+        lease_id = active.lease.lease_id
+        self._active[lease_id] = active
+        self._changes.put("lease", lease_id, active, is_new=True)
+        self.reserved += active.reserved
+        if active.evaluation is None:
             self.num_training += 1
-            heapq.heappush(self._by_version, (held.oldest_version, lease_id))
-        deadline = held.grown_at + self._timeout_s
+            heapq.heappush(self._by_version, (active.oldest_version, lease_id))
+        deadline = active.grown_at + self._timeout_s
         self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
 
     def close(self, lease_id: str, status: str) -> ActiveLease:
         """Take a lease out of flight; ``status`` says why, for returns that come late or repeatedly."""
-        held = self._held.pop(lease_id)
+        active = self._active.pop(lease_id)
         self._changes.delete("lease", lease_id)
-        self.reserved -= held.reserved
-        self.num_training -= held.evaluation is None
-        while self._by_version and self._by_version[0][1] not in self._held:
+        self.reserved -= active.reserved
+        self.num_training -= active.evaluation is None
+        while self._by_version and self._by_version[0][1] not in self._active:
             heapq.heappop(self._by_version)
         self.set_status(lease_id, status)
-        return held
+        return active
 
     def set_status(self, lease_id: str, status: str) -> None:
         self._num_closed += 1
@@ -137,19 +137,19 @@ class LeaseTable:
     def training_older_than(self, oldest: int) -> list[ActiveLease]:
         """Training leases of which a token may be older than ``oldest``; they stay until they are closed."""
         heap, older = self._by_version, []
-        while heap and (heap[0][0] < oldest or heap[0][1] not in self._held):
+        while heap and (heap[0][0] < oldest or heap[0][1] not in self._active):
             entry = heapq.heappop(heap)
-            if entry[1] in self._held:
+            if entry[1] in self._active:
                 older.append(entry)
         for entry in older:
             heapq.heappush(heap, entry)
-        return [self._held[lease_id] for _, lease_id in older]
+        return [self._active[lease_id] for _, lease_id in older]
 
     def grow(self, lease_id: str, progress: int, now: float) -> None:
         """A heartbeat's progress; only growth keeps a lease alive."""
-        held = self._held[lease_id]
-        if progress > held.progress:
-            held.progress, held.grown_at = progress, now
+        active = self._active[lease_id]
+        if progress > active.progress:
+            active.progress, active.grown_at = progress, now
 
     @property
     def next_deadline(self) -> float | None:
@@ -160,8 +160,8 @@ class LeaseTable:
         """Those without growth for the timeout. They stay until they are closed."""
         if self._check_at is None or now < self._check_at:
             return []
-        late = [h for h in self._held.values() if now - h.grown_at >= self._timeout_s]
-        alive = [h.grown_at + self._timeout_s for h in self._held.values() if now - h.grown_at < self._timeout_s]
+        late = [h for h in self._active.values() if now - h.grown_at >= self._timeout_s]
+        alive = [h.grown_at + self._timeout_s for h in self._active.values() if now - h.grown_at < self._timeout_s]
         self._check_at = min(alive, default=None)
         return late
 
@@ -185,7 +185,7 @@ class GeneratorTable:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._entries: dict[str, GeneratorEntry] = {}
-        self._to_tell: set[str] = set()
+        self._to_notify: set[str] = set()
         self._forget_at = 0.0
 
     def seen(self, generator_id: str, now: float) -> GeneratorEntry:
@@ -197,7 +197,7 @@ class GeneratorTable:
 
     def remove(self, generator_id: str) -> None:
         self._entries.pop(generator_id, None)
-        self._to_tell.discard(generator_id)
+        self._to_notify.discard(generator_id)
 
     def forget_silent(self, now: float) -> None:
         """Asked on every request, so it looks at them all only when one may be due."""
@@ -211,23 +211,23 @@ class GeneratorTable:
     def alive(self, now: float) -> list[GeneratorEntry]:
         return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
 
-    def cancel(self, held: ActiveLease) -> None:
+    def cancel(self, active: ActiveLease) -> None:
         """Note that the holder is to stop sampling this lease."""
-        entry = self._entries.get(held.generator_id)
+        entry = self._entries.get(active.generator_id)
         if entry is not None:
-            entry.cancelled.add(held.lease.lease_id)
-            self._to_tell.add(held.generator_id)
+            entry.cancelled.add(active.lease.lease_id)
+            self._to_notify.add(active.generator_id)
 
     def pop_cancelled(self, generator_id: str) -> set[str]:
         entry = self._entries.get(generator_id)
         if entry is None:
             return set()
         cancelled, entry.cancelled = entry.cancelled, set()
-        self._to_tell.discard(generator_id)
+        self._to_notify.discard(generator_id)
         return cancelled
 
-    def with_cancelled(self) -> list[str]:
-        return list(self._to_tell)
+    def to_notify(self) -> list[str]:
+        return list(self._to_notify)
 
     def total(self, now: float) -> GeneratorStats:
         """The sum of the stats of those alive."""

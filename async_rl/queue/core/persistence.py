@@ -176,7 +176,7 @@ def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
 
     What is taken counts as queued, what is in flight as not yet drawn.
     """
-    in_flight = [held.lease.prompt.position for held in state.leases if held.evaluation is None]
+    in_flight = [active.lease.prompt.position for active in state.leases if active.evaluation is None]
     groups = sorted([*state.taken, *state.queued], key=lambda g: g.order)
     state.release_refs(state.snapshot_refs.add(snapshot_key(learner.lineage, learner.step), groups))
     saved = persisted(state)

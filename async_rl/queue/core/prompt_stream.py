@@ -1,7 +1,7 @@
 """The prompt stream: positions that count from 0 over all epochs, each naming one row. Pure.
 
 Every epoch is a seeded order of all rows, so a position alone says which row it is, now and after any restart. The
-buffer draws positions; those it puts back (expired, dropped, rolled back) come again first, in stream order.
+lease scheduler draws positions; requeued ones (expired, dropped, rolled back) are drawn first, in stream order.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PromptStream:
         return self.cursor.position - 1
 
     def requeue(self, position: int) -> None:
-        """Let a drawn position come again."""
+        """Draw this position again, before new ones."""
         heapq.heappush(self.cursor.requeued, position)
 
     def _order(self, epoch: int) -> np.ndarray:

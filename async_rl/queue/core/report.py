@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.queue.core.state import LearnerSide, QueueState
+from async_rl.queue.core.state import LEARNER_STATUS, LearnerSide, QueueState
 from async_rl.queue.messages import NotReady, QueueStats
 
 _ANNOUNCED = ("lineage", "version", "digest", "channel")
@@ -22,7 +22,7 @@ def ledger_dict(state: QueueState) -> dict[str, Any]:
 
 
 def check_totals(state: QueueState) -> None:
-    """Raises AssertionError if an identity is broken, or the ledger and the totals of what is held differ."""
+    """Raises AssertionError if an identity is broken, or the ledger and the totals of what is stored differ."""
     state.ledger.check()
     state.eval_ledger.check()
     groups, tokens = state.ledger.groups, state.ledger.tokens
@@ -39,7 +39,7 @@ def check_totals(state: QueueState) -> None:
 
 
 def check(state: QueueState) -> None:
-    """``check_totals``, and every total against what it sums; takes time with what is held.
+    """``check_totals``, and every total against what it sums; its cost grows with what is stored.
 
     Raises:
         AssertionError: something does not add up, or a prompt got lost.
@@ -49,7 +49,7 @@ def check(state: QueueState) -> None:
     _compare(
         {
             "queued bytes": (state.queued.num_bytes, sum(g.ref.length for g in queued)),
-            "held bytes": (state.group_bytes, sum(g.ref.length for g in (*queued, *state.taken))),
+            "bytes": (state.group_bytes, sum(g.ref.length for g in (*queued, *state.taken))),
             "queued tokens": (state.queued.num_tokens, sum(g.num_tokens for g in queued)),
             "reserved": (state.leases.reserved, sum(lease.reserved for lease in leases)),
             "training leases": (state.leases.num_training, sum(lease.evaluation is None for lease in leases)),
@@ -57,10 +57,10 @@ def check(state: QueueState) -> None:
     )
 
 
-def _compare(facts: Mapping[str, tuple[int, int]]) -> None:
-    wrong = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
+def _compare(totals: Mapping[str, tuple[int, int]]) -> None:
+    wrong = {name: pair for name, pair in totals.items() if pair[0] != pair[1]}
     if wrong:
-        raise AssertionError(f"(counted, held) differ: {wrong}")
+        raise AssertionError(f"(counted, stored) differ: {wrong}")
 
 
 def _prompts(state: QueueState) -> int:
@@ -141,16 +141,12 @@ def status(state: QueueState) -> dict[str, Any]:
     learner = state.learner
     announced = learner.announcement if learner else None
     return {
-        "lineage": learner.lineage if learner else None,
-        "step": learner.step if learner else None,
-        "num_steps": learner.num_steps if learner else None,
-        "version": learner.version if learner else None,
-        "lease_bound": learner.lease_bound if learner else None,
+        **{name: getattr(learner, name, None) for name in LEARNER_STATUS},
         "finished": bool(learner and learner.finished),
         "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
         "depth": len(state.queued),
         "bytes": state.group_bytes + state.evals.num_bytes,
-        "bytes_pinned": sum(g.ref.length for g in state.snapshot_refs.groups if not state.is_held(g.lease_id)),
+        "bytes_pinned": sum(g.ref.length for g in state.snapshot_refs.groups if not state.is_live(g.lease_id)),
         "bytes_reserved": state.leases.reserved,
         "max_bytes": state.settings.max_bytes,
         "stream": {
@@ -181,14 +177,14 @@ def excluded(state: QueueState) -> list[dict[str, Any]]:
 def _leases(state: QueueState) -> list[dict[str, Any]]:
     return [
         {
-            "lease_id": held.lease.lease_id,
-            "generator": held.generator_id,
-            "kind": held.lease.kind,
-            "version": held.version,
-            "attempt": held.lease.attempt,
-            "progress": held.progress,
-            "age_s": state.now - held.issued_at,
-            "silent_s": state.now - held.grown_at,
+            "lease_id": active.lease.lease_id,
+            "generator": active.generator_id,
+            "kind": active.lease.kind,
+            "version": active.version,
+            "attempt": active.lease.attempt,
+            "progress": active.progress,
+            "age_s": state.now - active.issued_at,
+            "silent_s": state.now - active.grown_at,
         }
-        for held in state.leases
+        for active in state.leases
     ]

@@ -1,6 +1,7 @@
-"""What the buffer knows, and the transitions that its parts share: losing a lease, dropping a group, asking again.
+"""The queue's state, and the changes that requests share: end a lease, drop a group, requeue a prompt. Pure.
 
-Pure. ``buffer.py`` is the face of it; ``grants.py`` and ``returns.py`` hold the two long decisions.
+``Buffer`` owns a ``QueueState``; the scheduler of leases, the ingest and the batches change it. Its persisted part,
+``PersistedState``, is written and read by ``persistence``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompt_stream import PromptStream, StreamCursor
 from async_rl.queue.core.stored_groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
-from async_rl.queue.messages import Announcement, DropCause
+from async_rl.queue.messages import Announcement, DropCause, StepAck
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import PayloadStore
 from async_rl.records import Prompt
 
 _NAMED = 100
-"""Prompts that were set aside are named up to so many; all are counted."""
+"""So many excluded prompts are named at most; all are counted."""
+
+
+LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound")
+"""Of the learner, in the status of the queue."""
 
 
 class LearnerSide(msgspec.Struct):
@@ -46,6 +51,33 @@ class LearnerSide(msgspec.Struct):
     taken_ids: tuple[str, ...] = ()
     acked: tuple[int, bytes | None] | None = None
     finished: bool = False
+
+    def group_limit(self, settings: BufferSettings, active_version: int) -> int:
+        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks."""
+        return settings.group_limit(
+            version=self.version, active_version=active_version, steps_left=self.steps_left, bound=self.lease_bound
+        )
+
+    def oldest_for_lease(self, settings: BufferSettings, outstanding: int) -> int:
+        """The oldest version that may sample the next lease, with ``outstanding`` groups before it."""
+        return settings.oldest_for_lease(version=self.version, outstanding=outstanding, bound=self.lease_bound)
+
+    def check(self, ack: StepAck, settings: BufferSettings) -> None:
+        """Raises QueueError: the ack is of another step, or its version or bound is out of range."""
+        if ack.step != self.step:
+            raise QueueError(f"expected an ack of step {self.step}, taken before, got one of step {ack.step}")
+        oldest = self.version + ack.trained.stepped
+        newest = self.version + (settings.updates_per_batch if ack.trained.stepped else 0)
+        if not oldest <= ack.version <= newest:
+            raise QueueError(f"expected version {oldest}..{newest} after step {ack.step}, got {ack.version}")
+        lowest, highest = settings.lowest_bound, settings.max_staleness
+        if ack.lease_bound is not None and not lowest <= ack.lease_bound <= highest:
+            raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {ack.lease_bound}")
+
+    def advance(self, ack: StepAck, settings: BufferSettings) -> None:
+        """Be where the learner is after the acked step, which was checked before."""
+        self.step, self.version = ack.step + 1, ack.version
+        self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
 
     @property
     def steps_left(self) -> int:
@@ -81,7 +113,7 @@ class PersistedState:
     """What outlives a queue server: the journal and the checkpoint's snapshot hold all fields (``persistence.py``).
 
     ``now`` is the queue's clock. ``data_digest`` names the training rows, so that a snapshot of other rows is never
-    restored. ``excluded`` counts an epoch's prompts that were given up; ``last_excluded`` names the last of them by
+    restored. ``excluded`` counts an epoch's excluded prompts; ``last_excluded`` names the last of them by
     position, with the cause. ``received_evals`` are the evaluations whose answers the learner has.
     """
 
@@ -172,7 +204,7 @@ class QueueState(PersistedState):
 
     @property
     def group_bytes(self) -> int:
-        """Payloads that are queued or taken."""
+        """Bytes of payloads that are queued or taken."""
         return self.queued.num_bytes + self.taken_bytes
 
     @property
@@ -186,65 +218,80 @@ class QueueState(PersistedState):
         return Prompt(position, row, epoch, self.rows[row].messages, self.rows[row].reward_data)
 
     def lose_lease(
-        self, held: ActiveLease, cause: DropCause, *, tokens: int = 0, stop_sampling: bool = True, requeue: bool = True
+        self,
+        active: ActiveLease,
+        cause: DropCause,
+        *,
+        tokens: int = 0,
+        stop_sampling: bool = True,
+        requeue: bool = True,
     ) -> None:
-        """A lease ends without a usable group; its prompt comes again, or is set aside.
+        """A lease ends without a usable group; its prompt is requeued, or excluded.
 
-        ``again`` False (evaluations only) gives the row up at once.
+        ``requeue`` False (evaluations only) gives the row up at once.
         """
-        rollouts = held.lease.group_size
+        rollouts = active.lease.group_size
         if stop_sampling:
-            self.generators.cancel(held)
-        if held.evaluation is not None:
-            evaluation = self.evals.get(held.evaluation)
+            self.generators.cancel(active)
+        if active.evaluation is not None:
+            evaluation = self.evals.get(active.evaluation)
             given_up = evaluation is not None and evaluation.lose(
-                held.lease.prompt.row, max_attempts=self.settings.max_attempts, requeue=requeue
+                active.lease.prompt.row, max_attempts=self.settings.max_attempts, requeue=requeue
             )
             if evaluation is not None:
                 self.evals.note(evaluation)
                 if given_up:
-                    self.evals.answer(evaluation, held.lease.prompt.row, Answer(None))
+                    self.evals.answer(evaluation, active.lease.prompt.row, Answer(None))
             final: DropCause = "poison" if given_up and requeue else cause
-            self.leases.close(held.lease.lease_id, final)
+            self.leases.close(active.lease.lease_id, final)
             self.eval_ledger.drop("in_flight", final, rollouts, tokens)
         else:
-            final = self._ask_again(held.lease.prompt.position, cause)
-            self.leases.close(held.lease.lease_id, final)
+            final = self._requeue_or_exclude(active.lease.prompt.position, cause)
+            self.leases.close(active.lease.lease_id, final)
             self.ledger.drop("in_flight", final, rollouts, tokens)
             if cause == "cancelled":
                 # Its answers are at least as long as the last heartbeat said; what they are worth, nobody knows.
-                self.outcomes.add("cancelled", rollouts=rollouts, tokens=held.progress, reward=0.0, accuracy=0.0)
+                self.outcomes.add("cancelled", rollouts=rollouts, tokens=active.progress, reward=0.0, accuracy=0.0)
         self.revision += 1
 
-    def give_back(self, held: ActiveLease) -> None:
-        """A lease ends by nobody's fault; its prompt comes again and no attempt is counted."""
-        rollouts = held.lease.group_size
-        self.leases.close(held.lease.lease_id, "cancelled")
-        if held.evaluation is not None:
+    def give_back(self, active: ActiveLease) -> None:
+        """A generator that leaves gives a lease back; its prompt is requeued and no attempt is counted."""
+        rollouts = active.lease.group_size
+        self.leases.close(active.lease.lease_id, "cancelled")
+        if active.evaluation is not None:
             self.eval_ledger.drop("in_flight", "cancelled", rollouts, 0)
-            evaluation = self.evals.get(held.evaluation)
+            evaluation = self.evals.get(active.evaluation)
             if evaluation is not None:
-                evaluation.give_back(held.lease.prompt.row)
+                evaluation.give_back(active.lease.prompt.row)
         else:
             self.ledger.drop("in_flight", "cancelled", rollouts, 0)
-            self.stream.requeue(held.lease.prompt.position)
+            self.stream.requeue(active.lease.prompt.position)
         self.revision += 1
+
+    def start_learner(
+        self, lineage: str, step: int, num_steps: int, fork_version: int, before: LearnerSide | None
+    ) -> None:
+        """A learner goes on from ``before``, the one of its snapshot, or from nothing."""
+        bound = self.settings.max_staleness if before is None else before.lease_bound
+        self.learner = LearnerSide(lineage, step, num_steps, fork_version, fork_version, bound)
+        self.waits_since = None
+        self.drop_too_old(self.learner)
 
     def void_leases(self) -> None:
         """Every lease ends here, rolled back; the ledger is the caller's."""
-        for held in self.leases:
-            self.generators.cancel(held)
-            self.leases.close(held.lease.lease_id, "rolled_back")
+        for active in self.leases:
+            self.generators.cancel(active)
+            self.leases.close(active.lease.lease_id, "rolled_back")
 
-    def refuse_prompt(self, held: ActiveLease) -> None:
-        """A prompt that is too long is never tried again."""
-        if held.evaluation is not None:
-            self.lose_lease(held, "refused", stop_sampling=False, requeue=False)
+    def refuse_prompt(self, active: ActiveLease) -> None:
+        """A prompt is too long: exclude it."""
+        if active.evaluation is not None:
+            self.lose_lease(active, "refused", stop_sampling=False, requeue=False)
             return
-        self.leases.close(held.lease.lease_id, "refused")
-        self.ledger.drop("in_flight", "refused", held.lease.group_size, 0)
+        self.leases.close(active.lease.lease_id, "refused")
+        self.ledger.drop("in_flight", "refused", active.lease.group_size, 0)
         self.prompts_too_long += 1
-        self._give_up(held.lease.prompt.position, "too_long")
+        self._exclude(active.lease.prompt.position, "too_long")
         self.revision += 1
 
     def add_group(self, group: StoredGroup) -> None:
@@ -254,29 +301,29 @@ class QueueState(PersistedState):
         self.revision += 1
 
     def drop_group(self, group: StoredGroup, source: ledgers.Place, cause: DropCause, *, requeue: bool = False) -> None:
-        """A queued or taken group leaves; the caller has taken it out of its place."""
-        final = self._ask_again(group.position, cause) if requeue else cause
+        """Drop a group that the caller removed from the ready or taken ones."""
+        final = self._requeue_or_exclude(group.position, cause) if requeue else cause
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
         self.forget_group(group)
         self.revision += 1
 
     def forget_group(self, group: StoredGroup) -> None:
-        """Forget a group that left, unless a snapshot still needs it."""
+        """Forget a group that left, unless a snapshot still refers to it."""
         if group.lease_id in self.snapshot_refs:
             self.changes.put("group", group.lease_id, GroupRecord(group, is_live=False))
         else:
             self.changes.delete("group", group.lease_id)
             self.payloads.release(group.ref)
 
-    def is_held(self, lease_id: str) -> bool:
-        """Whether the group is queued or taken."""
+    def is_live(self, lease_id: str) -> bool:
+        """Whether the group is ready or taken."""
         return lease_id in self.queued or any(group.lease_id == lease_id for group in self.taken)
 
     def release_refs(self, groups: Iterable[StoredGroup]) -> None:
-        """No snapshot needs these any more: let go of those that left meanwhile."""
+        """No snapshot refers to these groups any more: forget those that left meanwhile."""
         for group in groups:
-            if not self.is_held(group.lease_id):
+            if not self.is_live(group.lease_id):
                 self.forget_group(group)
 
     def count_outcome(self, outcome: ledgers.Outcome, group: _Counted) -> None:
@@ -295,18 +342,18 @@ class QueueState(PersistedState):
             self.drop_group(group, "queued", "stale", requeue=True)
         # Under "mask" a lease can always make it: its newer tokens will be young enough.
         if self.settings.on_stale != "mask":
-            for held in self.leases.training_older_than(oldest):
-                self.lose_lease(held, "cancelled")
+            for active in self.leases.training_older_than(oldest):
+                self.lose_lease(active, "cancelled")
 
     def end_training(self) -> None:
         """No further step: what is queued or in flight for training is unused."""
         for group in self.queued.pop_all():
             self.drop_group(group, "queued", "unused_at_end")
-        for held in self.leases:
-            if held.evaluation is None:
-                self.generators.cancel(held)
-                self.leases.close(held.lease.lease_id, "unused_at_end")
-                self.ledger.drop("in_flight", "unused_at_end", held.lease.group_size, 0)
+        for active in self.leases:
+            if active.evaluation is None:
+                self.generators.cancel(active)
+                self.leases.close(active.lease.lease_id, "unused_at_end")
+                self.ledger.drop("in_flight", "unused_at_end", active.lease.group_size, 0)
                 self.revision += 1
 
     def attempts_of(self, position: int) -> Attempts:
@@ -325,14 +372,14 @@ class QueueState(PersistedState):
         full = [epoch for epoch, count in self.excluded.items() if count >= self.stream.num_rows]
         if full:
             return (
-                f"every prompt of epoch {full[0]} was set aside ({self.prompts_too_long} were longer than "
+                f"every prompt of epoch {full[0]} was excluded ({self.prompts_too_long} were longer than "
                 f"sampling.max_prompt_tokens = {self.settings.sampling.max_prompt_tokens}, others failed or were too "
                 f"slow queue.max_attempts times); see the generators' logs"
             )
         return ""
 
-    def _ask_again(self, position: int, cause: DropCause) -> DropCause:
-        """Let the prompt come again, unless it used up its attempts; the cause that counts."""
+    def _requeue_or_exclude(self, position: int, cause: DropCause) -> DropCause:
+        """Requeue the prompt, or exclude it if it used up its attempts; the cause to count."""
         attempts = self.attempts.setdefault(position, Attempts())
         if cause in ("stale", "cancelled"):
             attempts.stale += 1
@@ -343,10 +390,10 @@ class QueueState(PersistedState):
         if final == cause:
             self.stream.requeue(position)
         else:
-            self._give_up(position, final)
+            self._exclude(position, final)
         return final
 
-    def _give_up(self, position: int, cause: str) -> None:
+    def _exclude(self, position: int, cause: str) -> None:
         self.attempts.pop(position, None)
         self.excluded[position // self.stream.num_rows] += 1
         self.last_excluded[position] = cause

@@ -297,7 +297,7 @@ class QueueServer:
         news = self._handlers.news
         everyone = news != self._told and news != (None, False)
         self._told = news
-        told = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_tell()
+        told = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_notify()
         for generator_id in told:
             peer = self._handlers.registry.peer_of(generator_id)
             if peer is not None:
