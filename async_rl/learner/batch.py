@@ -1,7 +1,7 @@
-"""Taken groups to trainable sequences: masks with their causes, and the staleness of every token.
+"""Turn taken groups into trainable sequences, with masks and their causes.
 
-Called by the trainer on rank 0, once a step; leaves plain arrays for the engine and the facts for the ledger. The
-first cause that applies, in the order of ``MASK_CAUSES``, is the one counted.
+The trainer calls this on rank 0, once a step. Groups enter, sequences of plain arrays leave. Where several causes mask
+a rollout, the first in the order of ``MASK_CAUSES`` is counted.
 """
 
 from __future__ import annotations
@@ -18,29 +18,36 @@ from async_rl.records import Group, Rollout, TokenSequence
 from async_rl.sampling_mask import SamplingMask, select
 
 MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold", "step_skipped")
-"""Why a rollout, or some of its tokens, leave the loss: sampled by weights this run did not publish; its engine failed;
-its group's accuracy is outside ``queue.filter_range`` with ``queue.refill = false``; cut at ``max_new_tokens``; not
-among the ``loss.best_k`` of its group; tokens above the staleness bound under ``queue.on_stale = "mask"``; ratio over
-the threshold; its optimizer step was skipped (the whole batch's, or one of ``learner.updates_per_batch``)."""
+"""Why a rollout, or some of its tokens, leave the loss. In this order:
+
+- ``unknown_weights``: it was sampled by weights that this run did not publish.
+- ``failed``: its inference engine failed.
+- ``filter``: its group's accuracy is outside ``queue.filter_range``, with ``queue.refill = false``.
+- ``truncated``: it was cut at ``sampling.max_new_tokens``, with ``loss.mask_truncated``.
+- ``best_k``: it is not among the ``loss.best_k`` of its group.
+- ``stale``: tokens above the staleness bound, with ``queue.on_stale = "mask"``.
+- ``skip_threshold``: its ratios are above ``loss.skip_threshold``.
+- ``step_skipped``: its optimizer step was skipped (one of ``learner.updates_per_batch``).
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """One step's sequences, split into ``updates_per_batch`` parts, and where each came from.
+    """One step's sequences, split into ``learner.updates_per_batch`` parts, and where each came from.
 
     Attributes:
         updates: the sequences that are trained on. Their advantages are 0 until ``with_advantages``.
         rollout_of: sequence id to the index of its rollout in the step.
         sequence_tokens: sequence id to its tokens under the loss mask.
         arrival_versions: sequence id to the newest announced version when its group arrived.
-        group_sizes: rollouts of each group; they lie in the step's order, group after group.
+        group_sizes: number of rollouts of each group. Rollouts are numbered in the step's order, group after group.
         rewards: float64 [R], one a rollout, masked ones included.
         accuracies: float64 [R].
-        rollout_tokens: all sampled tokens of each rollout.
-        stale_tokens: of them, those masked as stale in rollouts that are trained on.
+        rollout_tokens: number of sampled tokens of each rollout.
+        stale_tokens: number of tokens masked as stale in rollouts that are trained on.
         masked: index of a rollout to the cause that takes it out of the loss.
-        reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats, where it is part of the
-            reward or the advantage.
+        reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats; None unless the KL is part
+            of the reward or the advantage.
     """
 
     updates: tuple[tuple[TrainSequence, ...], ...]
@@ -78,9 +85,14 @@ def prepare_batch(
 ) -> PreparedBatch:
     """Sequences of ``taken``, in order, in ``num_updates`` equal parts, with advantages of 0.
 
-    ``advantages.with_advantages`` fills those in, once the reference model was asked where it is needed. Masked
-    rollouts leave no sequences, but count in baselines. Tokens that a version before ``oldest_version`` sampled leave
-    the loss (none: all stay).
+    ``with_advantages`` fills the advantages in later. Masked rollouts give no sequences, but count in baselines.
+
+    Args:
+        taken: the groups of the step.
+        mask_truncated: ``loss.mask_truncated``.
+        num_updates: ``learner.updates_per_batch``.
+        known_weights: says whether this run published the weights that sampled a group.
+        oldest_version: tokens that an earlier version sampled leave the loss; if unset, all stay.
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -111,7 +123,7 @@ def prepare_batch(
 def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) -> PreparedBatch:
     """``prepared`` without the sequences of ``rollouts`` (indices of ones that are trained on), masked for ``cause``.
 
-    All their tokens are of ``cause`` then, also those that were stale: the cause must come first in ``MASK_CAUSES``.
+    All their tokens are counted under ``cause``, even stale ones, so it must come before ``stale`` in ``MASK_CAUSES``.
     """
     if not rollouts:
         return prepared
@@ -182,10 +194,10 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
 
 
 def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int) -> None:
-    """The learner's own check of what it is about to train on; ``version`` is the one that trains last on the batch.
+    """Check that no trained token is above the staleness bound. ``version`` is the one that trains last on the batch.
 
     Raises:
-        StaleRolloutError: a token is above the bound (a bug of ours, never trained on).
+        StaleRolloutError: a token is above the bound. The queue never hands one over, so this is a bug of ours.
     """
     sequences = [s for update in prepared.updates for s in update if prepared.sequence_tokens[s.sequence_id]]
     if not sequences:
@@ -193,8 +205,9 @@ def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int
     oldest = int(np.concatenate([s.versions[s.loss_mask] for s in sequences]).min())
     if version - oldest > max_staleness:
         raise StaleRolloutError(
-            f"the queue handed over a token that is {version - oldest} versions old, limit {max_staleness} (sampled at "
-            f"{oldest}, learner at {version})"
+            f"expected tokens of at most {max_staleness} versions of age (queue.max_staleness), but the queue handed "
+            f"over one that is {version - oldest} versions old (sampled at {oldest}, learner at {version}); this is a "
+            f"bug in async-rl, please report it"
         )
 
 

@@ -1,7 +1,7 @@
-"""Evaluations as the learner sees them: asked of the queue, answered by generators, recorded beside the metrics.
+"""Evaluations: request them of the queue, collect the answers, record them with the metrics.
 
-The trainer asks before, between and after training; answers come whenever they are done. What was asked and is not yet
-written survives a restart in ``TrainerState.pending_evals``.
+Generators answer. The trainer requests evaluations before, during and after training, and collects answers whenever
+they are done. What was requested and not yet written survives a restart in ``TrainerState.pending_evals``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVAL_WAIT_S = 2.0
 
 
 class Evaluations:
-    """The evaluations of one learner start. ``record`` takes the row of each, at its step."""
+    """The evaluations of one learner start. ``record`` takes the step and the figures of each."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class Evaluations:
         return bool(self._state.pending_evals)
 
     def request_all(self) -> None:
-        """Ask for every dataset, of the weights that there are now; there is no training lease before the end."""
+        """Request every dataset, with the current weights. No training lease is given before the end."""
         self._ask(self._every, exclusive=True)
 
     def request_due(self) -> None:
-        """Ask for the datasets whose turn it is after this step; training goes on meanwhile."""
+        """Request the datasets that are due after this step. Training continues meanwhile."""
         step = self._state.step
         self._ask([name for name, every in self._every.items() if every and step % every == 0], exclusive=False)
 
     def request_pending(self) -> None:
-        """After a restart: answers that were not written are asked for again, of the weights that there are now."""
+        """After a restart: request again what was not written, with the current weights."""
         for dataset, step in self._state.pending_evals:
             self._request(dataset, step, exclusive=False)
 
@@ -69,10 +69,10 @@ class Evaluations:
         self._ask([name for name in self._every if (name, self._state.step) not in asked], exclusive=True)
 
     def collect(self) -> None:
-        """Record what is finished, and let the queue know that it may forget it."""
+        """Record finished evaluations, and tell the queue that it may forget them."""
         if not self.are_pending:
             return
-        # Until nothing comes: only then does the queue know of the last one that it was received.
+        # Until nothing comes: each request confirms the results of the one before.
         while results := self._queue.eval_results(self._state.lineage, self._received):
             for result in results:
                 key = (result.dataset, result.step)

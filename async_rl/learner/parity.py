@@ -1,15 +1,17 @@
 """The parity gate: each generator's engine and the learner must give the same tokens the same log-probabilities.
 
-Two comparisons, both at one version exactly, and neither waits for anybody:
+It makes two comparisons. Both are at exactly one version, and neither waits for anybody.
 
-- *sampled*: rollouts that come back while the learner still holds the version that sampled all of their tokens, as in
-  the first step, are scored before it trains on them. That covers all of the sampling: cache, temperature, top-p.
-- *given*: every ``experimental.parity_every`` versions, and for each newcomer, the learner scores a few tokens of the
-  last batch and announces them with the version; every generator answers once it has activated it.
+- *Sampled tokens*: a rollout may come back while the learner still holds the version that sampled all of its tokens, as
+  in the first step. The learner scores such rollouts before it trains on them. This covers all of the sampling: cache,
+  temperature, top-p.
+- *Probe sequences*: every ``experimental.parity_every`` versions, and for each new generator, the learner scores a few
+  tokens of the last batch and announces them with the version. Every generator scores them once it has activated that
+  version.
 
-A difference that a generator's answer, or the learner's own experiments, can explain stops the run at once. One in
-sampled tokens that nothing explains waits for the generator's answer about given ones, which excludes or proves its
-weights. Called by the trainer on rank 0.
+A difference with a known cause stops the run at once. If sampled tokens differ for no known cause, the gate waits for
+the generator's scores of the probe sequences, which show whether its weights are right. The trainer calls this on rank
+0.
 """
 
 from __future__ import annotations
@@ -45,24 +47,25 @@ from async_rl.queue.parity import (
 logger = logging.getLogger(__name__)
 
 _SAMPLED_SEQUENCES = 4
-"""Sequences of each generator that are compared as they were sampled, and at most so many tokens of all."""
+"""Sequences of each generator that are compared as they were sampled."""
 _SAMPLED_TOKENS = 4096
-_ASK_AGAIN = 5
-"""Versions after which a probe that somebody has not answered is followed by another."""
-_MAX_OPEN = 8
-"""Probes whose answers are still waited for."""
+"""Tokens that are compared as they were sampled, of all generators together."""
+_REPEAT_AFTER_VERSIONS = 5
+"""If a generator has not answered a probe after so many versions, another probe is sent."""
+_MAX_OPEN_PROBES = 8
+"""Probes whose answers are still accepted."""
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 
 class _Suspicion(NamedTuple):
-    """Sampled tokens of a generator differed, by ``mean`` nats, and nothing here explains it."""
+    """Sampled tokens of a generator differed by ``mean`` nats, for no known cause."""
 
     text: str
     mean: float
 
 
 class ParityGate:
-    """Of one learner start. ``dtype`` is what the learner computes in, by torch's name."""
+    """The comparisons of one learner start. ``dtype`` is torch's name of the type that the learner computes in."""
 
     def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
         self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
@@ -78,10 +81,10 @@ class ParityGate:
         self._row: dict[str, float] = {}
 
     def check_sampled(self, taken: Sequence[TakenGroup], prepared: PreparedBatch, *, version: int) -> None:
-        """Compare what generators that are due sampled at ``version``, which the engine holds; nothing if they did not.
+        """Compare the tokens that generators sampled at ``version``, which the engine holds, if they are due.
 
         Raises:
-            ParityError: past the limit, for a known reason.
+            ParityError: a difference is above the limit, and its cause is known.
         """
         sequences = [sequence for update in prepared.updates for sequence in update]
         owners = np.repeat([item.group.generator_id for item in taken], [len(i.group.rollouts) for i in taken]).tolist()
@@ -107,14 +110,14 @@ class ParityGate:
             self._judge_sampled(owner, mine, joined(mine, scored), version)
 
     def prepare_probe(self, lineage: str, version: int) -> None:
-        """Score a few given tokens by ``version``, which the engine holds, if a generator is due.
+        """Score a few probe sequences by ``version``, which the engine holds, if a generator is due.
 
-        ``take_probe`` gives what to announce. Who has not answered is asked again a few versions later: it may have
-        gone from an older version to a newer one.
+        ``take_probe`` gives what to announce. A generator that has not answered gets another probe a few versions
+        later, since it may have skipped this version.
         """
         if not self._material or not any(self._is_due(self._checked, who, version) for who in self._roster):
             return
-        if self._sent and version - max(self._sent) < _ASK_AGAIN and not self._suspects:
+        if self._sent and version - max(self._sent) < _REPEAT_AFTER_VERSIONS and not self._suspects:
             return
         temperature = self._material[0].temperature
         given = [probe_sequence_of(sequence) for sequence in self._material]
@@ -124,20 +127,23 @@ class ParityGate:
         probe = Probe(lineage, version, temperature, tuple(given), logprobs, self._dtype, self._weights.parity_limit)
         self._probes[version] = encode_probe(probe)
         self._sent[version] = np.concatenate(logprobs)
-        for old in sorted(self._sent)[:-_MAX_OPEN]:
+        for old in sorted(self._sent)[:-_MAX_OPEN_PROBES]:
             del self._sent[old]
 
     def take_probe(self, version: int) -> bytes:
-        """What goes out with the announcement of ``version``; empty: nothing."""
+        """The probe to announce with ``version``; empty if there is none."""
         return self._probes.pop(version, b"")
 
     def observe(self, lineage: str, version: int, roster: Sequence[str]) -> dict[str, float]:
-        """Compare the answers that have come; the metrics of this step, which left the learner at ``version``.
+        """Compare the answers that have arrived. Returns the metrics of this step.
 
-        ``roster`` are the generators alive.
+        Args:
+            lineage: the learner's.
+            version: the learner's after this step.
+            roster: ids of the generators that are alive.
 
         Raises:
-            ParityError: past the limit.
+            ParityError: a difference is above the limit.
         """
         self._roster = tuple(roster)
         if self._sent:
@@ -181,9 +187,10 @@ class ParityGate:
         if difference.mean <= limit:
             if suspicion is not None and suspicion.mean > limit:
                 self._fail(
-                    f"{suspicion.text}, limit {limit:g}. Given tokens it scores as the learner does (mean |difference| "
-                    f"{difference.mean:.2g} at version {answer.version}), so its weights are right. Likely cause: keys "
-                    f"and values that are reused between prompts or after a swap, or what top-p and top-k left out"
+                    f"{suspicion.text}, limit {limit:g}. It scores probe sequences as the learner does (mean "
+                    f"|difference| {difference.mean:.2g} at version {answer.version}), so its weights are right. "
+                    f"Likely cause: keys and values that are reused between prompts or after a weight update, or the "
+                    f"sampling mask"
                 )
             return
         cause = answer.cause or (
@@ -192,16 +199,18 @@ class ParityGate:
         )
         excluded = f". Excluded: {'; '.join(answer.excluded)}" if answer.excluded else ""
         self._fail(
-            f"{sides} and the learner ({self._dtype}) disagree about the same given tokens at version "
+            f"{sides} and the learner ({self._dtype}) score the same probe sequences differently at version "
             f"{answer.version}: {difference}, limit {limit:g}. Likely cause: {cause}{excluded}"
         )
 
     def _judge_unscored(self, who: str, answer: Answer, suspicion: _Suspicion | None) -> None:
-        """A backend without a model computes in nothing, and makes its log-probabilities up."""
-        logger.info("parity: generator %s (%s) can't score given tokens; not compared", who, answer.backend)
+        """A backend without a model has no dtype, and its log-probabilities mean nothing: it is not compared."""
+        logger.info("parity: generator %s (%s) can't score probe sequences; not compared", who, answer.backend)
         limit = parity_limit(self._weights.parity_limit, (self._dtype, answer.dtype))
         if answer.dtype and suspicion is not None and suspicion.mean > limit:
-            self._fail(f"{suspicion.text}, limit {limit:g}. Cause not found: {answer.backend} can't score given tokens")
+            self._fail(
+                f"{suspicion.text}, limit {limit:g}. Cause not found: {answer.backend} can't score probe sequences"
+            )
 
     def _judge_sampled(self, who: str, mine: Sequence[TrainSequence], scored: np.ndarray, version: int) -> None:
         behavior = _behavior(mine)
@@ -218,12 +227,12 @@ class ParityGate:
         if cause:
             self._fail(f"{text}, limit {lax:g}. Likely cause: {cause}")
             return
-        logger.info("%s; the generator is asked about given tokens next, to tell why", text)
+        logger.info("%s; a probe to the generator follows, to find the cause", text)
         self._suspects[who] = _Suspicion(text, difference.mean)
 
     def _fail(self, text: str) -> None:
         text += (
-            ". async-rl doctor CONFIG compares the two without a run, weights.parity_limit moves the limit, and with "
+            ". async-rl doctor CONFIG compares the two without a run; weights.parity_limit sets the limit; with "
             'weights.parity = "warn" the run goes on'
         )
         if self._weights.parity == "warn":
@@ -235,9 +244,10 @@ class ParityGate:
 def cause_of_sampled(
     engine: Engine, sequences: Sequence[TrainSequence], behavior: np.ndarray, difference: Difference, limit: float
 ) -> str:
-    """Why ``behavior``, float32 [N] over all trained tokens, differs so from the engine's scores; empty: not found.
+    """The likely cause why ``behavior`` (float32 [N], all trained tokens) differs from the engine's scores.
 
-    Found by scoring the same tokens in other ways, while the engine still holds the version that sampled them.
+    It scores the same tokens with other settings, while the engine still holds the version that sampled them. Empty if
+    no setting explains the difference.
     """
 
     def scored(changed: Sequence[TrainSequence]) -> np.ndarray:
@@ -247,11 +257,11 @@ def cause_of_sampled(
         mean = compare(behavior, scored(changed)).mean
         return mean <= limit and mean < 0.3 * difference.mean
 
-    told = sequences[0].temperature
-    for other in (t for t in _TEMPERATURES if t != told):
+    leased = sequences[0].temperature
+    for other in (t for t in _TEMPERATURES if t != leased):
         if explains([replace(s, temperature=other) for s in sequences]):
             return (
-                f"temperature: its lease said {told:g}, but its log-probabilities are those of {other:g}"
+                f"temperature: its lease said {leased:g}, but its log-probabilities are those of {other:g}"
                 f"{', as if none had been applied' if other == 1.0 else ''}"
             )
     is_masked = any(s.sampling_mask is not None for s in sequences)
@@ -273,7 +283,7 @@ def _spread(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
 
 
 def probe_sequence_of(sequence: TrainSequence) -> ProbeSequence:
-    """A window around where ``sequence`` begins to be trained on."""
+    """A window of ``sequence`` around its first trained token."""
     first = int(np.flatnonzero(sequence.loss_mask)[0])
     window = sequence.token_ids[max(0, first - MAX_CONTEXT) : first + MAX_SCORED]
     return ProbeSequence(np.array(window, np.int32), len(window) - min(first, MAX_CONTEXT))

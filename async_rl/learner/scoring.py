@@ -1,7 +1,7 @@
-"""Log-probabilities that a step's loss needs beside the behavior logprobs: the reference's, the proximal policy's.
+"""Score a batch by the reference model and the proximal policy, if the loss needs their log-probabilities.
 
-Called by the trainer on rank 0 between ``prepare_batch`` and ``with_advantages``. The engine does the forward passes,
-on all ranks; nothing is computed that the settings do not use.
+The trainer calls this on rank 0. The engine does the forward passes on all ranks; scores that the settings do not use
+are not computed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Logprobs = Mapping[int, np.ndarray]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Of every sequence that is trained on; None where the loss needs none."""
+    """Log-probabilities of every trained sequence; None if the loss does not need them."""
 
     reference: Logprobs | None = None
     proximal: Logprobs | None = None
 
 
 def score(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Scores:
-    """Ask the engine once for all updates of the batch: the proximal policy is the one that the *batch* begins with."""
+    """Score all updates of the batch at once: the proximal policy is the one before the *batch's* first update."""
     sequences = [sequence for update in prepared.updates for sequence in update]
     if not sequences:
         return Scores()
@@ -40,7 +40,7 @@ def score(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Scores:
 
 
 def with_scores(prepared: PreparedBatch, scores: Scores) -> PreparedBatch:
-    """``prepared`` with ``scores`` laid along the tokens of its sequences."""
+    """``prepared`` with ``scores`` along the tokens of its sequences."""
     if scores.reference is None and scores.proximal is None:
         return prepared
     updates = tuple(tuple(_with_scores(s, scores) for s in update) for update in prepared.updates)

@@ -1,11 +1,11 @@
-"""``queue.adaptive``: how old new samples may get, decided by what staleness does to the step. Pure.
+"""``queue.adaptive``: decide how old new samples may get, from what staleness did to the last step. Pure.
 
-What enters: of each step the effective sample size and KL of what it trained on, and the age of its oldest token.
-What leaves: the bound by which the queue gives new leases from then on. The trainer asks after every step, sends the
-bound with its ack (``queue/core/admission.py`` acts on it) and keeps the state in its checkpoint.
+In: the effective sample size and KL of each step, and the age of its oldest token. Out: the staleness bound for new
+leases. The trainer calls ``update_bound`` after every step, sends the bound with its ack (``queue/core/admission.py``
+applies it) and keeps the state in its checkpoint.
 
-Up by one, down by half, as TCP does with its window (Chiu and Jain 1989): where samples are too old, training is hurt
-now, while a bound that is too low only costs overlap.
+The bound goes up by one and down by half, as TCP's window does (Chiu and Jain 1989): samples that are too old hurt
+training now, while a bound that is too low only costs overlap.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ its square, so from a bound of 3 on, one version more takes them at most (4 / 3)
 
 @dataclass(frozen=True, slots=True)
 class BoundState:
-    """What is remembered from step to step.
+    """The state between steps; it is part of the checkpoint.
 
-    ``streak`` counts steps in a row of one verdict: healthy ones up, overloaded ones down. For ``settling`` steps more,
-    batches are of leases given before the last change, and say nothing about it.
+    Attributes:
+        bound: the staleness bound for new leases, in versions.
+        streak: steps in a row with one verdict; healthy ones count up, overloaded ones down.
+        settling: steps to come whose batches were leased before the last change, so they say nothing about it.
     """
 
     bound: int
@@ -42,7 +44,7 @@ class BoundState:
 
 @dataclass(frozen=True, slots=True)
 class BoundLimits:
-    """``lowest`` and ``highest`` bound, and what a step may show: ``experimental.adaptive_{min_ess,max_kl}``."""
+    """The range of the bound, and the limits of a step: ``experimental.adaptive_{min_ess,max_kl}``."""
 
     lowest: int
     highest: int
@@ -57,7 +59,7 @@ class BoundLimits:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One step: normalised ESS in (0, 1], k3 estimate of KL(mu || pi) in nats, versions since its oldest token."""
+    """One step: normalised ESS in (0, 1], k3 estimate of KL(mu || pi) in nats, age of its oldest token in versions."""
 
     ess: float
     kl: float
@@ -65,7 +67,7 @@ class Reading:
 
 
 def read(updates: Sequence[UpdateStats | None], *, oldest: int) -> Reading | None:
-    """The worst of a batch's optimizer steps, skipped ones included; None if none of them trained on anything."""
+    """The worst values of a batch's optimizer steps, skipped ones included; None if nothing was measured."""
     measured = [update for update in updates if update is not None and len(update.by_lag)]
     if not measured:
         return None
@@ -73,11 +75,11 @@ def read(updates: Sequence[UpdateStats | None], *, oldest: int) -> Reading | Non
 
 
 def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits) -> BoundState:
-    """The state after a step that showed ``reading``; its ``bound`` is for new leases.
+    """The state after a step that showed ``reading``.
 
-    Past a limit for ``OVERLOADED_STEPS`` steps, it becomes half of the age that was seen or of the bound, whichever is
-    less; healthy for ``HEALTHY_STEPS``, it rises by one. After a change nothing is decided for as many steps as the
-    old bound let be sampled ahead: they show the bound before, not this one.
+    After ``OVERLOADED_STEPS`` steps past a limit, the bound becomes half of itself or of the age that was seen,
+    whichever is less. After ``HEALTHY_STEPS`` healthy steps it rises by one. After a change nothing is decided for as
+    many steps as the old bound let generators sample ahead, because those steps show the old bound.
     """
     if state.settling:
         return replace(state, streak=0, settling=state.settling - 1)
@@ -91,14 +93,14 @@ def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits
         bound = min(limits.highest, state.bound + 1)
     else:
         return replace(state, streak=streak)
-    # Without a change there is nothing to wait for, and the streak stays as long as it has to be.
+    # Without a change there is nothing to wait for, and the streak keeps its length.
     return BoundState(bound, settling=state.bound + 1) if bound != state.bound else state
 
 
 def _verdict(reading: Reading, limits: BoundLimits) -> int:
-    """-1 overloaded, 1 healthy, 0 neither. A number that is NaN is neither: it is not staleness that makes it."""
+    """-1 overloaded, 1 healthy, 0 neither. NaN is neither, since staleness does not cause it."""
     if reading.ess < limits.min_ess or reading.kl > limits.max_kl:
-        # What is wrong with samples that are as young as they can be, no bound puts right.
+        # If samples are as young as they can be, a lower bound does not help.
         return -1 if reading.oldest > limits.lowest else 0
     is_healthy = 1 - reading.ess <= HEALTHY_SHARE * (1 - limits.min_ess) and reading.kl <= HEALTHY_SHARE * limits.max_kl
     return 1 if is_healthy else 0

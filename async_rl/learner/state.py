@@ -1,7 +1,6 @@
-"""What the trainer must remember across a restart, as plain data for the checkpoint.
+"""What the trainer remembers across a restart, as plain data for the checkpoint.
 
-Everything else of a run (weights, optimizer, random state) is the engine's; the queue's part is an opaque snapshot
-that only the queue reads.
+The engine keeps weights, optimizer and random state. The queue's part is an opaque snapshot that only the queue reads.
 """
 
 from __future__ import annotations
@@ -25,11 +24,16 @@ def new_lineage() -> str:
 class TrainerState:
     """``step`` and ``version`` count what is done: the next step trains with weights of ``version``.
 
-    ``digests`` maps versions that may still be in flight to the digests they were published with: one, or two where
-    a restart laid the same weights out anew (``experimental.bucket_bytes``). ``pending_evals`` are (dataset, step) that
-    were asked for and not yet written. ``skipped_in_a_row`` counts optimizer steps since the last that was not skipped
-    (``step_guard.py``); ``bound_state`` is where an adaptive bound stands (``staleness_control.py``). ``elapsed_s`` is
-    the run's time up to here.
+    Attributes:
+        lineage, parent_lineage: names of this learner start and of the one whose checkpoint it resumes.
+        fork_version: the version of that checkpoint.
+        elapsed_s: the run's time up to here, without the time between learner starts.
+        digests: versions that may still be in flight -> the digests they were published with. There are two if a
+            restart published the same weights with another ``experimental.bucket_bytes``.
+        pending_evals: (dataset, step) of evaluations that were requested and not yet written.
+        skipped_in_a_row: optimizer steps since the last one that was not skipped (``step_guard.py``).
+        bound_state: the state of an adaptive staleness bound (``staleness_control.py``).
+        exhausted: the data has ended.
     """
 
     step: int = 0
@@ -46,16 +50,16 @@ class TrainerState:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this start goes on from a checkpoint."""
+        """Whether this start resumes a checkpoint."""
         return self.parent_lineage != NO_LINEAGE
 
     def add_digest(self, version: int, digest: str) -> None:
-        """Note what ``version`` is published with."""
+        """Remember a digest that ``version`` was published with."""
         known = self.digests.get(version, ())
         self.digests[version] = known if digest in known else (*known, digest)
 
     def fork(self) -> TrainerState:
-        """The state of a new learner start that goes on from here, under a lineage of its own."""
+        """The state of a new learner start that resumes here, under a new lineage."""
         return replace(
             self, lineage=new_lineage(), parent_lineage=self.lineage, fork_version=self.version,
             digests=dict(self.digests), pending_evals=list(self.pending_evals),

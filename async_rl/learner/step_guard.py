@@ -1,7 +1,7 @@
-"""Skipped optimizer steps in a row: counted, and past the budget the run stops with a diagnosis.
+"""Count skipped optimizer steps in a row; stop the run with a diagnosis if there are too many.
 
 The engine skips a step past the limits of ``[loss]``, with a gradient that is not finite, or with nothing left to train
-on; the trainer counts here, over restarts too (``TrainerState.skipped_in_a_row``).
+on. The trainer calls this after every step; the count survives restarts (``TrainerState.skipped_in_a_row``).
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from async_rl.learner.engine.protocol import UpdateStats
 
 
 def count_skipped(skipped_in_a_row: int, updates: Sequence[UpdateStats | None]) -> int:
-    """The number after ``updates``, from the one before; None is an update in which everything was masked."""
+    """The count after ``updates``, from the count before; None is an update in which everything was masked."""
     for update in updates:
         skipped_in_a_row = 0 if update is not None and update.stepped else skipped_in_a_row + 1
     return skipped_in_a_row
 
 
 def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, loss: LossConfig) -> None:
-    """Whether the run may go on after ``skipped_in_a_row`` skipped optimizer steps, of which ``last`` is the last.
+    """Check that the run may go on after ``skipped_in_a_row`` skipped optimizer steps; ``last`` is the last one.
 
     Raises:
-        TrainingError: they are more than ``loss.max_skipped_steps``; it says what was measured and what may help.
+        TrainingError: there are more than ``loss.max_skipped_steps``; the message has measurements and remedies.
     """
     if skipped_in_a_row <= loss.max_skipped_steps:
         return
     raise TrainingError(
         f"{skipped_in_a_row} optimizer steps in a row were skipped, loss.max_skipped_steps = {loss.max_skipped_steps}. "
-        f"The last: {_measured(last)}. A mismatch at lag 0 means that generators and learner differ about the same "
-        f"weights (dtype, temperature, engine); one that grows with the lag asks for a lower queue.max_staleness or "
-        f"optimizer.lr; where neither holds, relax loss.min_ess or loss.max_kl. A gradient that is not finite asks for "
-        f"a lower optimizer.lr or a look at the rewards; masked/* in metrics.jsonl says why nothing is left to train on"
+        f"The last: {_measured(last)}. If mismatch_kl is large at lag 0, generators and learner compute differently "
+        f"with the same weights: compare dtype, temperature and engine. If it grows with the lag, lower "
+        f"queue.max_staleness or optimizer.lr. If neither, relax loss.min_ess or loss.max_kl. If the gradient is not "
+        f"finite, lower optimizer.lr or check the rewards. If nothing is left to train on, masked/* in metrics.jsonl "
+        f"says why"
     )
 
 

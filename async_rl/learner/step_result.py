@@ -103,8 +103,11 @@ def trained_counts(
 ) -> TrainedCounts:
     """What became of every rollout and token of the step. A rollout is skipped when all its sequences were.
 
-    ``stepped`` says of every update whether the optimizer stepped; without, nothing of that part was trained.
-    ``out_of_range`` counts the single tokens that those that stepped left out (``loss.token_range``).
+    Args:
+        prepared: what was trained on.
+        skipped_sequence_ids: sequences that the loss left out (``loss.skip_threshold``).
+        stepped: for each update, whether the optimizer stepped; if not, nothing of that part was trained.
+        out_of_range: number of single tokens that ``loss.token_range`` left out, in updates that stepped.
     """
     causes = dict.fromkeys(
         (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
@@ -121,10 +124,10 @@ def trained_counts(
         tokens_masked[cause] += prepared.sequence_tokens[sequence]
     if out_of_range:
         tokens_masked["token_range"] += out_of_range
-    fates: dict[int, set[str]] = {}
+    outcomes: dict[int, set[str]] = {}
     for sequence, rollout in prepared.rollout_of.items():
-        fates.setdefault(rollout, set()).add(causes.get(sequence, ""))
-    rollouts_masked.update(min(fate, key=MASK_CAUSES.index) for fate in fates.values() if "" not in fate)
+        outcomes.setdefault(rollout, set()).add(causes.get(sequence, ""))
+    rollouts_masked.update(min(found, key=MASK_CAUSES.index) for found in outcomes.values() if "" not in found)
     return TrainedCounts(
         stepped=any(stepped),
         rollouts_trained=len(prepared.rollout_tokens) - sum(rollouts_masked.values()),

@@ -1,7 +1,7 @@
-"""The trainer's side of the weight plane: a version's tensors in, its digest out, to be announced.
+"""Where the learner's weights go: a version's tensors enter, its digest leaves, to be announced.
 
-``StagedWeights`` sends every version at once; ``FixedLagWeights``, for studies of staleness (``learner.fixed_lag``),
-sends it exactly so many versions late. Built by ``start.py``.
+``StagedWeights`` sends every version at once. ``FixedLagWeights``, for studies of staleness (``learner.fixed_lag``),
+sends it a fixed number of versions later. ``start.py`` builds one; ``publishing.py`` calls it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ class Published(NamedTuple):
 
 
 class WeightsPlane(Protocol):
-    """Where the learner's weights go."""
+    """Stages and sends versions of the weights."""
 
     @property
     def channel(self) -> str:
-        """Where generators get them."""
+        """The address where generators get the weights."""
         ...
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
     ) -> Published | None:
-        """Stage ``tensors`` as ``version`` and send them in the background; what is to be announced now, if anything.
+        """Stage ``tensors`` as ``version`` and send them in the background. Returns what to announce now, if anything.
 
-        ``tensors`` is exhausted or not begun. ``tick`` is called while there is something to wait for. ``is_last``: no
-        training follows, so nothing may be held back.
+        Args:
+            lineage: the learner's.
+            version: the version of the weights.
+            tensors: names and tensors; either read to the end or not read at all.
+            tick: called while waiting.
+            is_last: no training follows, so nothing may be delayed.
         """
         ...
 
@@ -80,20 +84,20 @@ class StagedWeights:
 
 
 class FixedLagWeights:
-    """Every version goes to ``plane`` when it is ``fixed_lag`` versions old, so that the lag is held, not bounded.
+    """Sends every version to ``plane`` when it is ``fixed_lag`` versions old, so that the lag is fixed, not bounded.
 
-    The batch of version v is then sampled by version v - fixed_lag and nothing else. With ``queue.max_staleness`` equal
-    to ``fixed_lag`` (the config sees to that) admission has room for that one batch, and the next version is announced
-    after the learner's step, when nothing is in flight. The first fixed_lag steps of a learner start, which have no
-    older version, train on what the one that it began with has sampled: lag 0, 1, ..., fixed_lag.
+    The batch that version v trains on is then wholly sampled by version v - fixed_lag. The config requires
+    ``queue.max_staleness`` to equal ``fixed_lag``, so admission has room for that one batch, and the next version is
+    announced after the learner's step, when nothing is in flight. The first fixed_lag steps of a learner start have no
+    older version; they train on samples of the version that it began with: lag 0, 1, ..., fixed_lag.
 
-    What it costs: generators and learner take turns, and fixed_lag + 1 versions lie in host memory. An evaluation
-    between first and last step waits until the version it is asked of is sent.
+    The cost: generators and learner take turns, and fixed_lag + 1 versions lie in host memory. An evaluation between
+    first and last step waits until its version is sent.
     """
 
     def __init__(self, plane: WeightsPlane, fixed_lag: int) -> None:
         self._plane, self._fixed_lag = plane, fixed_lag
-        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        self._delayed: dict[int, list[tuple[str, Tensor]]] = {}
         self._published: int | None = None
 
     @property
@@ -103,16 +107,16 @@ class FixedLagWeights:
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
     ) -> Published | None:
-        if version not in self._held:
-            # Copies: what the engine gathers is good until its next update.
-            self._held[version] = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
-        due = version if is_last else max(min(self._held), version - self._fixed_lag)
+        if version not in self._delayed:
+            # Copied, because a gathered tensor is valid only until the engine's next update.
+            self._delayed[version] = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
+        due = version if is_last else max(min(self._delayed), version - self._fixed_lag)
         if due == self._published:
             return None
-        for gone in [held for held in self._held if held < due]:
-            del self._held[gone]
+        for old in [delayed for delayed in self._delayed if delayed < due]:
+            del self._delayed[old]
         self._published = due
-        return self._plane.publish(lineage, due, iter(self._held[due]), tick=tick, is_last=is_last)
+        return self._plane.publish(lineage, due, iter(self._delayed[due]), tick=tick, is_last=is_last)
 
     def stats(self) -> dict[str, float]:
         return self._plane.stats()

@@ -339,7 +339,7 @@ def test_micro_batch_with_a_wrong_dtype_is_refused():
         from_arrays(arrays)
 
 
-def test_tokens_after_a_swap_are_those_of_newer_weights_than_their_answer_began_with():
+def test_tokens_after_a_weight_update_are_those_of_newer_weights_than_their_answer_began_with():
     # Prompt, three tokens by version 1, two by 2; an environment's token; an answer begun by version 2, ended by 3.
     versions = np.array([-1, 1, 1, 1, 2, 2, -1, 2, 3, 3], np.int32)
     size = len(versions)
@@ -357,5 +357,5 @@ def test_tokens_after_a_swap_are_those_of_newer_weights_than_their_answer_began_
     assert micro_batch.after_update.tolist() == [True, True, False, True, True]
 
 
-def test_no_token_is_after_a_swap_where_nothing_was_sampled():
+def test_no_token_is_after_a_weight_update_where_nothing_was_sampled():
     assert not dummy_micro_batch().after_update.any()

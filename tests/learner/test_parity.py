@@ -140,7 +140,7 @@ def test_what_the_learner_cant_explain_is_asked_of_the_generator_which_proves_it
     scene.observe(0, "a")
     assert scene.probed(1)
     scene.answer("a")
-    with pytest.raises(ParityError, match=r"Given tokens it scores as the learner does .* keys and values"):
+    with pytest.raises(ParityError, match=r"It scores probe sequences as the learner does .* keys and values"):
         scene.observe(1, "a")
 
 
@@ -265,5 +265,5 @@ def test_sampled_tokens_that_differ_stop_the_run_where_the_engine_cant_score_giv
     scene.observe(0, "a")
     assert scene.probed(1)
     scene.queue.answers["a"] = Answer(1, "vllm", "float32", None)
-    with pytest.raises(ParityError, match="Cause not found: vllm can't score given tokens"):
+    with pytest.raises(ParityError, match="Cause not found: vllm can't score probe sequences"):
         scene.observe(1, "a")

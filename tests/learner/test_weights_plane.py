@@ -82,6 +82,6 @@ def test_no_more_versions_are_held_than_needed():
     learner.publish()
     for _ in range(9):
         learner.step()
-    assert sorted(learner.weights._held) == [7, 8, 9]
+    assert sorted(learner.weights._delayed) == [7, 8, 9]
     assert learner.weights.stats() == {"members": 1}
     assert learner.weights.channel == learner.plane.channel

@@ -1,7 +1,8 @@
 """Advantage estimators, and what is added to rewards before them. Pure, numpy only; called by ``step_advantages.py``.
 
-Shape letters: n = rollouts of one group (or of a whole step), N = tokens. float64 throughout. No signal (a group of
-one, equal rewards) is exactly 0, never NaN; what is not finite is refused.
+Shape letters: n = rollouts of one group (or of a whole step), N = tokens. float64 throughout. Without a signal (a group
+of one, equal rewards) an advantage is exactly 0, never NaN. Values that are not finite are refused. A new estimator is
+a function here with a row in ``FUNCTIONS``, and a row in ``config.loss.ADVANTAGES``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from async_rl.config.section import look_up
 
 STD_FLOOR = 1e-4
-"""Added to a standard deviation, in its units, so that nearly equal rewards don't blow up."""
+"""Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
 LOG_RATIO_LIMIT = 60.0
 """|log mu/ref| is clamped here, in nats, where k3 takes its exponential."""
 
@@ -21,8 +22,8 @@ LOG_RATIO_LIMIT = 60.0
 def group_normalised(rewards: np.ndarray) -> np.ndarray:
     """GRPO's advantage (arXiv:2402.03300): ``(r - mean) / (std + 1e-4)``, std unbiased (n - 1).
 
-    Over one group; ``global_norm`` takes the same over all rollouts of a step. A group of one, and a group of equal
-    rewards, which the paper leaves undefined, get 0.
+    Over one group; ``global_norm`` takes the same over all rollouts of a step. The paper leaves a group of one and a
+    group of equal rewards undefined; here they get 0.
 
     Args:
         rewards: float [n], reward units, one a rollout.
@@ -45,7 +46,7 @@ def group_centred(rewards: np.ndarray) -> np.ndarray:
     if values.ndim != 1:
         raise ValueError(f"expected the rewards of one group, [n], got shape {list(values.shape)}")
     if not np.isfinite(values).all():
-        raise ValueError(f"expected finite rewards, got {values.tolist()}; mend the reward function")
+        raise ValueError(f"expected finite rewards, got {values.tolist()}; fix the reward function")
     return _centred(values)
 
 
@@ -79,8 +80,8 @@ def _centred(values: np.ndarray) -> np.ndarray:
 def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float) -> np.ndarray:
     """AGPO's reward for short right answers (arXiv:2503.15952v1): ``bonus (1 - (l - min) / (max - min))``.
 
-    Within one group. Only right answers (accuracy 1) get it, and min and max are over them. None in a group that is
-    all right or all wrong, as there length would be all that is rewarded; and none where the right answers are of one
+    Within one group. Only right answers (accuracy 1) get a bonus, and min and max are over them. There is no bonus in
+    a group that is all right or all wrong, where only length would be rewarded, and none if all right answers have one
     length (the formula's 0 / 0).
 
     Args:
@@ -103,7 +104,7 @@ def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float)
 
 
 def best(values: np.ndarray, k: int) -> np.ndarray:
-    """bool [n]: the ``k`` highest; of equal ones the earlier. All where there are no more than ``k``."""
+    """bool [n]: the ``k`` highest values, the earlier of equal ones; all if there are at most ``k``."""
     chosen = np.zeros(len(values), dtype=np.bool_)
     chosen[np.argsort(-values, kind="stable")[:k]] = True
     return chosen

@@ -1,9 +1,15 @@
-"""The step's rewards to the advantages of its tokens, by what ``[loss]`` asks for. Numpy only.
+"""Turn the step's rewards into advantages of its tokens, as ``[loss]`` says. Numpy only.
 
-The trainer calls ``with_advantages`` on rank 0, where the whole step is, after the reference was asked (if it is
-needed) and before the first update. The order is fixed: length bonus and KL change the *reward*; the estimator makes
-advantages of rewards; ``best_k`` chooses among them; KL changes the *advantage*, token by token; ``reinforce_pp``
-whitens last. The formulas are in ``estimators.py``. Shape letter: R = rollouts of the step.
+The trainer calls ``with_advantages`` on rank 0, after the reference model has scored the step (if it is needed) and
+before the first update. The order is fixed:
+
+1. Length bonus and KL change the *reward*.
+2. The estimator makes advantages of rewards.
+3. ``best_k`` chooses among the rollouts of a group.
+4. KL changes the *advantage*, token by token.
+5. Some estimators (``whitens_tokens``) normalise over all trained tokens.
+
+The formulas are in ``estimators.py``. Shape letter: R = rollouts of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from async_rl.learner.batch import PreparedBatch, leave_out
 from async_rl.learner.packing import TrainSequence
 
 _NOT_SAMPLED = ("unknown_weights", "failed")
-"""Rollouts masked for these causes are no samples of the policy; their rewards enter no baseline."""
+"""Rollouts masked for these causes are not samples of the policy; their rewards enter no baseline."""
 
 TokenKl = Mapping[int, np.ndarray]
 """Sequence id to float64 [its trained tokens], nats: estimates of KL(mu || reference)."""
@@ -33,11 +39,10 @@ def with_advantages(
 ) -> PreparedBatch:
     """``prepared`` with the advantages that ``loss`` asks for, without the rollouts that ``loss.best_k`` leaves out.
 
-    Baselines are over all rollouts that the policy sampled, also those that are masked. The KL is that of the
-    *behavior* policy to the reference, over trained tokens: its sum over a rollout where it is part of the reward
-    (arXiv:1909.08593 section 2, arXiv:2203.02155), and each token's own where it is part of the advantage. A rollout
-    that is masked, or whose behavior logprobs are not all finite (the loss skips it), has no KL of its own: it counts
-    with the mean of its group's, so that it moves no baseline.
+    Baselines are over all rollouts that the policy sampled, masked ones included. The KL is that of the *behavior*
+    policy to the reference, over trained tokens. In the reward it is the sum over a rollout (arXiv:1909.08593 section
+    2, arXiv:2203.02155), in the advantage each token's own. A rollout that is masked, or whose behavior logprobs are
+    not all finite (the loss skips it), has no KL of its own. It counts with its group's mean, so it moves no baseline.
 
     Args:
         prepared: from ``prepare_batch``.
@@ -88,7 +93,7 @@ def _with_token_advantages(
     lengths = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
     tokens = np.repeat(advantages_R[[prepared.rollout_of[s.sequence_id] for s in sequences]], lengths)
     if kl:
-        # A sequence without one leaves the loss; what it gets is only finite.
+        # A sequence without a KL leaves the loss; its values only have to be finite.
         parts = [kl.get(s.sequence_id, np.zeros(n)) for s, n in zip(sequences, lengths, strict=True)]
         tokens -= loss.kl_coef * np.concatenate(parts)
     if ADVANTAGES[loss.advantage].whitens_tokens:
@@ -109,9 +114,9 @@ def _on_trained(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
 
 
 def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Sequence[np.ndarray], k: int) -> list[int]:
-    """Rollouts beyond the ``k`` best of their group. Masked ones train nothing, so they take none of the ``k`` places.
+    """Rollouts that are not among the ``k`` best of their group. Masked ones take none of the ``k`` places.
 
-    The rank is that of the advantage, so DistRL's two variants (by reward, by advantage) are one.
+    The order is that of the advantages, which is also that of the rewards within a group.
     """
     beyond: list[int] = []
     for members in groups:
@@ -123,7 +128,7 @@ def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Seq
 def _token_kl(
     prepared: PreparedBatch, loss: LossConfig, reference_logprobs: Mapping[int, np.ndarray] | None
 ) -> dict[int, np.ndarray]:
-    """Without the sequences whose behavior logprobs are not all finite."""
+    """Estimates of every sequence's token KL; sequences whose behavior logprobs are not all finite are left out."""
     sequences = [s for update in prepared.updates for s in update]
     if sequences and reference_logprobs is None:
         raise ValueError(f"loss.kl_placement = {loss.kl_placement!r} needs the reference's logprobs, got none")

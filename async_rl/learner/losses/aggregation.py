@@ -1,7 +1,8 @@
-"""How much every kept token counts, and the denominator that goes with it. Pure; called by ``policy.py``.
+"""Aggregations: how much every kept token counts, and the denominator for it. Pure; called by ``policy.py``.
 
-The denominator of a step is the sum over micro-batches and ranks, known only after the last, so weights must not
-depend on anything outside their own sequence. A sequence is never cut. N = trained tokens, S = sequences.
+The denominator of a step is a sum over micro-batches and ranks, known only after the last one. So a weight must not
+depend on anything outside its own sequence; a sequence is never cut. N = trained tokens, S = sequences. A new
+aggregation is a function here with a row in ``FUNCTIONS``, and a row in ``config.loss.AGGREGATIONS``.
 """
 
 from __future__ import annotations

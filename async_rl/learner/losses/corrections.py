@@ -1,7 +1,7 @@
-"""What is too far from the behavior policy leaves the loss; what stays may be weighted. Pure, no gradients.
+"""Off-policy corrections: tokens too far from the behavior policy leave the loss or get a weight. Pure, no gradients.
 
-Skips take whole sequences (or the whole micro-batch), the token range takes single tokens, the importance weight
-scales. Called by ``policy.py``. Shape letters: N = trained tokens, S = sequences.
+Skips leave out whole sequences (or the whole micro-batch), the token range leaves out single tokens, the importance
+weight scales tokens. Called by ``policy.py``. Shape letters: N = trained tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def skipped_sequences(
 ) -> Tensor:
     """bool [S]: sequences that leave the loss and its denominator.
 
-    A sequence goes if ``loss.skip_statistic`` of its tokens' pi/mu is *above* ``loss.skip_threshold``, or if one of
-    its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version: the
-    statistic over all tokens of the micro-batch decides about all of it, so the result depends on the cut. There
-    padding counted with ratio 1; here there is none.
+    A sequence is skipped if ``loss.skip_statistic`` of its tokens' pi/mu is *above* ``loss.skip_threshold``, or if one
+    of its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version:
+    the statistic over all tokens of the micro-batch decides about all of it, so the result depends on the cut. Its
+    padding counted with ratio 1; here there is no padding.
 
     Args:
         log_ratio_N: log pi/mu, float64, nats; 0 where not finite.
@@ -41,7 +41,7 @@ def skipped_sequences(
     if loss.skip_unit == "sequence":
         statistic_S = statistic_of(log_ratio_N, sequence_index_N, num_sequences)
         return nonfinite_S | (statistic_S > loss.skip_threshold)
-    # Tokens that are not finite are a unit of their own, of ratio 1, so that they don't dilute the others'.
+    # Tokens that are not finite have ratio 1. They form a unit of their own, so that they don't dilute the statistic.
     statistic = statistic_of(log_ratio_N, (~finite_N).long(), 2)[0]
     has_tokens_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences) > 0
     return nonfinite_S | (has_tokens_S & (statistic > loss.skip_threshold))
@@ -85,7 +85,7 @@ def in_range(log_ratio_N: Tensor, token_range: tuple[float, float]) -> Tensor:
     """bool [N]: tokens whose ratio lies in ``token_range``, bounds included.
 
     The token mask of IcePop (arXiv:2510.18855), there on the ratio of the training engine's old policy to the
-    inference engine's. It keeps masked tokens in its denominator; here they leave it, like everything that is masked.
+    inference engine's. IcePop keeps masked tokens in its denominator; here they leave it, like all masked tokens.
     """
     low, high = token_range
     ratio_N = log_ratio_N.detach().double().exp()

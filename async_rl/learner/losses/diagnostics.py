@@ -1,8 +1,8 @@
-"""How far the policy is from the one that sampled, by lag: sums on the device, numbers on the host.
+"""Diagnostics by lag: how far the policy is from the one that sampled. Sums on the device, numbers on the host.
 
-Noise of the engines shows at lag 0, staleness grows with the lag, wrong weights show at every lag. All numbers are
-sums, one row a lag, so they just add up over micro-batches, ranks and updates; ``Summary`` reads them. The ratios'
-histogram merges the same way, which quantiles would not. Ratios are pi/mu. N = trained tokens, L = lags.
+Noise between the engines shows at lag 0, staleness grows with the lag, wrong weights show at every lag. All numbers are
+sums, one row for each lag, so they add up over micro-batches, ranks and updates; ``Summary`` reads them. Quantiles of
+ratios come from a histogram, because histograms add up too. Ratios are pi/mu. N = trained tokens, L = lags.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from async_rl.learner.losses.policy import PolicyLoss
 from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
 
 COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped", "after_update")
-"""Tokens: all; with a finite behavior logprob; in the loss; of those, with a ratio that was cut; of sequences that
-were skipped; finite ones that were sampled after a swap of weights within their answer."""
+"""Numbers of tokens: all; with a finite behavior logprob; in the loss; of those, with a ratio cut at the lower or upper
+bound; in skipped sequences; finite and sampled after a weight update within their answer."""
 SUMS = ("k1", "k3", "abs_log_ratio", "kept_k3", "kept_ratio", "kept_ratio_square", "after_update_k3")
-"""Nats, over finite tokens (skipped ones included), over kept ones, and over those after a swap."""
+"""Sums in nats: three over finite tokens (skipped ones included), three over kept ones, one over those after an
+update."""
 
 _FINEST = 1e-5
 _WIDTH = 0.1
 _HALF = math.ceil(math.asinh(LOG_RATIO_LIMIT / _FINEST) / _WIDTH)
 NUM_BINS = 2 * _HALF + 1
-"""Bins of log ratios, a tenth apart on asinh(log ratio / 1e-5): linear about 0, then each 10 % wider."""
+"""Bins of log ratios, a tenth apart on asinh(log ratio / 1e-5): of equal width near 0, then each 10 % wider."""
 
 _NAMES = (*COUNTS, *SUMS)
 COLUMNS = len(_NAMES) + NUM_BINS
@@ -37,7 +38,7 @@ COLUMNS = len(_NAMES) + NUM_BINS
 def diagnostic_sums(
     out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int, *, after_update_N: Tensor | None = None
 ) -> Tensor:
-    """float64 [num_lags, COLUMNS], on the device; the last row also takes what is older.
+    """float64 [num_lags, COLUMNS], on the device; the last row also takes older tokens.
 
     Args:
         out: of the micro-batch.
@@ -60,7 +61,7 @@ def diagnostic_sums(
     row_N = lag_N.clamp(max=num_lags - 1)
     by_lag = counts.new_zeros(num_lags, counts.shape[1] + sums.shape[1])
     by_lag.index_add_(0, row_N, torch.cat([counts, sums], 1))
-    # A NaN of the learner's makes the step fail; here it must not point out of the histogram.
+    # A NaN of the learner makes the step fail later; here it must not index outside the histogram.
     bin_N = ((d_N / _FINEST).asinh_() / _WIDTH).round_().nan_to_num_().long() + _HALF
     histogram = counts.new_zeros(num_lags * NUM_BINS).index_add_(0, row_N * NUM_BINS + bin_N, kept)
     return torch.cat([by_lag, histogram.view(num_lags, NUM_BINS)], 1)
@@ -110,7 +111,7 @@ class Summary:
 
 
 def summarise(row: np.ndarray) -> Summary:
-    """The numbers of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows; no tokens are on-policy."""
+    """The numbers of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows; without tokens, as on-policy."""
     total = dict(zip(_NAMES, row[: len(_NAMES)].tolist(), strict=True))
     received, kept, finite = max(1.0, total["received"]), max(1.0, total["kept"]), max(1.0, total["finite"])
     square = total["kept_ratio_square"]
@@ -135,10 +136,10 @@ def summarise(row: np.ndarray) -> Summary:
     )
 
 
-def swap_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
-    """Lag -> tokens after a swap, their mean k3 and that of the others of that lag, nats; lags that have both.
+def update_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
+    """Lag -> tokens after a weight update, their mean k3 and that of the others of that lag, nats; lags that have both.
 
-    The lag is the same on both sides, so what differs is not the policy's staleness.
+    The lag is the same on both sides, so the difference does not come from the policy's staleness.
 
     Args:
         by_lag: rows of ``diagnostic_sums``, or a sum of such.

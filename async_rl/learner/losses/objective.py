@@ -1,7 +1,7 @@
-"""What a step minimises, and its sums: one micro-batch in, a loss to backpropagate and numbers to add up out.
+"""Objectives: what a step minimises. One micro-batch in; a loss to backpropagate and numbers to add up out.
 
-Every number is a sum over trained tokens with its count beside it, so micro-batches and ranks just add up, and the
-statistics are the same for any cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S =
+Every number is a sum over trained tokens and has its count. So micro-batches and ranks add up, and the statistics are
+the same for any cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S =
 sequences.
 """
 
@@ -24,13 +24,13 @@ from async_rl.learner.losses.policy import PolicyInputs, policy_loss
 from async_rl.learner.losses.supervised import nll_loss
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
-"""The fixed part of ``MicroBatchResult.sums``; behind it are the rows of ``diagnostic_sums``."""
+"""The first entries of ``MicroBatchResult.sums``; the rows of ``diagnostic_sums`` follow."""
 
 
 class MicroBatchResult(NamedTuple):
-    """``sums`` is float64 on the batch's device, and as long on every rank and in every micro-batch."""
+    """``sums`` has one length on every rank and in every micro-batch."""
 
-    loss_sum: Tensor  # [], float64, carries grad: the step's loss times its denominator, this part of it
+    loss_sum: Tensor  # [], float64, carries grad: this micro-batch's part of the step's loss times its denominator
     sums: Tensor  # float64 [len(SUM_NAMES) + COLUMNS * lags]
     skipped: Tensor  # bool [S]
     ratio_max: Tensor  # [], float64
@@ -102,7 +102,7 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedObjective:
-    """Negative log-likelihood; it skips nothing, and knows no behavior policy."""
+    """Negative log-likelihood. It skips nothing and has no behavior policy."""
 
     aggregation: Literal["token", "sequence"]
 
@@ -130,9 +130,8 @@ def policy_objective(config: Config) -> PolicyObjective:
 def why_skip(sums: Tensor, loss: LossConfig) -> str:
     """Why the optimizer step with these sums (of the whole step, on the host) must be skipped; empty: it must not.
 
-    The limits are on what would be trained on, after sequences and tokens were left out: ``loss.min_ess`` on the
-    effective sample size of its ratios, ``loss.max_kl`` on the k3 estimate of KL(mu || pi). A step with nothing left
-    is the engine's to refuse.
+    The limits hold for the tokens that are left in the loss: ``loss.min_ess`` for the effective sample size of their
+    ratios, ``loss.max_kl`` for the k3 estimate of KL(mu || pi). The engine itself skips a step without tokens.
     """
     if loss.min_ess is None and loss.max_kl is None:
         return ""

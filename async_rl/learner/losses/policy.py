@@ -1,11 +1,13 @@
-"""The policy loss: parts chosen by ``[loss]``, put together. Pure: tensors in, tensors out.
+"""The policy loss of one micro-batch: the parts that ``[loss]`` names, put together. Pure: tensors in, tensors out.
 
 The loss of a step is ``sum over kept tokens of weight * (-w * objective + kl_coef * KL - entropy_coef * entropy)``
-divided by a denominator; the parts are in the modules beside, each with its paper. Here it stays a *sum*: the
-denominator (over all micro-batches and ranks) is known only when the last micro-batch has run, since skipped sequences
-leave it. Gradients are linear in 1 / denominator: the engine backpropagates the sums, adds up the denominators, and
-multiplies the gradients once. So the result is the same for any cut into micro-batches and any number of ranks. A
-sequence is never cut, which makes everything per sequence exact too (``skip_unit = "micro_batch"`` is the exception).
+divided by a denominator. The parts are in the other modules of this folder, each with its paper.
+
+This module returns the *sum*. Skipped sequences leave the denominator, so it is known only when the last micro-batch of
+the step has run, on all ranks. Gradients are linear in 1 / denominator: the engine backpropagates the sums, adds up the
+denominators, and multiplies the gradients once. So the result is the same for any cut into micro-batches and any number
+of ranks. A sequence is never cut, so what is computed per sequence is exact too (``skip_unit = "micro_batch"`` is the
+exception).
 
 Shape letters: N = trained tokens, S = sequences. Called by ``objective.py``.
 """
@@ -62,19 +64,19 @@ class PolicyLoss(NamedTuple):
     denominator: Tensor  # [], int64
     skipped: Tensor  # bool [S], left out whole
     kept: Tensor  # bool [N]
-    finite: Tensor  # bool [N], the behavior logprob is
+    finite: Tensor  # bool [N], the behavior logprob is finite
     log_ratio: Tensor  # float64 [N], log pi/mu, nats; 0 where not finite
     capped_low: Tensor  # bool [N], kept, and its ratio was cut at a lower bound
-    capped_high: Tensor  # bool [N], or at an upper one: clip_high, dual_clip or importance_cap
-    kl_sum: Tensor  # [], float64, nats: of the kept tokens' KL to the reference
+    capped_high: Tensor  # bool [N], kept, and its ratio was cut at an upper bound: clip_high, dual_clip, importance_cap
+    kl_sum: Tensor  # [], float64, nats, sum of the kept tokens' KL to the reference
 
 
 def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> PolicyLoss:
     """The sum of the losses of one micro-batch, and what became of its tokens.
 
-    A NaN in what is left out (a behavior logprob, an advantage) does not reach the gradient of the rest: log ratios
-    and advantages are replaced there, not multiplied by 0. A non-finite *learner* logprob is left in: the step must
-    fail, not hide it.
+    A NaN in a token that is left out (behavior logprob or advantage) does not reach the gradient of the others: its log
+    ratio and advantage are replaced, not multiplied by 0. A *learner* logprob that is not finite stays in, so that the
+    step fails visibly.
 
     Args:
         inputs: the micro-batch.
@@ -125,7 +127,7 @@ def _keep(
     if loss.anchor == "proximal":
         log_ratio_N = log_ratio(anchor_N, inputs.behavior_logprobs, kept_N)
     kept_N = kept_N & in_range(log_ratio_N, loss.token_range)
-    # A sequence that has lost its last token has left whole.
+    # A sequence without a token left counts as skipped.
     before_S = sum_by(index_N, torch.ones_like(index_N), num_sequences)
     after_S = sum_by(index_N, kept_N.long(), num_sequences)
     skipped_S = skipped_S | ((before_S > 0) & (after_S == 0))
@@ -133,7 +135,7 @@ def _keep(
 
 
 def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
-    """[N], detached: what pi is compared to."""
+    """[N], detached: logprobs of the policy that pi is compared with."""
     if loss.anchor == "behavior":
         return inputs.behavior_logprobs
     if loss.proximal == "recompute":
@@ -161,7 +163,7 @@ def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, los
     )
     if loss.importance_cap is None:
         return tokens
-    # prox/mu beside pi/prox; where nothing else holds pi, pi/mu.
+    # prox/mu corrects a surrogate of pi/prox; pi/mu corrects one without a ratio.
     numerator_N = anchor_N if loss.anchor == "proximal" else inputs.logprobs.detach()
     importance_N = ratio(numerator_N, inputs.behavior_logprobs)
     return TokenObjective(

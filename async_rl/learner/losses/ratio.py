@@ -13,8 +13,8 @@ LOG_RATIO_LIMIT = 60.0
 
 
 def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor, chosen_N: Tensor) -> Tensor:
-    """log pi/other [N], clamped; 0 with gradient 0 where not chosen (bool [N]), whatever stands there."""
-    # Chosen, not multiplied by 0: 0 times NaN is NaN, in the gradient too.
+    """log pi/other [N], clamped; 0 with gradient 0 where ``chosen_N`` is False, even if the inputs are NaN there."""
+    # torch.where, not a product with 0: 0 times NaN is NaN, in the gradient too.
     ratio_N = torch.where(chosen_N, logprobs_N - other_logprobs_N, 0.0)
     return ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -22,9 +22,9 @@ def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor, chosen_N: Tensor) ->
 def sequence_log_ratio(log_ratio_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
     """Every token's log ratio [N] becomes the mean of its sequence's: the length-normalised ratio of GSPO.
 
-    arXiv:2507.18071 eq. 7, in the form of its eq. 14 (GSPO-token): the *value* is the sequence's, the gradient flows
-    through the token's own logprob with factor 1. Where all tokens of a sequence have one advantage, their mean has
-    the value and the gradient of eq. 5.
+    arXiv:2507.18071 eq. 7, in the form of its eq. 14 (GSPO-token): the *value* is the sequence's; the gradient flows
+    through the token's own logprob with factor 1. If all tokens of a sequence have one advantage, their mean has the
+    value and the gradient of eq. 5.
     """
     counts_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences)
     sums_S = sum_by(sequence_index_N, log_ratio_N.detach().double(), num_sequences)

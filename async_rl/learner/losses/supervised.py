@@ -1,4 +1,4 @@
-"""The loss of supervised training: a sum with its denominator beside it. N = trained tokens, S = sequences."""
+"""The loss of supervised training, as a sum and its denominator. N = trained tokens, S = sequences."""
 
 from __future__ import annotations
 

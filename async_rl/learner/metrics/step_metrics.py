@@ -9,7 +9,7 @@ import numpy as np
 
 from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.engine.protocol import UpdateStats
-from async_rl.learner.losses.diagnostics import Summary, summarise, swap_effect
+from async_rl.learner.losses.diagnostics import Summary, summarise, update_effect
 from async_rl.learner.step_result import StepResult
 from async_rl.queue.messages import QueueStats, TakenGroup
 from async_rl.records import Rollout
@@ -115,15 +115,15 @@ def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     }
     for lag in np.flatnonzero(rows.any(1)).tolist():
         metrics |= _metrics_of_lag(lag, summarise(rows[lag]))
-    return metrics | _swap_metrics(rows)
+    return metrics | _weight_update_metrics(rows)
 
 
-def _swap_metrics(rows: np.ndarray) -> dict[str, float]:
-    """What keys and values from before a swap of weights do to the mismatch, apart from staleness.
+def _weight_update_metrics(rows: np.ndarray) -> dict[str, float]:
+    """What keys and values from before a weight update do to the mismatch, apart from staleness.
 
-    Tokens after a swap in their answer are compared with others of the same lag.
+    Tokens after a weight update in their answer are compared with others of the same lag.
     """
-    by_lag = swap_effect(rows)
+    by_lag = update_effect(rows)
     if not by_lag:
         return {}
     metrics: dict[str, float] = {"mismatch_kl/after_update_tokens": sum(tokens for tokens, _, _ in by_lag.values())}

@@ -71,9 +71,9 @@ def test_turns_and_scores_of_played_rollouts_are_reported():
     assert turn_metrics(played[2:]) == {}
 
 
-def test_what_a_swap_does_is_told_from_staleness_by_comparing_tokens_of_one_lag():
-    # Lag 1: ratio 2 after a swap, k3 1 - ln 2; ratios 1 and 1 without, k3 0. Lag 2 has none without a swap, lag 0 none
-    # with. The effect is over the one token of lag 1.
+def test_what_a_weight_update_does_is_told_from_staleness_by_comparing_tokens_of_one_lag():
+    # Lag 1: ratio 2 after a weight update, k3 1 - ln 2; ratios 1 and 1 without, k3 0. Lag 2 has no token without an
+    # update, lag 0 none with one. The effect is over the one token of lag 1.
     ratios, lags = [2.0, 1.0, 1.0, 4.0, 3.0], [1, 1, 1, 2, 0]
     inputs = of_ratios(ratios, [1.0] * 5, lag=lags)
     out = policy_loss(inputs, LossConfig(), max_length=8)
@@ -85,8 +85,10 @@ def test_what_a_swap_does_is_told_from_staleness_by_comparing_tokens_of_one_lag(
     assert metrics["mismatch_kl/no_update_lag_1"] == 0.0
     assert metrics["mismatch_kl/update_effect"] == pytest.approx(1 - math.log(2))
     assert metrics["mismatch_kl/after_update_tokens"] == 1
-    assert not any("swap_lag_2" in key or "swap_lag_0" in key for key in metrics)
+    assert not any("update_lag_2" in key or "update_lag_0" in key for key in metrics)
 
 
-def test_without_a_swap_there_are_no_metrics_of_one():
-    assert not any("swap" in key for key in update_metrics([an_update([2.0, 1.0], [0, 1])]))
+def test_without_a_weight_update_there_are_no_metrics_of_one():
+    assert not any(
+        "after_update" in key or "update_effect" in key for key in update_metrics([an_update([2.0, 1.0], [0, 1])])
+    )
