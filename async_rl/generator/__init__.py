@@ -1,0 +1,10 @@
+"""The generator: one process that samples rollouts with one inference engine.
+
+Enters: leases (prompts to sample) from the queue, versions of the weights from the learner.
+Leaves: scored groups of rollouts, with behavior log-probabilities and a version for each token.
+Called by: ``async-rl generator`` and ``launch`` (``worker``); offline evaluation and the doctor use its parts.
+
+``loop`` receives weights, requests leases, steps the backend, has rollouts scored and returns groups. ``backend`` is
+what it asks of an engine, ``backends`` the table of engines, ``conformance`` their tests. ``hf`` and ``vllm`` are
+engines, ``fake`` one without a model.
+"""

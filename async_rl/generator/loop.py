@@ -10,12 +10,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import replace
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
+from async_rl.generator.active_leases import ActiveLeases
+from async_rl.generator.activity import Activity
 from async_rl.generator.backend import Backend, PreparingBackend
 from async_rl.generator.grading import Graded, Grader
 from async_rl.generator.parity import answer_probe
@@ -28,37 +28,23 @@ from async_rl.queue.messages import (
     Cancelled,
     Finished,
     GeneratorEvent,
-    GeneratorStats,
     LeasesGranted,
     Returned,
 )
 from async_rl.queue.parity import decode_probe
-from async_rl.records import NO_VERSION, Group, Lease, Rollout
+from async_rl.records import NO_VERSION, Lease
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 LEASE_WAIT_S = 8.0
 """How long the queue may hold a lease request before it answers with none."""
-WATCHDOG_S = 30.0
 MAX_UNANSWERED_RETURNS = 32
 """With so many groups on their way the queue is behind: no new leases until it answers."""
 
 _POLL_WHILE_RUNNING_S = 0.003
 _POLL_WHILE_BUSY_S = 0.005
 _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
-
-
-@dataclass(slots=True, eq=False)
-class _HeldLease:
-    """A lease that is not given back yet. ``submitted`` is False while it waits for a newer version."""
-
-    lease: Lease
-    prompt_ids: np.ndarray
-    received_s: float
-    submitted: bool = False
-    heartbeats_in_line: int = 0
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
 
 
 class Worker:
@@ -90,7 +76,8 @@ class Worker:
         self._generator_id = generator_id
         self._wait_s = wait_s
         self._clock = clock
-        self._leases: dict[str, _HeldLease] = {}
+        self._leases = ActiveLeases()
+        self._activity = Activity(clock)
         # Eval and training groups differ in size; the next lease is expected to be like the last one.
         self._expected_group_size = config.sampling.group_size
         self._announced: Announcement | None = None
@@ -102,16 +89,10 @@ class Worker:
         self._activate_first = NO_VERSION
         self._request_not_before_s = 0.0
         self._finished = False
-        self._started_s = clock()
-        self._heartbeat_at_s = self._started_s
-        self._poll_at_s = self._started_s
-        self._moves_at_heartbeat = self._num_graded = 0
-        self._busy_s = self._busy_sequence_s = self._pause_s = 0.0
-        self._num_activations = 0
+        self._heartbeat_at_s = self._poll_at_s = clock()
+        self._num_graded = 0
         self._queue_reason = ""
         self._receiver_trouble: str | None = None
-        self._idle_since_s = self._started_s
-        self._watchdog_told = False
 
     def run(self) -> None:
         """Work until the queue says that the run is finished.
@@ -146,15 +127,13 @@ class Worker:
             self._preparing = staged  # a newer one waits until this one is active
             return
         fault_point("generator.activating")
-        self._pause_s += self._backend.activate(staged.version, staged.tensors)
+        self._activity.add_activation(self._backend.activate(staged.version, staged.tensors))
         self._receiver.activated(staged)
         self._active = staged
-        self._num_activations += 1
         if staged.lineage != self._lineage:
             self._lineage, self._digests = staged.lineage, {}
         self._digests[staged.version] = staged.digest
-        for held in self._leases.values():
-            self._submit_if_fresh(held)
+        self._submit_leases()
 
     def _answer_probe(self) -> None:
         """Score what the learner has sent along with the version that is active now, once."""
@@ -184,7 +163,7 @@ class Worker:
     def _follow(self, announcement: Announcement) -> None:
         """Fetch what is announced. Another lineage voids every lease: its queue gives the prompts out again."""
         if self._announced is not None and announcement.lineage != self._announced.lineage:
-            for lease_id in list(self._leases):
+            for lease_id in self._leases.ids:
                 self._drop(lease_id)
             self._activate_first = NO_VERSION
             self._probes.clear()
@@ -206,8 +185,7 @@ class Worker:
 
     def _num_wanted(self) -> int:
         """Leases that fill the free slots, and one in line so that no slot waits for a round trip."""
-        unsubmitted = sum(held.lease.group_size for held in self._leases.values() if not held.submitted)
-        free = self._backend.max_running - self._rollouts.num_open - unsubmitted
+        free = self._backend.max_running - self._rollouts.num_open - self._leases.num_unsubmitted
         wanted = math.ceil((free + self._expected_group_size) / self._expected_group_size)
         if self._max_groups is not None:
             wanted = min(wanted, self._max_groups - len(self._leases))
@@ -229,16 +207,16 @@ class Worker:
             detail = f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens = {lease.sampling.max_prompt_tokens}"
             self._queue.fail(lease.lease_id, "prompt_too_long", detail)
             return
-        held = self._leases[lease.lease_id] = _HeldLease(lease, prompt_ids, self._clock())
-        self._submit_if_fresh(held)
+        self._leases.add(lease, prompt_ids, self._clock())
+        self._submit_leases()
 
-    def _submit_if_fresh(self, held: _HeldLease) -> None:
-        if not held.submitted and self._backend.version >= held.lease.min_version:
-            held.submitted = True
-            self._rollouts.submit(held.lease, held.prompt_ids)
+    def _submit_leases(self) -> None:
+        """Submit the leases that the active version may sample."""
+        for active in self._leases.take_submittable(self._backend.version):
+            self._rollouts.submit(active.lease, active.prompt_ids)
 
     def _drop(self, lease_id: str) -> None:
-        if self._leases.pop(lease_id, None) is not None:
+        if self._leases.remove(lease_id):
             self._rollouts.cancel(lease_id)
 
     def _step(self) -> None:
@@ -248,9 +226,7 @@ class Worker:
             return
         started_s = self._clock()
         sampled = self._backend.step()
-        duration_s = self._clock() - started_s
-        self._busy_s += duration_s
-        self._busy_sequence_s += duration_s * num_running
+        self._activity.add_step(self._clock() - started_s, num_running)
         self._rollouts.take(sampled)
 
     def _return_graded(self) -> None:
@@ -258,21 +234,21 @@ class Worker:
         for graded in self._rollouts.collect():
             self._num_graded += 1
             lease_id = graded.lease.lease_id
-            held = self._leases.get(lease_id)
-            if held is None:
+            active = self._leases.get(lease_id)
+            if active is None:
                 continue
             if graded.rollout is None:
                 self._fail(graded)
                 continue
-            held.rollouts[graded.index] = graded.rollout
-            if len(held.rollouts) < graded.lease.group_size:
+            active.rollouts[graded.index] = graded.rollout
+            if not active.is_complete:
                 continue
-            if all(rollout.finish_reason == "error" for rollout in held.rollouts.values()):
+            if active.has_failed:
                 self._fail(replace(graded, cause="environment_error"))
                 continue
-            del self._leases[lease_id]
+            self._leases.remove(lease_id)
             fault_point("generator.sampled")
-            self._queue.return_group(self._group(held))
+            self._queue.return_group(active.group(self._generator_id, self._digests, self._clock()))
 
     def _fail(self, graded: Graded) -> None:
         lease, cause = graded.lease, graded.cause
@@ -282,50 +258,14 @@ class Worker:
         self._drop(lease.lease_id)
         self._queue.fail(lease.lease_id, cause, graded.detail)
 
-    def _group(self, held: _HeldLease) -> Group:
-        rollouts = tuple(held.rollouts[index] for index in range(held.lease.group_size))
-        sampled = np.concatenate([s.versions[s.loss_mask] for r in rollouts for s in r.sequences])
-        return Group(
-            lease_id=held.lease.lease_id,
-            kind=held.lease.kind,
-            position=held.lease.prompt.position,
-            generator_id=self._generator_id,
-            lineage=held.lease.lineage,
-            temperature=held.lease.sampling.temperature,
-            rollouts=rollouts,
-            weights_digest={version: self._digests[version] for version in np.unique(sampled).tolist()},
-            sampling_time_s=self._clock() - held.received_s,
-        )
-
     def _heartbeat(self) -> None:
         now_s = self._clock()
         if now_s < self._heartbeat_at_s:
             return
         self._heartbeat_at_s = now_s + HEARTBEAT_S
-        tokens = self._rollouts.progress()
-        progress: dict[str, int] = {}
-        moves = self._backend.num_tokens + self._num_graded
-        for lease_id, held in self._leases.items():
-            sampled = tokens.get(lease_id, 0)
-            # A lease in line, for a slot or for a grader, moves on as long as those before it do; without this it
-            # would expire.
-            if held.submitted and not sampled and moves > self._moves_at_heartbeat:
-                held.heartbeats_in_line += 1
-            progress[lease_id] = sampled + held.heartbeats_in_line + len(held.rollouts)
-        self._moves_at_heartbeat = moves
-        self._queue.heartbeat(progress, self.stats())
-
-    def stats(self) -> GeneratorStats:
-        """Cumulative since the worker was made."""
-        return GeneratorStats(
-            max_running=self._backend.max_running,
-            wall_s=self._clock() - self._started_s,
-            busy_s=self._busy_s,
-            busy_sequence_s=self._busy_sequence_s,
-            pause_s=self._pause_s,
-            num_activations=self._num_activations,
-            num_tokens=self._backend.num_tokens,
-        )
+        work = self._backend.num_tokens + self._num_graded
+        progress = self._leases.progress(self._rollouts.progress(), work)
+        self._queue.heartbeat(progress, self._activity.stats(self._backend))
 
     def _handle_events(self) -> None:
         now_s = self._clock()
@@ -365,7 +305,7 @@ class Worker:
                 self._finished = True
 
     def _check_waits(self) -> None:
-        """Give up on a silent queue; say once, in one line, what an idle generator waits for.
+        """Give up on a silent queue; warn once about what an idle generator waits for.
 
         Raises:
             QueueError: the queue is silent for longer than ``wait_s``.
@@ -375,14 +315,8 @@ class Worker:
                 f"the queue has been silent for {self._queue.silent_s:.0f} s, limit {self._wait_s:.0f} s (--wait); is "
                 f"its process alive, and is there still a route to it?"
             )
-        now_s = self._clock()
-        if self._backend.num_running:
-            self._idle_since_s = now_s
-            self._watchdog_told = False
-        elif now_s - self._idle_since_s > WATCHDOG_S and not self._watchdog_told:
-            self._watchdog_told = True
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now_s - self._idle_since_s)))
-            logger.warning("generator %s: waiting since %s for %s", self._generator_id, since, self._awaited())
+        is_running = self._backend.num_running > 0
+        self._activity.check_idle(self._generator_id, is_running=is_running, awaited=self._awaited)
 
     def _awaited(self) -> str:
         if self._announced is None:
