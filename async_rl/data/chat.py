@@ -1,4 +1,4 @@
-"""Models on disk as seen from outside: tokenizer, chat template and the files a generator needs. No weights.
+"""Reads a model's directory without its weights: tokenizer, chat template and the files that a generator needs.
 
 Called by the learner's preflight (``check_model``, ``model_files``) and by backends (``load_tokenizer``,
 ``render_prompt``). Transformers is imported inside the functions: commands that only parse must start fast.
@@ -61,7 +61,7 @@ def quiet_progress_bars() -> None:
 
 
 def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local directory or of a hub id, known to have a chat template unless told otherwise.
+    """The tokenizer in a local directory or of a hub id, with a chat template if ``needs_template``.
 
     Raises:
         ModelError: it can't be loaded, or has no chat template.
@@ -89,7 +89,7 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
 
 
 def _tokenizer_class(directory: Path) -> str:
-    """What ``tokenizer_config.json`` names; empty if it names none (the loader then says what is wrong with it)."""
+    """What ``tokenizer_config.json`` names; empty if it names none (the loader then raises the error)."""
     try:
         config: Any = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
     A message of ``TEXT_ROLE`` alone is text to be continued: no template, only what the tokenizer puts before a text.
 
     Raises:
-        ModelError: the template refuses the messages (a role it does not know, say), or renders to nothing.
+        ModelError: the template refuses the messages (such as an unknown role), or renders to nothing.
     """
     if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
         return np.asarray(tokenizer(messages[0]["content"])["input_ids"], dtype=np.int32)
@@ -156,7 +156,7 @@ def model_files(path: str | Path) -> dict[str, bytes]:
 
 
 def vocabulary_size(path: str | Path) -> int | None:
-    """Token ids that the model gives a probability, by its ``config.json``; None if that does not say.
+    """Token ids that the model gives a probability, by its ``config.json``; None if it does not state that.
 
     Raises:
         ModelError: as ``model_directory``; or the file can't be read.

@@ -1,6 +1,6 @@
 """Where rows come from: a file or a dataset of the hub becomes plain objects, each with the place it has there.
 
-``data.py`` checks them. A source is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any
+``rows`` checks them. A source is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any
 other file is read as JSONL), a directory that ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging
 Face hub. The libraries for all but JSONL, JSON and CSV are imported where they are needed.
 """
@@ -175,10 +175,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def parse_json(content: bytes, where: str, expected: str) -> Any:
-    """What ``content`` says.
+    """Parse ``content``.
 
     Raises:
-        DataError: it is not UTF-8 or not JSON, says a key twice, or has numbers that JSON does not know.
+        DataError: it is not UTF-8 or not JSON, repeats a key, or has numbers that JSON does not have.
     """
     try:
         text = content.decode("utf-8-sig")

@@ -58,10 +58,10 @@ class RowRules:
 
 
 def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
-    """The row that ``raw`` is.
+    """Check ``raw`` and return it as a row.
 
     Raises:
-        DataError: it is none, or lacks what its reward needs; the message begins with ``where``.
+        DataError: it is no row, or lacks what its reward needs; the message begins with ``where``.
     """
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected a JSON object, got {kind(raw)}")
@@ -81,7 +81,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
 
 
 def _canonical(raw: Mapping[str, Any], columns: ColumnsConfig, where: str) -> dict[str, Any]:
-    """``raw`` with its columns called by our keys; a column whose name is one of our keys only by chance is set aside.
+    """``raw`` with its columns called by our keys; a column that has one of our names by chance is left out.
 
     The other columns keep their names.
     """

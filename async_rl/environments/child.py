@@ -123,7 +123,7 @@ async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
 
 
 async def _end_tasks(left: set[asyncio.Task[Any]]) -> None:
-    """What a rollout leaves running in the background must not speak in the next one's name."""
+    """Cancel the background tasks of a rollout, so that they can't send messages during the next one."""
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)

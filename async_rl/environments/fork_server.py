@@ -1,9 +1,9 @@
 """Imports an environment's code once, then forks a process for each rollout that runs beside others.
 
-A fork costs milliseconds and shares what the import loaded (a search index, say); a process of its own for every
-rollout is what makes a crash or an endless loop cost that rollout alone. Started by ``pool.py``, which speaks to it in
-records of 5 bytes over a socket: ``F`` with a descriptor asks for a fork and is answered by its process id (0: it could
-not), ``K`` ends a process with all that it started. When the socket ends, so does everything.
+A fork takes milliseconds and shares what the import loaded, such as a search index. With a process for every rollout, a
+crash or an endless loop costs that rollout only. ``pool.py`` starts this process and sends records of 5 bytes over a
+socket: ``F`` with a descriptor asks for a fork, and the answer is its process id (0 if the fork failed); ``K`` kills a
+process and all that it started. When the socket closes, every process ends.
 Run as ``python -m async_rl.environments.fork_server DESCRIPTOR NAME DIGEST ALLOWED...``: ``DIGEST`` as ``digest_word``
 has it, ``ALLOWED`` as in ``generator.allow_code``.
 """
@@ -27,7 +27,7 @@ _MOST_KILLABLE = b"1000"
 
 
 def digest_word(digest: str | None) -> str:
-    """A digest as an argument of this program; one that is empty is not taken for none."""
+    """Encode a digest as an argument of this program, so that None differs from an empty digest."""
     return _ANY if digest is None else _SHA256 + digest
 
 

@@ -2,7 +2,8 @@
 
 From the generator: ``start`` (prompt, extra_info, seed, max_turns), ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (no further turn), ``cancel``. To it: ``sample`` (state, max_tokens, stop), ``ended`` (turns: reward and score
-of every action), ``failed`` (error), ``cancelled``. JSON, so that what an environment sends can be wrong, and no more.
+of every action), ``failed`` (error), ``cancelled``. They are JSON, so a malformed message from an environment can do no
+harm.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Gem:
         answer = {"role": "assistant", "content": action}
         if terminated or truncated:
             return {"reward": float(reward), "done": True}
-        told = {"role": "user", "content": _with_suffix(observation, info)}
-        return {"next_state": [*state, answer, told], "reward": float(reward)}
+        reply = {"role": "user", "content": _with_suffix(observation, info)}
+        return {"next_state": [*state, answer, reply], "reward": float(reward)}
 
     def _asked(self, observation: str, info: dict[str, Any]) -> dict[str, str]:
         return {"role": "user", "content": self._prompt.format(observation=_with_suffix(observation, info))}

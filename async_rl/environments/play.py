@@ -1,6 +1,6 @@
 """The turn loop: reset, sample, step, until done. Runs in the environment's process; called by ``child.py``.
 
-Everything that an environment returns is checked here, so that its mistakes are told in its author's words.
+Everything that an environment returns is checked here, so that errors name what its author wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from async_rl.environments.protocol import Rollout, RolloutOverError, State
 _STEP_KEYS = {"next_state", "reward", "score", "done", "extra_info"}
 
 
-class EnvironmentFault(Exception):  # noqa: N818  (the author's mistake, told in full; not one of the run's errors)
+class EnvironmentFault(Exception):  # noqa: N818  (the author's mistake; not one of the run's errors)
     """The environment returned what it must not."""
 
 

@@ -31,7 +31,7 @@ _REPLIES = ("sample", "ended", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a rollout's environment said: a message of ``frames``; ``type`` is ``sample``, ``ended`` or ``failed``."""
+    """A message (see ``frames``) from a rollout's environment; ``type`` is ``sample``, ``ended`` or ``failed``."""
 
     key: str
     message: Mapping[str, Any]
@@ -58,7 +58,7 @@ class _Process:
 
 
 class EnvironmentPool:
-    """Starts the environment's fork server at once, so that code which can't be imported is told at the start.
+    """Starts the environment's fork server at once, so that an import that fails shows at the start.
 
     ``counts`` has ``started`` (processes), ``timed_out`` and ``crashed`` (rollouts). ``clock`` gives seconds.
     ``allowed`` and ``digest`` as for ``process.user_code.load_code``.
@@ -92,10 +92,10 @@ class EnvironmentPool:
         return [process.pid for process in self._processes.values()]
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
-        """Begin the rollout ``key``; ``start`` as in ``frames``, without its type.
+        """Begin the rollout ``key`` with the fields of ``frames``' ``start``.
 
         Raises:
-            ConfigError: the fork server had to be started anew, and can't be.
+            ConfigError: the fork server died and can't be started again.
         """
         try:
             frame = pack({"type": "start", **start})
@@ -108,11 +108,11 @@ class EnvironmentPool:
         self._ask(process, frame)
 
     def answer(self, key: str, message: Mapping[str, Any]) -> None:
-        """Answer the environment's ``sample``, by ``sampled`` or ``over``."""
+        """Answer the environment's ``sample`` with ``sampled`` or ``over``."""
         self._ask(self._processes[key], pack(dict(message)))
 
     def cancel(self, key: str) -> None:
-        """Forget the rollout. Its environment may clean up for as long as a step may take. Unknown ones are ignored."""
+        """Drop the rollout; its environment may clean up within ``timeout_s``. Unknown keys are ignored."""
         self._failed_at_start = [event for event in self._failed_at_start if event.key != key]
         process = self._processes.pop(key, None)
         if process is None:
@@ -122,7 +122,7 @@ class EnvironmentPool:
         self._ask(process, pack({"type": "cancel"}))
 
     def poll(self) -> list[Event]:
-        """What happened since the last call; never waits."""
+        """Events since the last call; never waits."""
         events, self._failed_at_start = self._failed_at_start, []
         for selected, mask in self._selector.select(0):
             process: _Process = selected.data
@@ -164,7 +164,7 @@ class EnvironmentPool:
         except BlockingIOError:
             pass
         except OSError:
-            process.outgoing.clear()  # it is gone: its end is read from the socket, too, and told there
+            process.outgoing.clear()  # the process is gone; reading from the socket reports that
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.outgoing else 0)
         if self._selector.get_key(process.sock).events != wanted:
             self._selector.modify(process.sock, wanted, process)
@@ -184,7 +184,7 @@ class EnvironmentPool:
             while (message := unpack(process.incoming)) is not None:
                 events += self._handle(process, message)
         except FrameError as error:
-            return events + self._fail(process, "crashed", f"its process sent what is no message: {error}")
+            return events + self._fail(process, "crashed", f"its process sent a malformed message: {error}")
         if ended:
             events += self._fail(process, "crashed", "its process ended (it crashed, or was killed)")
         return events
@@ -192,13 +192,13 @@ class EnvironmentPool:
     def _handle(self, process: _Process, message: dict[str, Any]) -> list[Event]:
         kind = message.get("type")
         if process.cancelling:
-            # What it said before it heard of the end no longer matters.
+            # Messages sent before the cancellation arrived no longer matter.
             if kind == "cancelled":
                 self._cancelling.remove(process)
                 self._rest(process)
             return []
         if process.key is None or process.deadline_s is None or kind not in _REPLIES:
-            return self._fail(process, "crashed", f"its process said {kind!r} when nothing was asked of it")
+            return self._fail(process, "crashed", f"its process sent {kind!r} when nothing was asked of it")
         process.deadline_s = None
         event = Event(process.key, message)
         if kind != "sample":

@@ -1,4 +1,4 @@
-"""What an environment is, and what it is given: the types for whoever writes one. Standard library only.
+"""The types that authors of environments need. Standard library only.
 
 An environment is a module, a class or an object with an async ``step`` (and, if it makes its own first state,
 ``reset``), or with an async ``generate`` that plays a whole rollout by itself. A class is instantiated for every
@@ -62,7 +62,7 @@ class Action:
 
 
 class RolloutOverError(Exception):
-    """No further turn: ``environment.max_turns`` or the tokens are used up. Let it pass; it is no failure."""
+    """No further turn: ``environment.max_turns`` or the tokens are used up. Don't catch it; it is no failure."""
 
 
 class Rollout(Protocol):

@@ -12,7 +12,7 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. ``error`` says in words for the model why it can't be carried out; then the rest means nothing."""
+    """One call. With an ``error``, a text for the model, the call can't be carried out and the rest means nothing."""
 
     name: str
     arguments: dict[str, Any]
@@ -23,7 +23,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls in ``text``, in order, in the form that Qwen's and Hermes's chat templates ask for.
 
     That is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. ``arguments`` may also be JSON in a text; they
-    may be left out. A malformed call is returned with its ``error``, not left out: the model should hear of it.
+    may be left out. A malformed call is returned with its ``error``, so that the model can be told.
     """
     return [_parse_call(body.strip()) for body in _TOOL_CALL.findall(text)]
 

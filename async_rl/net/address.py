@@ -1,4 +1,4 @@
-"""ZeroMQ addresses: checked at once, and refused when they open the run to a network without saying so."""
+"""Checks ZeroMQ addresses, and refuses those that open a run to a network without keys or ``--insecure``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) -> None:
-    """Refuse to bind beyond loopback without keys, unless the user said ``--insecure``.
+    """Refuse to bind beyond loopback without keys, unless ``--insecure`` is given.
 
     Raises:
         AddressError: the address is open to a network.
@@ -53,7 +53,7 @@ def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) ->
 
 
 def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None:
-    """Refuse to join a queue beyond loopback without keys, unless the user said ``--insecure``.
+    """Refuse to join a queue beyond loopback without keys, unless ``--insecure`` is given.
 
     Raises:
         AddressError: anybody could pose as that queue.
@@ -61,13 +61,13 @@ def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None
     host, _ = check_address(address)
     if not insecure and not has_keys and not is_loopback(host):
         raise AddressError(
-            f"{address} is beyond this machine and could be anybody; pass --keys FILE (one of async-rl keys new), or "
+            f"{address} is on another machine and not authenticated; pass --keys FILE (one of async-rl keys new), or "
             f"--insecure on a network that you trust"
         )
 
 
 def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
-    """Refuse to send or receive weights beyond loopback on a network that nobody called trusted.
+    """Refuse to send or receive weights beyond loopback on a network that is not declared trusted.
 
     Raises:
         AddressError: collectives would listen to a network.
@@ -81,7 +81,7 @@ def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
 
 
 def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
-    """Refuse to send or receive weights by ``tcp`` beyond loopback, without keys, on a network nobody called trusted.
+    """Refuse to send or receive weights by ``tcp`` beyond loopback without keys, unless the network is trusted.
 
     Raises:
         AddressError: weights would pass in the clear, from anybody.
@@ -95,7 +95,7 @@ def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
 
 
 def local_host_towards(address: str) -> str:
-    """The address of this machine's interface from which ``address`` is reached (no packet is sent).
+    """The address of this machine's interface that reaches ``address`` (no packet is sent).
 
     Raises:
         AddressError: there is no route to it.

@@ -34,7 +34,7 @@ _NONE_FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a client shows and checks. z85 text: its own pair, and the public key that the server must prove."""
+    """A client's own key pair and the public key of the server that it trusts, as z85 text."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -51,18 +51,18 @@ class ClientKeys:
         return cls(plain["public"], plain["secret"], plain["server"])
 
     def for_server(self, public: bytes) -> ClientKeys:
-        """The same client towards another server."""
+        """The same client's keys for another server."""
         return ClientKeys(self.public, self.secret, public)
 
     def identify(self, socket: zmq.Socket[bytes]) -> None:
-        """To be called before ``connect``: nothing is said to a server that can't prove its key."""
+        """Set the keys on ``socket``, before ``connect``: nothing is sent to a server that can't prove its key."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = self.server
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """A server's pair, z85 text, and the file that lists who is let in."""
+    """A server's key pair, as z85 text, and the file that lists the clients it admits."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -80,7 +80,7 @@ class ServerKeys:
 
     @classmethod
     def ephemeral(cls, directory: str | Path) -> Self:
-        """A new pair for a server whose clients are told its public key, with the allow-list of ``directory``.
+        """Make a key pair for this process only, with the allow-list of ``directory``. Clients get the public key.
 
         Raises:
             KeyFileError: there is no list.
@@ -88,7 +88,7 @@ class ServerKeys:
         return cls(*zmq.curve_keypair(), _checked_list(directory))
 
     def guard(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> Guard:
-        """To be called before ``bind``: only listed clients get in. The guard is the caller's to stop, last."""
+        """Set the keys on ``socket``, before ``bind``: only listed clients get in. The caller stops the guard last."""
         guard = _start_guard(context, AllowList(self.allowed))
         # With a domain the guard must be asked: without an answer from it nobody gets in.
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -97,7 +97,7 @@ class ServerKeys:
 
 
 class Guard(Protocol):
-    """The thread that answers a context's sockets who may come in."""
+    """The thread that decides which clients the sockets of a context admit."""
 
     def stop(self) -> None: ...
 
@@ -141,7 +141,7 @@ def _start_guard(context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList)
 
 
 def client_keys_of(directory: str | None) -> ClientKeys | None:
-    """The keys with which the roles of ``queue.keys = directory`` speak; None without encryption.
+    """The client keys of the directory ``queue.keys``; None without encryption.
 
     Raises:
         KeyFileError: as ``ClientKeys.load``.
@@ -150,8 +150,9 @@ def client_keys_of(directory: str | None) -> ClientKeys | None:
 
 
 def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
-    """Make what is missing of ``directory``, ``client.key`` and ``clients``'; existing keys are never replaced. Lines
-    that say what was done.
+    """Make the missing keys of ``directory``: the server's, ``client.key`` and those of ``clients``.
+
+    Existing keys are never replaced. Returns lines that describe what was done.
 
     Raises:
         KeyFileError: a name is unfit, the directory is open to others, can't be written, or lost its ``queue.key``.
@@ -163,9 +164,9 @@ def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
                 f"expected a client's name of letters, digits, '.', '_' and '-', other than 'queue', got {name!r}"
             )
     try:
-        said = _make_server(directory)
+        done = _make_server(directory)
         server = _read_secret(directory / SERVER_FILE, ("public", "secret"))["public"]
-        return said + [_make_client(directory, name, server) for name in names]
+        return done + [_make_client(directory, name, server) for name in names]
     except OSError as error:
         raise KeyFileError(f"can't write keys to {directory}: {error.strerror or error}; choose another") from error
 
@@ -197,7 +198,7 @@ def _make_client(directory: Path, name: str, server: bytes) -> str:
 
 
 def read_allowed(path: Path) -> dict[bytes, str]:
-    """Public key -> name; a line without a name is a key all the same.
+    """Map public keys to names; the name may be missing.
 
     Raises:
         KeyFileError: others may write it, or a line is not a key and a name. OSError: it can't be read.
@@ -217,7 +218,7 @@ def read_allowed(path: Path) -> dict[bytes, str]:
 
 
 def _checked_list(directory: str | Path) -> Path:
-    """The allow-list of ``directory``, readable now: a mistake in it is said at start, not at the first refusal."""
+    """The allow-list of ``directory``, read once now, so that a mistake in it shows at the start."""
     path = Path(directory) / ALLOWED_FILE
     try:
         read_allowed(path)

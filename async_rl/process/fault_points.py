@@ -1,8 +1,8 @@
-"""Named places in the code where a fault test may hold a process, to kill it or another one at the worst moment.
+"""Named points in the code where a fault test can stop a process, to kill it or another one at that moment.
 
-``ASYNC_RL_FAULTS`` names a directory. A file NAME in it arms that place: the first process to pass there claims it, by
-renaming the file to NAME.PID, and stops as SIGSTOP does, until the test kills it or sends SIGCONT. Without the variable
-a place costs one comparison. The places are listed in ``FAULT_POINTS`` and nowhere else.
+``ASYNC_RL_FAULTS`` names a directory. A file NAME in it arms the point NAME: the first process that gets there renames
+the file to NAME.PID and stops as by SIGSTOP, until the test kills it or sends SIGCONT. If the variable is unset, a
+point costs one comparison. ``FAULT_POINTS`` lists all points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _directory = os.environ.get("ASYNC_RL_FAULTS")
 
 
 def fault_point(name: str) -> None:
-    """Stop here, if a test asked for it."""
+    """Stop here if a test armed this point."""
     if _directory is None:
         return
     armed = os.path.join(_directory, name)

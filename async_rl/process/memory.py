@@ -1,4 +1,4 @@
-"""What the C library does with freed memory, for processes that pass large messages on. Called once, at their start."""
+"""How the C library reuses freed memory. Called once, at the start of processes that pass large messages on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _KEPT_BYTES = 128 << 20
 
 
 def reuse_freed_memory() -> None:
-    """Keep up to 128 MiB of freed memory at hand instead of giving it back at once.
+    """Keep up to 128 MiB of freed memory in the process instead of returning it at once.
 
-    By default glibc gives a freed block of a few hundred KiB back to the system, and every message pays anew for the
-    page faults of its copies: up to half of what a 256 KiB group costs a process. Elsewhere this does nothing.
+    By default glibc returns a freed block of a few hundred KiB to the system, so every message causes page faults
+    again: up to half of a process's time for a 256 KiB group. With other C libraries this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

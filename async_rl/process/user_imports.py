@@ -1,9 +1,9 @@
-"""Which source files a module of the user's own is made of: itself, and what it imports from beside it.
+"""Finds the source files of a module of the user's own: its file and the local modules that it imports.
 
-Called by ``user_code`` for digests. *Beside it* is the outermost package that it is part of, or else the folder of its
-file, with all below. Found by reading ``import`` statements anywhere in the sources (in functions, under conditions),
-and what those import in turn; nothing is run. So not found: modules imported by a name that is computed, files that are
-opened, packages installed elsewhere, async-rl itself.
+Called by ``user_code`` for digests. Local modules are those in the outermost package that the module is part of, or
+else in the folder of its file and below. They are found by reading ``import`` statements, also in functions, and those
+of the imported modules; nothing is run. Not found are modules imported by a computed name, opened files, packages
+installed elsewhere and async-rl itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _OWN = "async_rl"
 
 
 class LocalFolder(str):
-    """An entry of ``sys.path`` that is there for one module of the user's own, and is none of another's."""
+    """An entry of ``sys.path`` added for one module of the user's own; other modules' imports don't count it."""
 
     __slots__ = ()
 
 
 def search_folder(source: Path) -> Path:
-    """Where the top-level names that ``source`` may import from beside it lie."""
+    """The folder of the top-level local modules that ``source`` may import."""
     folder = source.resolve().parent
     while (folder / _PACKAGE_FILE).is_file():
         folder = folder.parent
@@ -34,7 +34,7 @@ def search_folder(source: Path) -> Path:
 
 
 def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
-    """Module name -> file, the module of ``spec`` first. It need not be imported yet, and is not."""
+    """Map module names to files, the module of ``spec`` first. Imports nothing."""
     source = source.resolve()
     folder = search_folder(source)
     found = {spec.name: source}

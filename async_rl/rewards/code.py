@@ -73,7 +73,7 @@ def build_code_reward(config: Config, scale: float) -> CodeReward:
     """The reward that ``config`` asks for, its sandbox running, or its verifier found to work.
 
     Raises:
-        SandboxError: neither is to be had; the message says what to do.
+        SandboxError: neither works; the message says what to do.
     """
     code = config.reward.code
     return CodeReward(

@@ -1,7 +1,7 @@
-"""Runs one program on a row's tests and says which it passed. The comparison is made here, outside the sandbox.
+"""Runs one program on a row's tests and reports which it passed. Outputs are compared here, outside the sandbox.
 
-Called by the code reward and by the verifier's server. A program is run anew for every test, in an isolation of its
-own; what it is given never holds what is expected of it.
+Called by the code reward and by the verifier's server. Every test runs the program again, in an isolation of its
+own; the program never gets the expected output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_THREADS = 32
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One verdict a test, in the row's order; ``notes`` has for each what standard error said last, or nothing."""
+    """One verdict a test, in the row's order; ``notes`` has the end of each one's standard error."""
 
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]

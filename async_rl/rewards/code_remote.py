@@ -31,7 +31,7 @@ _LARGEST_ANSWER_BYTES = 16 << 20
 
 
 class RemoteJudge:
-    """Asks ``reward.code.endpoint``; found to tell right from wrong when built.
+    """Asks ``reward.code.endpoint``; checked with two programs when built.
 
     Raises:
         SandboxError: it can't be reached, or judges two trivial programs wrongly.

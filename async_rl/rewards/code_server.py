@@ -1,7 +1,7 @@
-"""The verifier: judges programs for generators whose machines can't isolate them. ``async-rl verifier``.
+"""The server of ``async-rl verifier``: judges programs for generators whose machines can't isolate them.
 
-``code_remote`` is the other end and describes the protocol. Plain HTTP without authentication: for loopback, or a
-network that is trusted; whoever reaches it can have programs run, though only in the sandbox.
+``code_remote`` is the other end and describes the protocol. It is plain HTTP without authentication, for loopback or a
+trusted network: anybody who reaches it can run programs in the sandbox.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VerifierServer(ThreadingHTTPServer):
 
     Args:
         address: host and port to bind; port 0 takes any that is free, see ``server_address``.
-        code: limits and packages are this machine's; a request may ask for less time, and says how to judge.
+        code: limits and packages are this machine's; a request may ask for less time and sets how to judge.
 
     Raises:
         SandboxError: this machine can't isolate programs.

@@ -1,4 +1,4 @@
-"""Several rewards as one: the main one, others added with weights, then the punishment of over-long answers.
+"""Several rewards as one: the main one, others added with weights, then the penalty for over-long answers.
 
 Built by ``registry``; what the worker calls.
 """
@@ -21,7 +21,7 @@ class Extra(NamedTuple):
 
 
 class RewardSum:
-    """``main``'s parts, a part for every extra, and ``overlong``: what that says times ``scale``.
+    """``main``'s parts, one part for every extra, and ``overlong``: the penalty times ``scale``.
 
     Accuracy and the extracted answer are ``main``'s. Without ``overlong`` there is no such part.
     """

@@ -1,6 +1,6 @@
-"""The process that asks math_verify, so that no answer can hang, crash or bloat a generator. Run by ``verifier``.
+"""The process that runs math_verify, so that no answer can hang or crash a generator. Started by ``verifier``.
 
-Frames of ``net.framing`` on stdin and stdout hold JSON. It says ``{"ready": true}`` once, then answers
+Frames of ``net.framing`` on stdin and stdout hold JSON. It sends ``{"ready": true}`` once, then answers
 ``{"gold", "prediction", "time_limit_s"}`` with ``{"equal": bool}``, until stdin ends or its parent is gone.
 Run as ``python -m async_rl.rewards.equality_child PARENT_PID``.
 """
@@ -79,7 +79,7 @@ def _read(parent_pid: int) -> dict[str, Any] | None:
 
 def _read_some(parent_pid: int, size: int) -> bytes:
     """Up to ``size`` bytes of standard input; none once the parent is gone."""
-    # A process forked from the parent may hold our stdin open, so its end alone does not tell.
+    # A process forked from the parent may hold our stdin open, so its end alone is no sign.
     while not select.select([0], [], [], _ORPHAN_CHECK_S)[0]:
         if os.getppid() != parent_pid:
             return b""

@@ -1,4 +1,4 @@
-"""What a reward is given and what it gives back. Rewards are called by the generator's worker, once a rollout.
+"""The input, the output and the protocol of rewards. The generator's worker calls a reward once for each rollout.
 
 A reward may also score all rollouts of a group at once (``GroupReward``).
 """
@@ -36,7 +36,7 @@ class RewardOutput:
     """``parts`` are summed to the reward; ``accuracy`` (1.0, 0.0, or a partial credit between) has no shaping in it.
 
     ``extracted`` is the answer that was found in the text, for the logs; None if there is none. ``has_answer`` says
-    whether the text holds one that counts, for the punishment of over-long answers; None: if something was extracted.
+    whether the text holds one that counts, for the penalty on over-long answers; None: if something was extracted.
     """
 
     parts: dict[str, float]

@@ -1,4 +1,4 @@
-"""Asks math_verify in a child process that is killed and replaced when it exceeds the time limit.
+"""Compares answers with math_verify, in a child process that is killed and replaced when it exceeds the time limit.
 
 Called by ``equality``. The child starts at the first question, and ends with this process whatever ends it.
 """

@@ -1,4 +1,4 @@
-"""DistRL-LLM's reward for the form of a reply, mended where it contradicts itself. Pure; built by ``registry``.
+"""DistRL-LLM's reward for the form of a reply, corrected where it contradicts itself. Pure; built by ``registry``.
 
 The form is ``<think>``, thoughts, ``</think>``, ``<answer>``, the answer, ``</answer>``, each tag on a line of its own.
 """

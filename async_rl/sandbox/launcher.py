@@ -2,9 +2,9 @@
 
     python -m async_rl.sandbox.launcher SOCKET_FD SETTINGS_JSON
 
-Two processes. The *outer* one takes leave of the machine: namespaces (user, mount, network, IPC, host name, process
-ids), a root with nothing in it but the interpreter's libraries, an unprivileged user. It then forks the *inner* one,
-which is process 1 of its process namespace, serves the socket, and takes everything with it when it ends.
+Two processes. The *outer* one isolates itself from the machine: namespaces (user, mount, network, IPC, host name,
+process ids), a root with nothing in it but the interpreter's libraries, an unprivileged user. It then forks the *inner*
+one, which is process 1 of its process namespace, serves the socket, and takes everything with it when it ends.
 
 On the socket (SOCK_SEQPACKET): first ``{"ready": true}`` or ``{"refused": step, "error": ...}`` from here; then one
 request per program from there, ``limits`` as JSON beside five descriptors: program, standard input, output, standard
@@ -47,7 +47,7 @@ _ORPHAN_CHECK_S = 1.0
 
 def main() -> None:
     parent_pid, control, settings = os.getppid(), int(sys.argv[1]), json.loads(sys.argv[2])
-    _say_nothing_of_the_parent()
+    _forget_the_parent()
     steps, isolated = _Steps(control), not settings["unsafe"]
     filters = {}
     if isolated:
@@ -68,8 +68,8 @@ def main() -> None:
     _wait_for(inner, parent_pid)
 
 
-def _say_nothing_of_the_parent() -> None:
-    """Forget what came with the start: arguments, environment, the paths of the package."""
+def _forget_the_parent() -> None:
+    """Drop arguments and environment variables that programs must not see."""
     sys.argv[:] = ["launcher"]
     for name in list(os.environ):
         if name not in child.ENVIRONMENT:
@@ -101,7 +101,7 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
     spaces = system.CLONE_NEWUSER | system.CLONE_NEWNS | system.CLONE_NEWNET | system.CLONE_NEWIPC
     spaces |= system.CLONE_NEWUTS | system.CLONE_NEWCGROUP | system.CLONE_NEWPID
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-    _volunteer_for_the_oom_killer()
+    _prefer_for_oom_kill()
     if os.geteuid() == 0:
         # Root's limit on processes does not bind, and its files could be read: become nobody. The libraries are
         # mounted before, for their directories may be closed to nobody.
@@ -128,7 +128,7 @@ def _take_mount_namespace_as_root() -> None:
         return system.unshare(system.CLONE_NEWNS)
     except PermissionError:
         pass
-    # Two users go into it, root and nobody, which only a process outside of it may say.
+    # It maps two users, root and nobody, which only a process outside of it may set.
     pid = os.getpid()
     reading, writing = os.pipe()
     helper = os.fork()
@@ -161,8 +161,8 @@ def _new_user_namespace(spaces: int, proc: int) -> None:
         os.close(fd)
 
 
-def _volunteer_for_the_oom_killer() -> None:
-    """When the machine is out of memory, a program must go before the trainer does."""
+def _prefer_for_oom_kill() -> None:
+    """When the machine is out of memory, the kernel should kill a program before the trainer."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -171,7 +171,7 @@ def _volunteer_for_the_oom_killer() -> None:
 
 
 def _wait_for(inner: int, parent_pid: int) -> None:
-    """Outlive the inner process by nothing; end it when the process that started this one is gone."""
+    """Wait for the inner process to end; kill it when the parent dies."""
     pidfd = os.pidfd_open(inner)
     while not select.select([pidfd], [], [], _ORPHAN_CHECK_S)[0]:
         if os.getppid() != parent_pid:
@@ -219,7 +219,7 @@ class _Isolation:
 
 
 class _Unprotected:
-    """The same without any isolation, for those who insist: a directory and a session each."""
+    """The same without isolation (``allow_unsafe``): a directory and a session for each program."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -336,7 +336,7 @@ def _send(control: int, record: dict[str, Any]) -> None:
 
 
 def write_record(fd: int, record: dict[str, Any]) -> None:
-    """Say ``record`` on a pipe; whoever does not listen any more misses it."""
+    """Write ``record`` to a pipe; do nothing if the reader is gone."""
     with contextlib.suppress(BrokenPipeError):
         os.write(fd, json.dumps(record).encode() + b"\n")
 

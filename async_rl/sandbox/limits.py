@@ -1,4 +1,4 @@
-"""What one program may use, what it is given, and what came of it. Shared by both sides of the launcher's socket."""
+"""A program, its limits and the result of a run. Shared by both sides of the launcher's socket."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ran:
 
     Attributes:
         outcome: ``timed_out`` if it was killed at its time limit.
-        exit_code: 0 if all went well; negative: killed by that signal. The program has a say in it.
+        exit_code: 0 if all went well; negative: killed by that signal. The program can choose it.
         output: standard output, or the JSON of what was returned; cut at ``output_bytes``.
         stderr_tail: the end of standard error, for people.
         wall_s: from the request to the end of its last process.

@@ -32,7 +32,7 @@ START_LIMIT_S = 60.0
 """For the launcher to start and shut itself in on a loaded machine."""
 
 GRACE_S = 20.0
-"""Beyond a program's time limit, for the launcher to say how it ended."""
+"""Extra time, beyond a program's limit, for the launcher to report how the program ended."""
 
 _OLDEST_KERNEL = (5, 14)
 _STDERR_TAIL_BYTES = 2000
@@ -126,7 +126,7 @@ class Sandbox:
             max_processes=1, max_threads=4,
         )  # fmt: skip
         try:
-            # Something of this machine that the program is told of and must not find.
+            # A file of this machine whose path the program gets, and which it must not find.
             with tempfile.NamedTemporaryFile() as secret:
                 ran = launcher.run(Program(PROBE, stdin=secret.name.encode()), limits)
         except (_LauncherLostError, SandboxFailedError) as error:
@@ -232,7 +232,7 @@ def _loader_environment() -> dict[str, str]:
 
 def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     control.close()
-    process.kill()  # the inner process is told by the kernel, and takes all programs with it
+    process.kill()  # the kernel then kills the inner process, and that kills all programs
     process.wait()
 
 
@@ -270,7 +270,7 @@ def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
     while b"\n" not in data:
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
-            raise _LauncherLostError("the launcher does not say how a program ended")
+            raise _LauncherLostError("the launcher did not report how a program ended")
         chunk = os.read(reply, 1 << 16)
         if not chunk:
             raise _LauncherLostError("the launcher ended while a program ran")

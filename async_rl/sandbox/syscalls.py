@@ -47,7 +47,7 @@ _PAIRED_SOCKETS = "sendto recvfrom sendmsg recvmsg shutdown getsockname getpeern
 
 ALLOWED = " ".join((_MEMORY, _THREADS, _PROCESS, _SIGNALS, _TIME, _FILES, _EVENTS, _PAIRED_SOCKETS))
 
-# These would fail anyway; saying EPERM gives programs a clear message.
+# These would fail anyway; EPERM gives programs a clear message.
 REFUSED = (
     "socket connect bind listen accept accept4 execve execveat ptrace process_vm_readv process_vm_writev mount umount2 "
     "pivot_root chroot unshare setns bpf keyctl io_uring_setup perf_event_open memfd_create shmget msgget semget "
