@@ -51,7 +51,7 @@ def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
 def read_as(plain: Any, kind: type[_T]) -> _T:
     """A message's plain data as a ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
 
-    Checked in C. What a record does not know is passed over, so that newer peers may say more.
+    Checked in C. Fields that a record does not have are ignored.
 
     Raises:
         WireError: something is missing or of the wrong type.
@@ -59,7 +59,7 @@ def read_as(plain: Any, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
-        raise WireError(f"not what makes a {getattr(kind, '__name__', kind)}: {error}") from error
+        raise WireError(f"malformed {getattr(kind, '__name__', 'data')}: {error}") from error
 
 
 class TurnFields(msgspec.Struct, frozen=True, gc=False):

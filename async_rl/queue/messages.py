@@ -1,5 +1,8 @@
 """Every message between the queue server and its clients, as records: sent as they are, checked by type on arrival.
 
+The first part has the records that several messages and the queue itself use; then come the requests, filed by sender,
+and the replies, filed by receiver. ``REQUESTS`` and ``REPLIES`` name the wire type of each.
+
 One ROUTER socket serves everyone. Every request carries ``request_id``, and its reply carries the same id. A client
 repeats a request under the same id until it is answered, so every handler is idempotent. Any reply to a generator may
 also carry a notice (``announcement``, ``cancelled``, ``finished``); a message of type ``notice`` without
@@ -10,18 +13,17 @@ No torch, no sockets.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-import numpy as np
 
-from async_rl.errors import WireError
-from async_rl.net.codec import Count, field
+from async_rl.net.codec import Count
 from async_rl.records import Group, Lease, Prompt
 
 RECEIVE_HIGH_WATER_MARK = 64
 """Messages of one peer that may wait in memory."""
-MAX_NAME_LENGTH = 256
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""A name that the server stores, and which is therefore short."""
 
 DropCause = Literal[
     "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
@@ -103,15 +105,6 @@ class Finished(msgspec.Struct, frozen=True):
 GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
 
 
-class TakenEntry(msgspec.Struct, frozen=True):
-    """A taken group as its message has it, beside its encoded payload; see ``TakenGroup``."""
-
-    prompt: Prompt
-    queued_s: float
-    arrival_version: int
-    masked: bool
-
-
 class TakenGroup(msgspec.Struct, frozen=True, eq=False):
     """A group handed to the learner. ``queued_s`` is its time in the queue; ``masked`` marks ``refill = false``.
 
@@ -172,21 +165,6 @@ class TrainedCounts(msgspec.Struct, frozen=True):
     tokens_masked: Mapping[str, Count] = msgspec.field(default_factory=dict)
 
 
-class StepAck(msgspec.Struct, frozen=True):
-    """The step that was taken as ``step`` is done, and the learner is at ``version``.
-
-    ``lease_bound`` is the staleness bound of leases from here on; if unset, ``queue.max_staleness``. With ``snapshot``
-    the answer carries the queue's snapshot for a checkpoint.
-    """
-
-    lineage: str
-    step: int
-    version: int
-    trained: TrainedCounts
-    snapshot: bool = False
-    lease_bound: int | None = None
-
-
 class Acked(msgspec.Struct, frozen=True):
     """Answer to an ack. ``snapshot`` is opaque; the checkpoint keeps it and the next attach gives it back."""
 
@@ -202,14 +180,310 @@ class EvalResult(msgspec.Struct, frozen=True, eq=False):
     groups: tuple[tuple[Prompt, Group], ...]
 
 
-def as_array(data: bytes | bytearray | memoryview) -> np.ndarray:
-    """Bytes as uint8 [N], a view."""
-    return np.frombuffer(data, np.uint8)
+class Envelope(msgspec.Struct, frozen=True):
+    """What every request says in addition to its own fields, and every reply repeats."""
+
+    request_id: Name | None = None
 
 
-def name(fields: Mapping[str, Any], key: str) -> str:
-    """A name that the server stores, and which is therefore short."""
-    value = field(fields, key, str)
-    if len(value) > MAX_NAME_LENGTH:
-        raise WireError(f"expected {key!r} to be at most {MAX_NAME_LENGTH} characters, got {len(value)}")
-    return value
+# Requests of the learner.
+
+
+class Attach(msgspec.Struct, frozen=True):
+    """Own the queue from here on. The parts are the ``files``, by name in this order, and then the snapshot if any."""
+
+    run_id: str
+    lineage: Name
+    parent_lineage: Name
+    fork_version: int
+    step: int
+    num_steps: int
+    config_toml: str
+    files: tuple[str, ...]
+    has_snapshot: bool
+
+
+class OfLearner(msgspec.Struct, frozen=True):
+    """A request that says only which learner sends it."""
+
+    lineage: str
+
+
+class Alive(OfLearner, frozen=True):
+    """The learner lives. No reply."""
+
+
+class LearnerGoodbye(OfLearner, frozen=True):
+    """The learner ends; the server waits ``queue.linger_s`` for the next."""
+
+
+class Evaluate(OfLearner, frozen=True):
+    """Evaluate a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
+
+    dataset: str
+    step: int
+    min_version: int
+    exclusive: bool
+
+
+class GetEvalResults(OfLearner, frozen=True):
+    """Hand over finished evaluations, but for those in ``received``, which may be forgotten."""
+
+    received: tuple[tuple[str, int], ...] = ()
+
+
+class AwaitEval(OfLearner, frozen=True):
+    """Wait for a finished evaluation that was not handed over yet."""
+
+
+class Take(OfLearner, frozen=True):
+    """The groups of the step after ``step`` done ones, trained first at ``version``."""
+
+    step: int
+    version: int
+
+
+class StepAck(msgspec.Struct, frozen=True):
+    """The step that was taken as ``step`` is done, and the learner is at ``version``.
+
+    ``lease_bound`` is the staleness bound of leases from here on; if unset, ``queue.max_staleness``. With ``snapshot``
+    the answer carries the queue's snapshot for a checkpoint.
+    """
+
+    lineage: str
+    step: int
+    version: int
+    trained: TrainedCounts
+    snapshot: bool = False
+    lease_bound: int | None = None
+
+
+class TakeSnapshot(OfLearner, frozen=True):
+    """The queue's state between two steps, for a checkpoint."""
+
+
+class CheckpointCommitted(OfLearner, frozen=True):
+    """The checkpoint after ``step`` steps is whole: what only older ones need may be forgotten."""
+
+    step: int
+
+
+class GetProbeAnswers(OfLearner, frozen=True):
+    """Every generator's newest answer to a probe, of version ``since`` or later."""
+
+    since: int
+
+
+class Finish(OfLearner, frozen=True):
+    """The run is over; generators are told to end."""
+
+
+# Requests of generators.
+
+
+class OfGenerator(msgspec.Struct, frozen=True):
+    """A request that says only which generator sends it."""
+
+    generator_id: Name
+
+
+class Hello(OfGenerator, frozen=True):
+    """A generator introduces itself. One that it ``replaces`` is dead: its leases are given out again at once."""
+
+    host: Name
+    backend: Name
+    replaces: Name | None = None
+
+
+class LeaseRequest(OfGenerator, frozen=True):
+    """Up to ``max_leases`` leases for a generator that samples with ``version`` of ``lineage``."""
+
+    lineage: Name
+    version: int
+    max_leases: int
+
+
+class Heartbeat(OfGenerator, frozen=True):
+    """Progress by lease: numbers that must grow."""
+
+    progress: dict[str, Count]
+    stats: GeneratorStats
+
+
+class ReturnGroups(OfGenerator, frozen=True):
+    """Finished groups. The parts are the encoded groups of these leases, in this order."""
+
+    lease_ids: tuple[str, ...]
+
+
+class FailLease(OfGenerator, frozen=True):
+    """A lease is given back unsampled; ``detail`` is for people."""
+
+    lease_id: str
+    cause: FailureCause
+    detail: str
+
+
+class AnswerProbe(OfGenerator, frozen=True):
+    """The answer to a version's probe (``parity.encode_answer``)."""
+
+    lineage: Name
+    version: int
+    answer: bytes
+
+
+class Goodbye(OfGenerator, frozen=True):
+    """A generator leaves: its leases are given out again at once."""
+
+
+# Requests of anyone.
+
+
+class Ping(msgspec.Struct, frozen=True):
+    """Which run is served here, by what?"""
+
+
+class GetStatus(msgspec.Struct, frozen=True):
+    """Everything that a person wants to see of the queue."""
+
+
+# Replies to the learner. ``NotReady`` and ``Acked`` are above; a snapshot travels as the part of an ``Acked``.
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """The learner owns the queue."""
+
+    run_id: str
+
+
+class TakenEntry(msgspec.Struct, frozen=True):
+    """What a batch says about a taken group in addition to the encoded group, which is a part; see ``TakenGroup``."""
+
+    prompt: Prompt
+    queued_s: float
+    arrival_version: int
+    masked: bool
+
+
+class BatchPart(msgspec.Struct, frozen=True):
+    """Some groups of a batch of ``num_groups``, from number ``first`` on. The parts are the encoded groups.
+
+    ``more``: further messages of the same reply follow.
+    """
+
+    groups: tuple[TakenEntry, ...]
+    first: int
+    num_groups: int
+    more: bool
+
+
+class EvalRow(msgspec.Struct, frozen=True):
+    """A row of a finished evaluation. Its encoded group is a part, unless the row could not be sampled."""
+
+    prompt: Prompt
+    answered: bool
+
+
+class EvalEntry(msgspec.Struct, frozen=True):
+    """One finished evaluation."""
+
+    dataset: str
+    step: int
+    prompts: tuple[EvalRow, ...]
+
+
+class EvalResults(msgspec.Struct, frozen=True):
+    """Finished evaluations. The parts are the encoded groups of all answered rows, in order."""
+
+    results: tuple[EvalEntry, ...]
+
+
+class EvalWait(msgspec.Struct, frozen=True):
+    """What evaluations wait for; empty once one is finished."""
+
+    reason: str
+
+
+class ProbeAnswers(msgspec.Struct, frozen=True):
+    """The parts are the encoded answers of these generators, in this order."""
+
+    generators: tuple[str, ...]
+
+
+# Replies to generators. ``LeasesGranted`` is above.
+
+
+class WelcomeReply(msgspec.Struct, frozen=True):
+    """A ``Welcome``. The parts are the ``files``, by name in this order."""
+
+    run_id: str
+    config_toml: str
+    files: tuple[str, ...]
+
+
+class NotYet(msgspec.Struct, frozen=True):
+    """No learner has attached yet."""
+
+    reason: str
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True):
+    """Leases to stop sampling."""
+
+    cancelled: tuple[str, ...]
+
+
+class ReturnReply(msgspec.Struct, frozen=True):
+    """What became of the returned or failed leases; ``why`` explains those that were refused."""
+
+    verdicts: dict[str, Verdict]
+    why: dict[str, str]
+
+
+# Replies to anyone.
+
+
+class Ok(msgspec.Struct, frozen=True):
+    """Done."""
+
+
+class Pong(msgspec.Struct, frozen=True):
+    """``versions`` are those of the packages that are installed where the server runs."""
+
+    run_id: str
+    attached: bool
+    versions: dict[str, str]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Plain data for people."""
+
+    status: dict[str, Any]
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The request was refused. ``kind`` is "lineage", "wire" (malformed), "queue" or "internal" (a bug)."""
+
+    kind: str
+    message: str
+
+
+LEARNER_REQUESTS: Mapping[str, type[msgspec.Struct]] = {
+    "attach": Attach, "alive": Alive, "bye_learner": LearnerGoodbye, "announce": Announcement, "evaluate": Evaluate,
+    "eval_results": GetEvalResults, "await_eval": AwaitEval, "take": Take, "ack": StepAck, "snapshot": TakeSnapshot,
+    "checkpoint_committed": CheckpointCommitted, "finish": Finish, "parity_answers": GetProbeAnswers,
+}  # fmt: skip
+GENERATOR_REQUESTS: Mapping[str, type[msgspec.Struct]] = {
+    "hello": Hello, "lease": LeaseRequest, "heartbeat": Heartbeat, "return": ReturnGroups, "fail": FailLease,
+    "parity": AnswerProbe, "bye": Goodbye,
+}  # fmt: skip
+REQUESTS = {**LEARNER_REQUESTS, **GENERATOR_REQUESTS, "ping": Ping, "status": GetStatus}
+REPLIES: Mapping[str, type[msgspec.Struct]] = {
+    "attached": Attached, "batch": BatchPart, "not_ready": NotReady, "acked": Acked, "eval_results": EvalResults,
+    "await_eval": EvalWait, "parity_answers": ProbeAnswers,
+    "welcome": WelcomeReply, "not_yet": NotYet, "leases": LeasesGranted, "heartbeat": HeartbeatReply,
+    "returned": ReturnReply,
+    "ok": Ok, "pong": Pong, "status": Status, "error": ErrorReply,
+}  # fmt: skip
+WIRE_TYPES = {record: type_ for types in (REQUESTS, REPLIES) for type_, record in types.items()}
+"""The wire type of every record that is a message."""

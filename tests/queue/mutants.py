@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
-import numpy as np
+from msgspec.structs import asdict
 
 from async_rl.errors import WireError
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
-from async_rl.queue.messages import Announcement, GeneratorStats, TrainedCounts, as_array
+from async_rl.queue.messages import Announcement, GeneratorStats, TrainedCounts
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import SAMPLING, group
 
@@ -49,7 +49,7 @@ def corpus(
     lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
     announcement = Announcement(lineage, step, "digest", "tcp://127.0.0.1:1")
     at = {**own, "step": step, "version": step}
-    plain: dict[str, tuple[Mapping[str, Any], Sequence[np.ndarray] | bytes]] = {
+    plain: dict[str, tuple[Mapping[str, Any], Sequence[bytes]]] = {
         "ping": ({"request_id": "r-1"}, ()),
         "status": ({"request_id": "r-1"}, ()),
         "attach": (
@@ -57,11 +57,11 @@ def corpus(
                 **own, "run_id": run_id, "parent_lineage": "line-e", "fork_version": 0, "step": 0, "num_steps": 9,
                 "config_toml": "[run]", "files": ["a.txt", "b.json"], "has_snapshot": True,
             },
-            [as_array(b"hello"), as_array(b"{}"), as_array(b"no snapshot, but bytes" * 9)],
+            (b"hello", b"{}", b"no snapshot, but bytes" * 9),
         ),
         "alive": (own, ()),
         "bye_learner": (own, ()),
-        "announce": ({**own, "announcement": announcement}, ()),
+        "announce": ({**own, **asdict(announcement)}, ()),
         "evaluate": ({**own, "dataset": "test", "step": step, "min_version": 0, "exclusive": False}, ()),
         "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
         "await_eval": (own, ()),
@@ -77,18 +77,13 @@ def corpus(
             {**mine, "progress": {lease.lease_id: 5}, "stats": _STATS}, (),
         ),
         "return": (
-            {**mine, "lease_ids": [lease.lease_id]}, encode_group(group(lease, generator=generator_id)),
+            {**mine, "lease_ids": [lease.lease_id]}, (encode_group(group(lease, generator=generator_id)),),
         ),
         "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
         "parity": ({**mine, "lineage": lineage, "version": 0, "answer": b"an answer, but bytes" * 9}, ()),
         "bye": (mine, ()),
     }  # fmt: skip
-    return {type_: _message(type_, fields, rest) for type_, (fields, rest) in plain.items()}
-
-
-def _message(type_: str, fields: Mapping[str, Any], rest: Sequence[np.ndarray] | bytes) -> Frames:
-    """``rest`` are arrays, or one part."""
-    return (encode(type_, fields, num_parts=1), rest) if isinstance(rest, bytes) else (encode(type_, fields, rest),)
+    return {type_: (encode(type_, fields, num_parts=len(parts)), *parts) for type_, (fields, parts) in plain.items()}
 
 
 _STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, 3, 1000)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import zmq
+from msgspec.structs import asdict
 
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.core.batches import TakenPayload
-from async_rl.queue.messages import Batch
+from async_rl.queue.messages import Batch, BatchPart
 from async_rl.queue.server.handlers import Reply, batch_reply
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import LINEAGE, SAMPLING, group
@@ -30,19 +31,24 @@ def parts_of(sizes: Sequence[int]) -> list[Reply]:
     return [reply, *reply.further]
 
 
+def record_of(reply: Reply) -> BatchPart:
+    assert isinstance(reply.record, BatchPart)
+    return reply.record
+
+
 def test_a_message_of_a_batch_ends_with_the_group_that_fills_a_mebibyte():
     parts = parts_of([600 * KIB, 600 * KIB, 10, 1024 * KIB, 1, 2])
     assert [[len(payload) // KIB for payload in part.parts] for part in parts] == [[600, 600], [0, 1024], [0, 0]]
-    assert [part.fields["first"] for part in parts] == [0, 2, 4]
-    assert [part.fields["more"] for part in parts] == [True, True, False]
-    assert {part.fields["num_groups"] for part in parts} == {6}
-    positions = [entry.prompt.position for part in parts for entry in part.fields["groups"]]
+    assert [record_of(part).first for part in parts] == [0, 2, 4]
+    assert [record_of(part).more for part in parts] == [True, True, False]
+    assert {record_of(part).num_groups for part in parts} == {6}
+    positions = [entry.prompt.position for part in parts for entry in record_of(part).groups]
     assert positions == list(range(6))
 
 
 def test_a_small_batch_is_one_message():
     (only,) = parts_of([10, 20, 30])
-    assert (only.fields["first"], only.fields["more"], len(only.parts)) == (0, False, 3)
+    assert (record_of(only).first, record_of(only).more, len(only.parts)) == (0, False, 3)
 
 
 def test_a_large_batch_is_at_most_64_messages():
@@ -65,9 +71,9 @@ def batch() -> list[Reply]:
         prompt = Prompt(position, position, 0, ({"role": "user", "content": "?"},), {})
         lease = Lease(f"lease-{position}", "train", prompt, 2, SAMPLING, LINEAGE, 0, 1, 1, 0)
         payloads.append(encode_group(group(lease, 0)))
-    entries = batch_reply([taken(position, payload) for position, payload in enumerate(payloads)]).fields["groups"]
+    entries = record_of(batch_reply([taken(position, payload) for position, payload in enumerate(payloads)])).groups
     return [
-        Reply("batch", {"groups": [entry], "first": first, "num_groups": 3, "more": first < 2}, parts=[payloads[first]])
+        Reply(BatchPart((entry,), first, num_groups=3, more=first < 2), [payloads[first]])
         for first, entry in enumerate(entries)
     ]
 
@@ -90,8 +96,8 @@ def answering(script: Script) -> Iterator[tuple[str, Callable[[], int]]]:
             num_takes += 1
             request_id = decode(frame).fields["request_id"]
             for message in (batch()[index] for index in sent):
-                plain = {**message.fields, "request_id": request_id}
-                frames = [encode(message.type, plain, num_parts=len(message.parts)), *message.parts]
+                plain = {**asdict(message.record), "request_id": request_id}
+                frames = [encode("batch", plain, num_parts=len(message.parts)), *message.parts]
                 router.send_multipart([peer, *map(bytes, frames)])
 
     thread = threading.Thread(target=serve)

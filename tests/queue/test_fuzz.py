@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 from async_rl.errors import AsyncRLError
 from async_rl.net.codec import encode_group
@@ -25,7 +26,7 @@ from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned, StepAck
+from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck
 from async_rl.queue.server.handlers import Deferred, Handlers
 from async_rl.queue.server.limits import MessageLimits
 from async_rl.queue.storage.journal import pack
@@ -45,7 +46,7 @@ MAX_GROWTH_BYTES = 20 << 20
 
 def test_the_corpus_has_every_type_that_the_server_knows():
     known = {name.removeprefix("_on_") for name in dir(Handlers) if name.startswith("_on_")}
-    assert set(corpus()) == known
+    assert set(corpus()) == known == set(REQUESTS)
 
 
 def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:
@@ -71,7 +72,7 @@ def handle(handlers: Handlers, frames: Frames, sizes: MessageLimits, now: float)
     except AsyncRLError:
         return False
     if reply is not None:
-        encode(reply.type, {**reply.fields, **handlers.notice("fuzz")}, reply.arrays)
+        encode(WIRE_TYPES[type(reply.record)], {**asdict(reply.record), **handlers.notice("fuzz")})
     return True
 
 

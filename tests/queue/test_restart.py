@@ -16,6 +16,7 @@ from async_rl.errors import QueueError
 from async_rl.queue.client import connection
 from async_rl.queue.client.connection import Connection
 from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.messages import Ping
 from async_rl.queue.server.start import QueueRestarter, answering_run, ensure_queue, finish_queue
 from tests.queue.builders import make_config
 from tests.queue.conftest import ROOT, attach, wait_until
@@ -35,11 +36,11 @@ def test_requests_that_a_dead_server_took_along_are_repeated_as_soon_as_the_next
     first = servers.start(config, "--run-id", "run")
     client = Connection(first.address, "client")
     try:
-        client.post("ping", {})
+        client.post(Ping())
         assert client.poll(10.0)
         assert client.is_connected
         first.process.send_signal(signal.SIGSTOP)
-        client.post("ping", {})  # it reaches the socket of a process that will never read it
+        client.post(Ping())  # it reaches the socket of a process that will never read it
         assert not client.poll(0.2)
         assert client.is_connected
         first.process.kill()
@@ -130,7 +131,7 @@ def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_pa
     first.process.wait()
     with caplog.at_level("INFO"):
         queue._connection.poll(0.0)
-        request = queue._connection.post("ping", {})
+        request = queue._connection.post(Ping())
         wait_until(lambda: not queue._watch_connection("ping", 60.0) and bool(caplog.messages), "a warning")
         servers.start(config, "--run-id", "run")
         queue._await(request, "ping", 0.0)

@@ -196,7 +196,7 @@ def test_a_connection_speaks_for_one_generator(servers, tmp_path):
             fields = {"generator_id": name, "host": "h", "backend": "fake", "wait_s": 0.0}
             socket.send(encode("hello", fields))
             assert socket.poll(int(DEADLINE_S * 1000))
-            answer = decode(socket.recv())
+            answer = decode(socket.recv_multipart()[0])
             return answer.type, str(answer.fields.get("message", ""))
 
         assert hello("first") == hello("first") == ("welcome", "")
@@ -204,7 +204,7 @@ def test_a_connection_speaks_for_one_generator(servers, tmp_path):
             "error",
             "expected messages of generator 'first' on this connection, got one of 'second'",
         )
-        assert "at most 256 characters" in hello("x" * 257)[1]
+        assert "length <= 256" in hello("x" * 257)[1]
     assert [known["id"] for known in learner.status()["generators"]] == ["first"]
 
 

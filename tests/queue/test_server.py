@@ -27,7 +27,7 @@ from async_rl.queue.messages import (
     Returned,
     StepAck,
 )
-from async_rl.queue.server.handlers import Deferred, Handlers, Reply
+from async_rl.queue.server.handlers import Deferred, Handlers
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.records import Sampling
 from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_buffer, make_config, put, take
@@ -513,16 +513,17 @@ def test_no_answer_of_an_earlier_learner_s_time_is_repeated_to_a_generator():
     fields = {"generator_id": "g0", "lineage": LINEAGE, "version": 0, "max_leases": 2, "wait_s": 0.0}
     request = decode(encode("lease", {"request_id": "r1", **fields}))
 
-    def asked() -> Reply:
+    def asked() -> LeasesGranted:
         """The answer to ``request``, which comes again and again under one id."""
         answer = handlers.handle(request, 0.0)
         reply = answer.attempt(0.0, True) if isinstance(answer, Deferred) else answer
         assert reply is not None
-        return reply
+        assert isinstance(reply.record, LeasesGranted)
+        return reply.record
 
-    assert asked().fields["granted"].activate == 1
-    assert asked().fields["granted"].activate == 1
+    assert asked().activate == 1
+    assert asked().activate == 1
     attach = {"run_id": "run", "lineage": "line-b", "parent_lineage": "", "fork_version": 0, "step": 0, "num_steps": 9}
     handlers.handle(decode(encode("attach", {**attach, "config_toml": "", "files": [], "has_snapshot": False})), 0.0)
     announce(buffer, 0, "line-b")
-    assert asked().fields["granted"].activate == 0
+    assert asked().activate == 0

@@ -9,12 +9,13 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import msgspec
 import zmq
+from msgspec.structs import asdict
 from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.errors import AddressError, LineageError, QueueError
@@ -22,7 +23,7 @@ from async_rl.net.address import check_address
 from async_rl.net.frames import is_readable, send_frames
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Frame, Limits, Message, decode, encode
-from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
+from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, WIRE_TYPES
 
 RESEND_S = 5.0
 _RETRY_S = 0.02
@@ -37,7 +38,6 @@ class Outstanding:
     request_id: str
     type: str
     fields: dict[str, Any]
-    arrays: tuple[np.ndarray, ...]
     parts: tuple[Frame, ...]
     wait_s: float
     due_at: float
@@ -99,37 +99,35 @@ class Connection:
         """Whether a server is at the other end, as of the last ``poll``; one that is busy or stopped counts."""
         return self._is_connected
 
-    def num_outstanding(self, *types: str) -> int:
-        """Requests of these types without an answer."""
-        return sum(self._num_outstanding[type_] for type_ in types)
+    def has_outstanding(self, type_: str) -> bool:
+        """Whether a request of this type has no answer yet."""
+        return self._num_outstanding[type_] > 0
 
     def post(
-        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, parts: Sequence[Frame] = (),
-        wait_s: float = 0.0, with_next: bool = False,
-    ) -> str:  # fmt: skip
-        """Line up a request; its id. ``wait_s`` is how long the server may hold the answer back.
+        self, request: msgspec.Struct, parts: Sequence[Frame] = (), *, wait_s: float = 0.0, with_next: bool = False
+    ) -> str:
+        """Line up a request of ``messages``; its id. ``wait_s`` is how long the server may hold the answer back.
 
         ``with_next``: it goes out together with the next one, which wakes the server once for both.
         """
         request_id = f"{self._prefix}-{next(self._numbers)}"
-        now = time.monotonic()
-        self._outstanding[request_id] = request = Outstanding(
-            request_id, type_, {**fields, "request_id": request_id, "wait_s": wait_s}, tuple(arrays), tuple(parts),
-            wait_s, now,
-        )  # fmt: skip
+        now, type_ = time.monotonic(), WIRE_TYPES[type(request)]
+        fields = {**asdict(request), "request_id": request_id, "wait_s": wait_s}
+        outstanding = Outstanding(request_id, type_, fields, tuple(parts), wait_s, now)
+        self._outstanding[request_id] = outstanding
         self._num_outstanding[type_] += 1
-        self._unsent.append(request)
+        self._unsent.append(outstanding)
         if not with_next:
             self._send_unsent(now)
         return request_id
 
-    def send_once(self, type_: str, fields: Mapping[str, Any]) -> bool:
-        """Send something that wants no answer; False without a connection, or once closed."""
+    def send_once(self, request: msgspec.Struct) -> bool:
+        """Send something that needs no answer; False without a connection, or after ``close``."""
         if self._socket.closed:
             return False
         self._follow_link(time.monotonic())
         try:
-            self._socket.send(encode(type_, fields), zmq.NOBLOCK)
+            self._socket.send(encode(WIRE_TYPES[type(request)], request), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -200,7 +198,7 @@ class Connection:
                 request.sent_at, request.due_at = now, now + RESEND_S + request.wait_s
 
     def _frames(self, request: Outstanding) -> Sequence[Frame]:
-        frame = encode(request.type, request.fields, request.arrays, num_parts=len(request.parts))
+        frame = encode(request.type, request.fields, num_parts=len(request.parts))
         return [frame, *request.parts]
 
     def _pop(self, request_id: str) -> Outstanding | None:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 
 from async_rl.errors import AddressError, QueueError, WireError
-from async_rl.net.codec import encode_group, field, read_as
+from async_rl.net.codec import encode_group, read_as
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Message
+from async_rl.queue import messages
 from async_rl.queue.client.connection import Connection, Outstanding, raise_error
 from async_rl.queue.messages import (
     Announced,
@@ -25,7 +26,6 @@ from async_rl.queue.messages import (
     GeneratorStats,
     LeasesGranted,
     Returned,
-    Verdict,
     Welcome,
 )
 from async_rl.queue.parity import Answer, encode_answer
@@ -67,19 +67,16 @@ class GeneratorQueue:
         """
         deadline = time.monotonic() + wait_s
         reason = ""
-        fields = {
-            "generator_id": self.generator_id, "backend": backend, "host": host or socket.gethostname(),
-            "replaces": replaces,
-        }  # fmt: skip
+        hello = messages.Hello(self.generator_id, host or socket.gethostname(), backend, replaces)
         while (left_s := deadline - time.monotonic()) > (_HELLO_MARGIN_S if reason else 0):
             held_s = max(0.0, min(_HELLO_WAIT_S, left_s - _HELLO_MARGIN_S))
-            request_id = self._connection.post("hello", fields, wait_s=held_s)
+            request_id = self._connection.post(hello, wait_s=held_s)
             message = self._answer_to(request_id, min(deadline, time.monotonic() + 2 * _HELLO_WAIT_S))
             if message is not None and message.type == "welcome":
                 self._is_known = True
                 return _welcome(message)
             if message is not None:
-                reason = field(message.fields, "reason", str)
+                reason = read_as(message.fields, messages.NotYet).reason
         if reason:
             raise QueueError(
                 f"the queue at {self.address} answered, but no learner attached in {wait_s:.0f} s: {reason}"
@@ -91,11 +88,11 @@ class GeneratorQueue:
 
     @property
     def lease_request_outstanding(self) -> bool:
-        return self._connection.num_outstanding("lease") > 0
+        return self._connection.has_outstanding("lease")
 
     @property
     def heartbeat_outstanding(self) -> bool:
-        return self._connection.num_outstanding("heartbeat") > 0
+        return self._connection.has_outstanding("heartbeat")
 
     @property
     def num_unanswered_returns(self) -> int:
@@ -120,14 +117,13 @@ class GeneratorQueue:
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
         """Ask for leases, sampling with ``version`` of ``lineage``. Does nothing while one request is outstanding."""
         if not self.lease_request_outstanding:
-            fields = {"generator_id": self.generator_id, "lineage": lineage, "version": version}
-            self._connection.post("lease", {**fields, "max_leases": max_leases}, wait_s=wait_s)
+            request = messages.LeaseRequest(self.generator_id, lineage, version, max_leases)
+            self._connection.post(request, wait_s=wait_s)
 
     def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
         """Report progress by lease: numbers that must grow. Does nothing while one heartbeat is outstanding."""
         if not self.heartbeat_outstanding:
-            fields = {"generator_id": self.generator_id, "progress": dict(progress), "stats": stats}
-            self._connection.post("heartbeat", fields)
+            self._connection.post(messages.Heartbeat(self.generator_id, dict(progress), stats))
 
     def return_group(self, group: Group) -> None:
         """Hand a finished group over: sent with the next ``poll``. A ``Returned`` event says what became of it."""
@@ -139,14 +135,13 @@ class GeneratorQueue:
 
     def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
         """Give a lease back unsampled; a ``Returned`` event answers."""
-        fields = {"generator_id": self.generator_id, "lease_id": lease_id, "cause": cause, "detail": detail[:2000]}
         self._num_unanswered += 1
-        self._connection.post("fail", fields)
+        self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail[:2000]))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
         """What became of a probe, for the learner to ask for; repeated until the queue has it."""
-        fields = {"generator_id": self.generator_id, "lineage": lineage, "version": answer.version}
-        self._connection.post("parity", {**fields, "answer": encode_answer(answer)})
+        data = encode_answer(answer)
+        self._connection.post(messages.AnswerProbe(self.generator_id, lineage, answer.version, data))
 
     def poll(self, timeout_s: float) -> list[GeneratorEvent]:
         """What the queue said; returns with the first of it, or after ``timeout_s``.
@@ -163,15 +158,15 @@ class GeneratorQueue:
     def close(self) -> None:
         """Leave: leases still held are given out again at once."""
         if self._is_known:
-            self._connection.send_once("bye", {"generator_id": self.generator_id})
+            self._connection.send_once(messages.Goodbye(self.generator_id))
         self._connection.close()
 
     def _send_returns(self) -> None:
         if not self._returning:
             return
         returning, self._returning = self._returning, {}
-        fields = {"generator_id": self.generator_id, "lease_ids": list(returning)}
-        self._connection.post("return", fields, parts=list(returning.values()))
+        request = messages.ReturnGroups(self.generator_id, tuple(returning))
+        self._connection.post(request, list(returning.values()))
 
     def _answer_to(self, request_id: str, deadline: float) -> Message | None:
         while (left_s := deadline - time.monotonic()) > 0:
@@ -188,7 +183,7 @@ class GeneratorQueue:
         raise_error(message)
         events = self._notice(message)
         if message.type == "leases":
-            events.append(read_as(message.fields.get("granted"), LeasesGranted))
+            events.append(read_as(message.fields, LeasesGranted))
         elif message.type == "returned":
             returned = _returned(message)
             self._num_unanswered -= len(returned)
@@ -214,13 +209,13 @@ class GeneratorQueue:
 
 
 def _returned(message: Message) -> list[Returned]:
-    verdicts = read_as(message.fields.get("verdicts"), dict[str, Verdict])
+    verdicts = read_as(message.fields, messages.ReturnReply).verdicts
     return [Returned(lease_id, verdict) for lease_id, verdict in verdicts.items()]
 
 
 def _welcome(message: Message) -> Welcome:
-    names = read_as(message.fields.get("files"), list[str])
-    if len(names) != len(message.arrays):
-        raise WireError(f"a welcome of {len(names)} files came with {len(message.arrays)}")
-    files = {name: array.tobytes() for name, array in zip(names, message.arrays, strict=True)}
-    return Welcome(field(message.fields, "run_id", str), field(message.fields, "config_toml", str), files)
+    reply = read_as(message.fields, messages.WelcomeReply)
+    if len(reply.files) != len(message.parts):
+        raise WireError(f"expected the {len(reply.files)} files of a welcome, got {len(message.parts)}")
+    files = {name: bytes(part) for name, part in zip(reply.files, message.parts, strict=True)}
+    return Welcome(reply.run_id, reply.config_toml, files)

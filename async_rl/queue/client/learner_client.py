@@ -11,26 +11,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from msgspec.structs import asdict
+import msgspec
 
 from async_rl.errors import QueueError, WireError
-from async_rl.net.codec import decode_group, field, read_as
+from async_rl.net.codec import decode_group, read_as
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Frame, Message
+from async_rl.queue import messages
 from async_rl.queue.client.connection import Connection, raise_error
 from async_rl.queue.client.generator_client import GeneratorQueue
 from async_rl.queue.messages import (
+    WIRE_TYPES,
     Acked,
     Announcement,
     Batch,
+    BatchPart,
     EvalResult,
     NotReady,
-    QueueStats,
     StepAck,
-    TakenEntry,
+    Take,
     TakenGroup,
-    as_array,
 )
 from async_rl.queue.parity import Answer, decode_answer
 from async_rl.records import Group, Prompt
@@ -60,7 +60,7 @@ class _KeepAlive:
         connection = Connection(self._address, "learner-alive", self._keys)
         try:
             while not self._end.wait(ALIVE_EVERY_S):
-                connection.send_once("alive", {"lineage": self._lineage})
+                connection.send_once(messages.Alive(self._lineage))
         finally:
             connection.close()
 
@@ -91,7 +91,7 @@ class LearnerQueue:
         self._connection = Connection(address, "learner", keys)
         self._keep_alive: _KeepAlive | None = None
         self._lineage: str | None = None
-        self._begun_take: tuple[tuple[str, int, int], str] | None = None
+        self._begun_take: tuple[Take, str] | None = None
         self._answers: dict[str, Message] = {}
         self._arrived: dict[str, list[TakenGroup]] = {}
         self._unheeded: set[str] = set()
@@ -101,22 +101,14 @@ class LearnerQueue:
         config_toml: str, files: Mapping[str, bytes], snapshot: bytes | None,
     ) -> None:  # fmt: skip
         """Own the queue from here on, in the state that ``snapshot`` says (none: empty)."""
-        names = sorted(files)
-        arrays = [as_array(files[name]) for name in names]
+        names = tuple(sorted(files))
+        parts = [files[name] for name in names]
         if snapshot is not None:
-            arrays.append(as_array(snapshot))
-        fields = {
-            "run_id": run_id,
-            "lineage": lineage,
-            "parent_lineage": parent_lineage,
-            "fork_version": fork_version,
-            "step": step,
-            "num_steps": num_steps,
-            "config_toml": config_toml,
-            "files": names,
-            "has_snapshot": snapshot is not None,
-        }
-        self._call("attach", fields, arrays)
+            parts.append(snapshot)
+        attach = messages.Attach(
+            run_id, lineage, parent_lineage, fork_version, step, num_steps, config_toml, names, snapshot is not None
+        )
+        self._call(attach, parts)
         self._lineage = lineage
         if self._keep_alive is not None:
             self._keep_alive.close()
@@ -124,106 +116,100 @@ class LearnerQueue:
 
     def announce(self, announcement: Announcement) -> None:
         """A version was published. Returns at once; if the queue refuses it, the next method that blocks raises."""
-        fields = {"announcement": announcement, "lineage": announcement.lineage}
-        self._unheeded.add(self._connection.post("announce", fields))
+        self._unheeded.add(self._connection.post(announcement))
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
         """Every generator's newest answer to a probe, of version ``since`` or later, by generator."""
-        reply = self._call("parity_answers", {"lineage": lineage, "since": since})
-        names = read_as(reply.fields.get("generators"), list[str])
-        if len(names) != len(reply.arrays):
-            raise WireError(f"answers of {len(names)} generators came with {len(reply.arrays)}")
-        return {name: decode_answer(a.tobytes()) for name, a in zip(names, reply.arrays, strict=True)}
+        reply = self._call(messages.GetProbeAnswers(lineage, since))
+        names = read_as(reply.fields, messages.ProbeAnswers).generators
+        if len(names) != len(reply.parts):
+            raise WireError(f"expected the answers of {len(names)} generators, got {len(reply.parts)}")
+        return {name: decode_answer(bytes(part)) for name, part in zip(names, reply.parts, strict=True)}
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
         """Ask for an evaluation of a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
-        fields = {"dataset": dataset, "step": step, "min_version": min_version, "exclusive": exclusive}
-        self._call("evaluate", {**fields, "lineage": lineage})
+        self._call(messages.Evaluate(lineage, dataset, step, min_version, exclusive))
 
     def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
         """Finished evaluations, each until it is named in ``received``.
 
         A row that could not be sampled comes with a group without rollouts.
         """
-        keys = [[dataset, step] for dataset, step in received]
-        reply = self._call("eval_results", {"lineage": lineage, "received": keys})
+        reply = self._call(messages.GetEvalResults(lineage, tuple(received)))
         payloads = iter(reply.parts)
-        return [
-            _eval_result(entry, payloads, lineage)
-            for entry in read_as(reply.fields.get("results"), list[dict[str, Any]])
-        ]
+        results = read_as(reply.fields, messages.EvalResults).results
+        return [_eval_result(entry, payloads, lineage) for entry in results]
 
     def await_eval(self, lineage: str, wait_s: float) -> str:
         """Wait for a finished evaluation that was not handed over yet: empty if there is one, else the reason."""
-        return field(self._call("await_eval", {"lineage": lineage}, wait_s=wait_s).fields, "reason", str)
+        return read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait).reason
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
         """Send the request that the next ``take`` of the same step and version waits for; returns at once."""
-        fields = {"lineage": lineage, "step": step, "version": version}
-        self._begun_take = ((lineage, step, version), self._connection.post("take", fields, wait_s=wait_s))
+        request = Take(lineage, step, version)
+        self._begun_take = (request, self._connection.post(request, wait_s=wait_s))
 
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
         """The groups of the step after ``step`` done ones, trained first at ``version``; waits up to ``wait_s``."""
         begun, self._begun_take = self._begun_take, None
-        fields = {"lineage": lineage, "step": step, "version": version}
-        if begun is not None and begun[0] == (lineage, step, version):
+        request = Take(lineage, step, version)
+        if begun is not None and begun[0] == request:
             request_id = begun[1]
         else:
-            request_id = self._connection.post("take", fields, wait_s=wait_s)
+            request_id = self._connection.post(request, wait_s=wait_s)
         while (reply := self._await(request_id, "take", wait_s)).type != "not_ready":
             groups = self._arrived.pop(request_id)
-            if len(groups) == field(reply.fields, "num_groups", int):
+            if len(groups) == read_as(reply.fields, BatchPart).num_groups:
                 return Batch(tuple(groups))
             # A part of it was lost with its connection. The queue hands the same batch over again.
-            request_id = self._connection.post("take", fields, wait_s=wait_s)
-        return read_as(reply.fields.get("answer"), NotReady)
+            request_id = self._connection.post(request, wait_s=wait_s)
+        return read_as(reply.fields, NotReady)
 
     def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
         """Report a trained step. With ``next_take_s``, also begin the take of the next step, which waits so long."""
-        request_id = self._connection.post("ack", asdict(ack), with_next=next_take_s is not None)
+        request_id = self._connection.post(ack, with_next=next_take_s is not None)
         if next_take_s is not None:
             self.begin_take(ack.lineage, ack.step + 1, ack.version, next_take_s)
         return _acked(self._await(request_id, "ack", 0.0))
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
         """The checkpoint after ``step`` steps is whole: the queue may forget what only older ones need."""
-        self._call("checkpoint_committed", {"lineage": lineage, "step": step})
+        self._call(messages.CheckpointCommitted(lineage, step))
 
     def snapshot(self, lineage: str) -> bytes:
         """The queue's state between two steps, for a checkpoint."""
-        payload = _acked(self._call("snapshot", {"lineage": lineage})).snapshot
+        payload = _acked(self._call(messages.TakeSnapshot(lineage))).snapshot
         if payload is None:
             raise WireError("expected a snapshot, got none")
         return payload
 
     def finish(self, lineage: str) -> None:
         """The run is over; generators are told to end."""
-        self._call("finish", {"lineage": lineage})
+        self._call(messages.Finish(lineage))
 
     def status(self) -> dict[str, Any]:
         """Everything a person wants to see of the queue, as plain data."""
-        return field(self._call("status", {}).fields, "status", dict)
+        return read_as(self._call(messages.GetStatus()).fields, messages.Status).status
 
     def ping(self) -> str:
         """The run id that the server serves; empty before its first learner if none was given."""
-        return field(self._call("ping", {}).fields, "run_id", str)
+        return read_as(self._call(messages.Ping()).fields, messages.Pong).run_id
 
     def versions(self) -> dict[str, str]:
         """What is installed where the server runs, name -> version."""
-        return dict(field(self._call("ping", {}).fields, "versions", dict))
+        return read_as(self._call(messages.Ping()).fields, messages.Pong).versions
 
     def close(self) -> None:
         """Leave. Unless the run is finished, the server ends ``queue.linger_s`` later."""
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._lineage is not None:
-            self._connection.send_once("bye_learner", {"lineage": self._lineage})
+            self._connection.send_once(messages.LearnerGoodbye(self._lineage))
         self._connection.close()
 
-    def _call(
-        self, type_: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), *, wait_s: float = 0.0
-    ) -> Message:
-        return self._await(self._connection.post(type_, fields, arrays, wait_s=wait_s), type_, wait_s)
+    def _call(self, request: msgspec.Struct, parts: Sequence[bytes] = (), *, wait_s: float = 0.0) -> Message:
+        request_id = self._connection.post(request, parts, wait_s=wait_s)
+        return self._await(request_id, WIRE_TYPES[type(request)], wait_s)
 
     def _await(self, request_id: str, type_: str, wait_s: float) -> Message:
         """The answer to this request; answers to others that come meanwhile are kept for them."""
@@ -256,19 +242,18 @@ class LearnerQueue:
     def _note(self, request_id: str, answer: Message) -> None:
         """Keep an answer, or a part of a batch: decoded at once, while the next part is on its way."""
         if answer.type == "batch":
-            entries = read_as(answer.fields.get("groups"), list[TakenEntry])
-            first = field(answer.fields, "first", int)
-            if len(entries) != len(answer.parts):
-                raise WireError(f"{len(entries)} groups of a batch came with {len(answer.parts)} payloads")
+            part = read_as(answer.fields, BatchPart)
+            if len(part.groups) != len(answer.parts):
+                raise WireError(f"expected {len(part.groups)} encoded groups of a batch, got {len(answer.parts)}")
             arrived = self._arrived.setdefault(request_id, [])
-            # One that was asked for twice may come twice; it is the same then, from its first group on.
-            del arrived[first:]
-            if first == len(arrived):
+            # A batch that was asked for twice may arrive twice; both are the same from their first group on.
+            del arrived[part.first :]
+            if part.first == len(arrived):
                 arrived += [
                     TakenGroup(decode_group(payload), entry.prompt, entry.queued_s, entry.arrival_version, entry.masked)
-                    for entry, payload in zip(entries, answer.parts, strict=True)
+                    for entry, payload in zip(part.groups, answer.parts, strict=True)
                 ]
-            if field(answer.fields, "more", bool):
+            if part.more:
                 return
         self._answers[request_id] = answer
 
@@ -295,17 +280,16 @@ class LearnerQueue:
 
 
 def _acked(reply: Message) -> Acked:
-    stats = read_as(reply.fields.get("stats"), QueueStats)
-    return Acked(stats, reply.arrays[0].tobytes() if reply.arrays else None)
+    acked = read_as(reply.fields, Acked)
+    return Acked(acked.stats, bytes(reply.parts[0]) if reply.parts else None)
 
 
-def _eval_result(entry: Any, payloads: Iterator[Frame], lineage: str) -> EvalResult:
+def _eval_result(entry: messages.EvalEntry, payloads: Iterator[Frame], lineage: str) -> EvalResult:
     groups: list[tuple[Prompt, Group]] = []
-    for item in read_as(entry.get("prompts"), list[dict[str, Any]]):
-        prompt = read_as(item.get("prompt"), Prompt)
-        if field(item, "answered", bool):
+    for row in entry.prompts:
+        if row.answered:
             group = decode_group(next(payloads))
         else:
-            group = Group("", "eval", prompt.position, "", lineage, 0.0, ())
-        groups.append((prompt, group))
-    return EvalResult(field(entry, "dataset", str), field(entry, "step", int), tuple(groups))
+            group = Group("", "eval", row.prompt.position, "", lineage, 0.0, ())
+        groups.append((row.prompt, group))
+    return EvalResult(entry.dataset, entry.step, tuple(groups))

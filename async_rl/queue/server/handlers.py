@@ -1,67 +1,63 @@
-"""One request in, one reply out: wire messages to calls of the buffer. Called by the server; owns no socket.
+"""One request in, one reply out: messages become calls of the buffer. The server calls it; it owns no socket.
 
-A handler returns its reply, or a ``Deferred`` that the server tries again after every change until the request's time
-is over. Whatever is wrong with a message raises ``WireError`` or ``QueueError``, which the server answers.
+A handler gets the request as its record and returns a ``Reply``, or a ``Deferred`` that the server tries again after
+every change until the request's time is up. Anything wrong with a message raises ``WireError`` or ``QueueError``, which
+the server answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
-
-import numpy as np
+from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError, WireError
-from async_rl.net.codec import Count, field, read_as
-from async_rl.net.wire import Message
+from async_rl.net.codec import field, read_as
+from async_rl.net.wire import Frame, Message
 from async_rl.process.package_versions import package_versions
+from async_rl.queue import messages
 from async_rl.queue.core.admission import eval_sampling
 from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.evals import Row
 from async_rl.queue.core.ingest import read_summary
 from async_rl.queue.messages import (
+    GENERATOR_REQUESTS,
+    REQUESTS,
     Acked,
     Announcement,
-    FailureCause,
-    GeneratorStats,
+    BatchPart,
+    EvalEntry,
+    EvalRow,
     LeasesGranted,
     NotReady,
-    StepAck,
+    Ok,
     TakenEntry,
     Verdict,
-    as_array,
-    name,
 )
 from async_rl.queue.server.registry import MAX_ANSWER_BYTES, GeneratorRegistry, ProbeAnswer
 from async_rl.queue.server.requests import Deferred, Reply
 from async_rl.queue.storage.payloads import Payload
 
 MAX_WAIT_S = 60.0
-"""A request is parked no longer; its client asks again."""
-_OF_GENERATORS = frozenset({"hello", "lease", "heartbeat", "return", "fail", "parity", "bye"})
+"""A request waits no longer for its reply; its client asks again."""
 _MESSAGE_BYTES = 1 << 20
 _MAX_MESSAGES = 64
 """Of one batch: well below the number that a socket queues for a peer before it drops some."""
-OF_LEARNERS = frozenset({
-    "attach", "alive", "bye_learner", "announce", "evaluate", "eval_results", "await_eval", "take", "ack", "snapshot",
-    "checkpoint_committed", "finish", "parity_answers",
-})  # fmt: skip
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class WelcomePack:
     """What the learner brought for generators."""
 
     config_toml: str
     names: tuple[str, ...]
-    files: tuple[np.ndarray, ...]
+    files: tuple[bytes, ...]
 
 
 class Handlers:
-    """Requests by type. ``run_id`` is adopted from the first learner unless it was given."""
+    """Requests by type. ``run_id`` is that of the first learner, unless it was given."""
 
     def __init__(self, buffer: Buffer, config: Config, eval_rows: Mapping[str, Sequence[Row]], run_id: str) -> None:
         self.buffer, self.run_id = buffer, run_id
@@ -71,166 +67,140 @@ class Handlers:
         self.learner_gone = False
 
     def handle(self, message: Message, now: float) -> Reply | Deferred | None:
-        """The reply; None when none is wanted.
+        """The reply; None if the request wants none.
 
         Raises:
             WireError: the message is malformed. QueueError: it is refused.
         """
-        handler = getattr(self, f"_on_{message.type}", None)
-        if handler is None:
+        record = REQUESTS.get(message.type)
+        if record is None:
             raise WireError(f"unknown message type {message.type[:40]!r}")
-        return handler(message, now)
+        return getattr(self, f"_on_{message.type}")(read_as(message.fields, record), message, now)
 
     def generator_of(self, message: Message, peer: bytes, now: float) -> str | None:
-        """The generator that speaks, from here on answered at ``peer``; None for messages of others.
+        """The id of the generator that sent this, registered with its connection; None for messages of others.
 
         Raises:
-            WireError: its id is malformed. QueueError: there is no room for another generator.
+            WireError: the id is malformed. QueueError: there is no place for another generator.
         """
-        if message.type not in _OF_GENERATORS:
+        if message.type not in GENERATOR_REQUESTS:
             return None
-        generator_id = name(message.fields, "generator_id")
+        generator_id = read_as(message.fields, messages.OfGenerator).generator_id
         self.registry.seen(generator_id, now, peer)
         return generator_id
 
     # Anyone.
 
-    def _on_ping(self, message: Message, now: float) -> Reply:
-        attached = self.buffer.learner is not None
-        return Reply("pong", {"run_id": self.run_id, "attached": attached, "versions": package_versions()})
+    def _on_ping(self, request: messages.Ping, message: Message, now: float) -> Reply:
+        return Reply(messages.Pong(self.run_id, self.buffer.learner is not None, package_versions()))
 
-    def _on_status(self, message: Message, now: float) -> Reply:
-        return Reply("status", {"status": {"run_id": self.run_id, **self.buffer.status(now)}})
+    def _on_status(self, request: messages.GetStatus, message: Message, now: float) -> Reply:
+        return Reply(messages.Status({"run_id": self.run_id, **self.buffer.status(now)}))
 
     # The learner.
 
-    def _on_attach(self, message: Message, now: float) -> Reply:
-        fields = message.fields
-        run_id, names = field(fields, "run_id", str), read_as(fields.get("files"), tuple[str, ...])
-        if self.run_id and run_id != self.run_id:
-            raise QueueError(f"expected a learner of run {self.run_id}, got one of run {run_id}; use another queue")
-        has_snapshot = field(fields, "has_snapshot", bool)
-        if len(message.arrays) != len(names) + has_snapshot or any(a.dtype != np.uint8 for a in message.arrays):
-            raise WireError(f"expected {len(names)} files and {int(has_snapshot)} snapshot, got {len(message.arrays)}")
+    def _on_attach(self, request: messages.Attach, message: Message, now: float) -> Reply:
+        num_files, parts = len(request.files), message.parts
+        if self.run_id and request.run_id != self.run_id:
+            raise QueueError(
+                f"expected a learner of run {self.run_id}, got one of run {request.run_id}; use another queue"
+            )
+        if len(parts) != num_files + request.has_snapshot:
+            raise WireError(f"expected {num_files} files and {int(request.has_snapshot)} snapshot, got {len(parts)}")
         before = self.buffer.learner
-        # Copies: the views would keep the whole message alive, snapshot included.
-        files = tuple(array.copy() for array in message.arrays[: len(names)])
         self.buffer.attach(
-            lineage=name(fields, "lineage"),
-            parent=name(fields, "parent_lineage"),
-            fork_version=field(fields, "fork_version", int),
-            step=field(fields, "step", int),
-            num_steps=field(fields, "num_steps", int),
-            snapshot=message.arrays[-1].tobytes() if has_snapshot else None,
+            lineage=request.lineage,
+            parent=request.parent_lineage,
+            fork_version=request.fork_version,
+            step=request.step,
+            num_steps=request.num_steps,
+            snapshot=bytes(parts[-1]) if request.has_snapshot else None,
             now=now,
         )
         if self.buffer.learner is not before:
-            # Repeated now, answers of another learner's time would name versions that this one may not have.
+            # Lease answers of another learner's time may name versions that this one does not have.
             self.registry.forget_answers()
-        self.run_id, self.learner_gone = run_id, False
-        self.welcome = WelcomePack(field(fields, "config_toml", str), names, files)
-        return Reply("attached", {"run_id": run_id})
+        self.run_id, self.learner_gone = request.run_id, False
+        self.welcome = WelcomePack(request.config_toml, request.files, tuple(map(bytes, parts[:num_files])))
+        return Reply(messages.Attached(self.run_id))
 
-    def _on_alive(self, message: Message, now: float) -> None:
+    def _on_alive(self, request: messages.Alive, message: Message, now: float) -> None:
         return None
 
-    def _on_bye_learner(self, message: Message, now: float) -> Reply:
+    def _on_bye_learner(self, request: messages.LearnerGoodbye, message: Message, now: float) -> Reply:
         learner = self.buffer.learner
-        if learner is not None and learner.lineage == field(message.fields, "lineage", str):
+        if learner is not None and learner.lineage == request.lineage:
             self.learner_gone = True
-        return Reply("ok", {})
+        return Reply(Ok())
 
-    def _on_announce(self, message: Message, now: float) -> Reply:
-        self.buffer.announce(read_as(message.fields.get("announcement"), Announcement))
-        return Reply("ok", {})
+    def _on_announce(self, request: Announcement, message: Message, now: float) -> Reply:
+        self.buffer.announce(request)
+        return Reply(Ok())
 
-    def _on_evaluate(self, message: Message, now: float) -> Reply:
-        fields = message.fields
-        self.buffer.require(field(fields, "lineage", str))
-        dataset = field(fields, "dataset", str)
+    def _on_evaluate(self, request: messages.Evaluate, message: Message, now: float) -> Reply:
+        self.buffer.require(request.lineage)
+        dataset = request.dataset
         rows = self.eval_rows.get(dataset)
         if rows is None:
             raise QueueError(f"expected a dataset of data.eval = {sorted(self.eval_rows)}, got {dataset!r}")
-        self.buffer.evaluate(
-            dataset,
-            field(fields, "step", int),
-            rows,
-            self._config.eval.of(dataset).num_samples,
-            eval_sampling(self._config, dataset),
-            field(fields, "min_version", int),
-            field(fields, "exclusive", bool),
-        )
-        return Reply("ok", {})
+        num_samples, sampling = self._config.eval.of(dataset).num_samples, eval_sampling(self._config, dataset)
+        self.buffer.evaluate(dataset, request.step, rows, num_samples, sampling, request.min_version, request.exclusive)
+        return Reply(Ok())
 
-    def _on_eval_results(self, message: Message, now: float) -> Reply:
-        lineage = field(message.fields, "lineage", str)
-        received = read_as(message.fields.get("received"), list[tuple[str, int]])
-        results = self.buffer.eval_results(lineage, received)
-        plain: list[dict[str, Any]] = []
+    def _on_eval_results(self, request: messages.GetEvalResults, message: Message, now: float) -> Reply:
+        entries: list[EvalEntry] = []
         parts: list[Payload] = []
-        for result in results:
-            prompts = [{"prompt": prompt, "answered": payload is not None} for prompt, payload in result.answers]
-            plain.append({"dataset": result.dataset, "step": result.step, "prompts": prompts})
+        for result in self.buffer.eval_results(request.lineage, request.received):
+            rows = tuple(EvalRow(prompt, payload is not None) for prompt, payload in result.answers)
+            entries.append(EvalEntry(result.dataset, result.step, rows))
             parts += [payload for _, payload in result.answers if payload is not None]
-        return Reply("eval_results", {"results": plain}, parts=parts)
+        return Reply(messages.EvalResults(tuple(entries)), parts)
 
-    def _on_await_eval(self, message: Message, now: float) -> Deferred:
-        lineage = field(message.fields, "lineage", str)
-
+    def _on_await_eval(self, request: messages.AwaitEval, message: Message, now: float) -> Deferred:
         def attempt(now: float, last: bool) -> Reply | None:
-            reason = self.buffer.eval_wait(lineage)
-            return Reply("await_eval", {"reason": reason}) if last or not reason else None
+            reason = self.buffer.eval_wait(request.lineage)
+            return Reply(messages.EvalWait(reason)) if last or not reason else None
 
         return Deferred(_wait_s(message), attempt)
 
-    def _on_take(self, message: Message, now: float) -> Deferred:
-        fields = message.fields
-        lineage, step, version = (
-            field(fields, "lineage", str),
-            field(fields, "step", int),
-            field(fields, "version", int),
-        )
-        num_groups = self.buffer.settings.groups_per_step
+    def _on_take(self, request: messages.Take, message: Message, now: float) -> Deferred:
+        lineage, step, num_groups = request.lineage, request.step, self.buffer.settings.groups_per_step
 
         def attempt(now: float, last: bool) -> Reply | None:
             if not last and self.buffer.lacks_groups(lineage, step, num_groups):
                 return None
-            answer = self.buffer.take(lineage, step, version, num_groups, now)
+            answer = self.buffer.take(lineage, step, request.version, num_groups, now)
             if isinstance(answer, NotReady):
-                is_final = last or answer.stop or answer.exhausted
-                return Reply("not_ready", {"answer": answer}) if is_final else None
+                return Reply(answer) if last or answer.stop or answer.exhausted else None
             return batch_reply(answer)
 
         return Deferred(_wait_s(message), attempt)
 
-    def _on_ack(self, message: Message, now: float) -> Reply:
-        return _acked(self.buffer.ack(read_as(message.fields, StepAck), now))
+    def _on_ack(self, request: messages.StepAck, message: Message, now: float) -> Reply:
+        return _acked(self.buffer.ack(request, now))
 
-    def _on_snapshot(self, message: Message, now: float) -> Reply:
-        payload = self.buffer.snapshot(field(message.fields, "lineage", str), now)
-        return _acked(Acked(self.buffer.stats(), payload))
+    def _on_snapshot(self, request: messages.TakeSnapshot, message: Message, now: float) -> Reply:
+        snapshot = self.buffer.snapshot(request.lineage, now)
+        return _acked(Acked(self.buffer.stats(), snapshot))
 
-    def _on_checkpoint_committed(self, message: Message, now: float) -> Reply:
-        self.buffer.checkpoint_committed(field(message.fields, "lineage", str), field(message.fields, "step", int))
-        return Reply("ok", {})
+    def _on_checkpoint_committed(self, request: messages.CheckpointCommitted, message: Message, now: float) -> Reply:
+        self.buffer.checkpoint_committed(request.lineage, request.step)
+        return Reply(Ok())
 
-    def _on_finish(self, message: Message, now: float) -> Reply:
-        self.buffer.finish(field(message.fields, "lineage", str), now)
-        return Reply("ok", {})
+    def _on_finish(self, request: messages.Finish, message: Message, now: float) -> Reply:
+        self.buffer.finish(request.lineage, now)
+        return Reply(Ok())
 
-    def _on_parity_answers(self, message: Message, now: float) -> Reply:
-        lineage, since = field(message.fields, "lineage", str), field(message.fields, "since", int)
-        self.buffer.require(lineage)
-        found = self.registry.answers_since(lineage, since)
-        return Reply("parity_answers", {"generators": list(found)}, [as_array(data) for data in found.values()])
+    def _on_parity_answers(self, request: messages.GetProbeAnswers, message: Message, now: float) -> Reply:
+        self.buffer.require(request.lineage)
+        found = self.registry.answers_since(request.lineage, request.since)
+        return Reply(messages.ProbeAnswers(tuple(found)), list(found.values()))
 
     # Generators.
 
-    def _on_hello(self, message: Message, now: float) -> Deferred:
-        fields = message.fields
-        generator_id = name(fields, "generator_id")
-        replaces = None if fields.get("replaces") is None else name(fields, "replaces")
-        self.buffer.hello(generator_id, name(fields, "host"), name(fields, "backend"), now, replaces=replaces)
+    def _on_hello(self, request: messages.Hello, message: Message, now: float) -> Deferred:
+        generator_id, replaces = request.generator_id, request.replaces
+        self.buffer.hello(generator_id, request.host, request.backend, now, replaces=replaces)
         if replaces is not None:
             self.registry.leave(replaces)
         self.registry.seen(generator_id, now).has_left = False
@@ -238,57 +208,50 @@ class Handlers:
         def attempt(now: float, last: bool) -> Reply | None:
             pack = self.welcome
             if pack is None:
-                return Reply("not_yet", {"reason": "waits for a learner to attach"}) if last else None
-            welcome = {"run_id": self.run_id, "config_toml": pack.config_toml, "files": list(pack.names)}
-            return Reply("welcome", welcome, pack.files)
+                return Reply(messages.NotYet("waits for a learner to attach")) if last else None
+            return Reply(messages.WelcomeReply(self.run_id, pack.config_toml, pack.names), pack.files)
 
         return Deferred(_wait_s(message), attempt)
 
-    def _on_lease(self, message: Message, now: float) -> Reply | Deferred:
-        fields = message.fields
-        generator_id, request_id = field(fields, "generator_id", str), str(fields.get("request_id"))
-        active = (name(fields, "lineage"), field(fields, "version", int))
-        max_leases = field(fields, "max_leases", int)
+    def _on_lease(self, request: messages.LeaseRequest, message: Message, now: float) -> Reply | Deferred:
+        generator_id, request_id = request.generator_id, str(message.fields.get("request_id"))
+        active = (request.lineage, request.version)
         generator = self.registry.seen(generator_id, now)
         known = generator.granted
-        # The reply to this very request was lost: its leases are this generator's already.
+        # The reply to this very request was lost: the generator already has its leases.
         if known is not None and known[0] == request_id:
-            return Reply("leases", {"granted": known[1]})
+            return Reply(known[1])
 
         def attempt(now: float, last: bool) -> Reply | None:
-            granted = self.buffer.lease(generator_id, active, max_leases, now)
+            granted = self.buffer.lease(generator_id, active, request.max_leases, now)
             told = (active, granted.activate)
-            # A generator that was told a version and has not got there yet waits, or it would ask in circles.
+            # A generator that has not yet activated the version it was told waits; else it would ask in a loop.
             is_news = granted.activate is not None and generator.told != told
             if not (granted.leases or is_news or last or self.buffer.finished):
                 return None
             generator.told = told
             self.registry.grant(generator, request_id, granted)
-            return Reply("leases", {"granted": granted})
+            return Reply(granted)
 
         return Deferred(_wait_s(message), attempt)
 
-    def _on_heartbeat(self, message: Message, now: float) -> Reply:
-        fields = message.fields
-        stats = read_as(fields.get("stats"), GeneratorStats)
-        progress = read_as(fields.get("progress"), dict[str, Count])
-        cancelled = self.buffer.heartbeat(field(fields, "generator_id", str), progress, stats, now)
-        return Reply("heartbeat", {"cancelled": list(cancelled)})
+    def _on_heartbeat(self, request: messages.Heartbeat, message: Message, now: float) -> Reply:
+        cancelled = self.buffer.heartbeat(request.generator_id, request.progress, request.stats, now)
+        return Reply(messages.HeartbeatReply(cancelled))
 
-    def _on_return(self, message: Message, now: float) -> Reply:
-        generator_id = field(message.fields, "generator_id", str)
-        lease_ids = read_as(message.fields.get("lease_ids"), list[str])
-        if len(message.parts) != len(lease_ids):
-            raise WireError(f"expected {len(lease_ids)} parts, the encoded groups, got {len(message.parts)}")
+    def _on_return(self, request: messages.ReturnGroups, message: Message, now: float) -> Reply:
+        lease_ids, parts = request.lease_ids, message.parts
+        if len(parts) != len(lease_ids):
+            raise WireError(f"expected {len(lease_ids)} parts, the encoded groups, got {len(parts)}")
         verdicts: dict[str, Verdict] = {}
         why: dict[str, str] = {}
-        for lease_id, payload in zip(lease_ids, message.parts, strict=True):
-            verdicts[lease_id], reason = self._receive_group(generator_id, lease_id, payload, now)
+        for lease_id, payload in zip(lease_ids, parts, strict=True):
+            verdicts[lease_id], reason = self._receive_group(request.generator_id, lease_id, payload, now)
             if reason:
                 why[lease_id] = reason
-        return Reply("returned", {"verdicts": verdicts, "why": why})
+        return Reply(messages.ReturnReply(verdicts, why))
 
-    def _receive_group(self, generator_id: str, lease_id: str, payload: Payload, now: float) -> tuple[Verdict, str]:
+    def _receive_group(self, generator_id: str, lease_id: str, payload: Frame, now: float) -> tuple[Verdict, str]:
         try:
             group = read_summary(payload)
             if group.lease_id != lease_id:
@@ -297,68 +260,64 @@ class Handlers:
             return self.buffer.refuse(generator_id, lease_id, now), str(error)
         return self.buffer.put_explained(generator_id, group, payload, now)
 
-    def _on_fail(self, message: Message, now: float) -> Reply:
-        fields = message.fields
-        lease_id, cause = field(fields, "lease_id", str), field(fields, "cause", str)
-        known: tuple[FailureCause, ...] = get_args(FailureCause)
-        if cause not in known:
-            raise WireError(f"expected a cause of {known}, got {cause!r}")
-        verdict = self.buffer.fail(field(fields, "generator_id", str), lease_id, cause, now)
-        return Reply("returned", {"verdicts": {lease_id: verdict}, "why": {lease_id: field(fields, "detail", str)}})
+    def _on_fail(self, request: messages.FailLease, message: Message, now: float) -> Reply:
+        lease_id = request.lease_id
+        verdict = self.buffer.fail(request.generator_id, lease_id, request.cause, now)
+        return Reply(messages.ReturnReply({lease_id: verdict}, {lease_id: request.detail}))
 
-    def _on_parity(self, message: Message, now: float) -> Reply:
-        generator_id, version = field(message.fields, "generator_id", str), field(message.fields, "version", int)
-        data, lineage = field(message.fields, "answer", bytes), name(message.fields, "lineage")
+    def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> Reply:
+        data = request.answer
         if len(data) > MAX_ANSWER_BYTES:
             raise WireError(f"expected an answer of at most {MAX_ANSWER_BYTES} bytes, got {len(data)}")
-        self.registry.seen(generator_id, now).answer = ProbeAnswer(lineage, version, data)
-        return Reply("ok", {})
+        self.registry.seen(request.generator_id, now).answer = ProbeAnswer(request.lineage, request.version, data)
+        return Reply(Ok())
 
-    def _on_bye(self, message: Message, now: float) -> Reply:
-        generator_id = field(message.fields, "generator_id", str)
-        self.buffer.goodbye(generator_id, now)
-        self.registry.leave(generator_id)
-        return Reply("ok", {})
+    def _on_bye(self, request: messages.Goodbye, message: Message, now: float) -> Reply:
+        self.buffer.goodbye(request.generator_id, now)
+        self.registry.leave(request.generator_id)
+        return Reply(Ok())
+
+    # What a restarted server must know to answer repeated requests, as plain data.
 
     @property
     def saved_key(self) -> tuple[Any, ...]:
-        """Changes when what ``save`` gives does."""
+        """Changes when the result of ``save`` does."""
         return self.run_id, self.learner_gone, self.registry.num_changes
 
     def save(self) -> dict[str, Any]:
-        """What a restarted server must know to answer repeated requests, as plain data."""
+        """Everything but the welcome."""
         granted = {
             generator_id: (request_id, [lease.lease_id for lease in answer.leases])
             for generator_id, (request_id, answer) in self.registry.granted().items()
         }
         return {"run_id": self.run_id, "granted": granted, "learner_gone": self.learner_gone}
 
+    def save_welcome(self) -> dict[str, Any]:
+        """What the learner brought for generators."""
+        pack = self.welcome
+        assert pack is not None
+        return {"config_toml": pack.config_toml, "names": list(pack.names), "files": list(pack.files)}
+
     def load(self, plain: Mapping[str, Any], welcome: Mapping[str, Any] | None, now: float) -> None:
-        """The inverse of ``save`` and ``save_welcome``, once the buffer is loaded."""
+        """Restore what ``save`` and ``save_welcome`` gave, after the buffer is loaded."""
         self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
         for generator_id, (request_id, lease_ids) in plain["granted"].items():
             leases = tuple(lease for lease_id in lease_ids if (lease := self.buffer.lease_of(lease_id)) is not None)
             if leases:
                 self.registry.grant(self.registry.seen(generator_id, now), request_id, LeasesGranted(leases))
         if welcome is not None:
-            files = tuple(as_array(data) for data in welcome["files"])
-            self.welcome = WelcomePack(welcome["config_toml"], tuple(welcome["names"]), files)
+            self.welcome = WelcomePack(welcome["config_toml"], tuple(welcome["names"]), tuple(welcome["files"]))
 
-    def save_welcome(self) -> dict[str, Any]:
-        """What the learner brought for generators, as plain data."""
-        pack = self.welcome
-        assert pack is not None
-        files = [array.tobytes() for array in pack.files]
-        return {"config_toml": pack.config_toml, "names": list(pack.names), "files": files}
+    # Notices.
 
     @property
     def news(self) -> tuple[Announcement | None, bool]:
-        """What every generator is to know: the newest version, and whether the run is over."""
+        """What every generator must know: the newest version, and whether the run is over."""
         learner = self.buffer.learner
         return None if learner is None else learner.announcement, self.buffer.finished
 
     def notice(self, generator_id: str) -> dict[str, Any]:
-        """What any message to a generator may carry: the news, and its void leases."""
+        """What any message to a generator may carry in addition: the news, and its cancelled leases."""
         announcement, finished = self.news
         notice: dict[str, Any] = {}
         if announcement is not None:
@@ -375,25 +334,23 @@ def _wait_s(message: Message) -> float:
 
 
 def _acked(acked: Acked) -> Reply:
-    arrays = [as_array(acked.snapshot)] if acked.snapshot is not None else []
-    return Reply("acked", {"stats": acked.stats}, arrays)
+    return Reply(Acked(acked.stats), [] if acked.snapshot is None else [acked.snapshot])
 
 
 def batch_reply(groups: Sequence[TakenPayload]) -> Reply:
     """One step's groups in several messages: the learner decodes the first while the next are on their way."""
     enough = max(_MESSAGE_BYTES, sum(len(g.payload) for g in groups) // _MAX_MESSAGES)
-    messages: list[Reply] = []
+    replies: list[Reply] = []
     first = num_bytes = 0
     for end, group in enumerate(groups, start=1):
         num_bytes += len(group.payload)
         if num_bytes >= enough or end == len(groups):
-            messages.append(_batch_part(groups[first:end], first, len(groups)))
+            replies.append(_batch_part(groups[first:end], first, len(groups)))
             first, num_bytes = end, 0
-    return replace(messages[0], further=messages[1:])
+    return replace(replies[0], further=replies[1:])
 
 
 def _batch_part(groups: Sequence[TakenPayload], first: int, num_groups: int) -> Reply:
-    entries = [TakenEntry(g.prompt, g.queued_s, g.arrival_version, g.masked) for g in groups]
+    entries = tuple(TakenEntry(g.prompt, g.queued_s, g.arrival_version, g.masked) for g in groups)
     more = first + len(groups) < num_groups
-    fields = {"groups": entries, "first": first, "num_groups": num_groups, "more": more}
-    return Reply("batch", fields, parts=[g.payload for g in groups])
+    return Reply(BatchPart(entries, first, num_groups, more), [g.payload for g in groups])

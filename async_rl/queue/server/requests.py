@@ -7,14 +7,14 @@ deferred requests again after every change of the queue, until their time is up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import msgspec
 
+from async_rl.net.wire import Frame
 from async_rl.queue.server.registry import MAX_GENERATORS
-from async_rl.queue.storage.payloads import Payload
 
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
 """A hello and a lease request of every generator. Beyond, requests are answered at once."""
@@ -32,15 +32,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply's type, fields, arrays and parts; the server adds ``request_id`` and the notice.
+    """A reply's record and parts; the server adds ``request_id`` and the notice.
 
     ``further`` are more messages of the same reply; all but the last have ``more`` set.
     """
 
-    type: str
-    fields: Mapping[str, Any]
-    arrays: Sequence[np.ndarray] = ()
-    parts: Sequence[Payload] = ()
+    record: msgspec.Struct
+    parts: Sequence[Frame] = ()
     further: Sequence[Reply] = ()
 
 

@@ -16,24 +16,34 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec.structs import asdict
 
 from async_rl.config.config import Config
 from async_rl.data.chat import vocabulary_size
 from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
+from async_rl.net.codec import read_as
 from async_rl.net.wire import Message, decode, encode
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.core.admission import BufferSettings, eval_sampling
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.evals import Row
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.messages import Announcement, name
+from async_rl.queue.messages import (
+    LEARNER_REQUESTS,
+    WIRE_TYPES,
+    Announcement,
+    BatchPart,
+    Envelope,
+    ErrorReply,
+    HeartbeatReply,
+    Status,
+)
 from async_rl.queue.server.files import LEDGER_EVERY_S, RunFiles, last_port
-from async_rl.queue.server.handlers import OF_LEARNERS, Handlers, WelcomePack
+from async_rl.queue.server.handlers import Handlers, WelcomePack
 from async_rl.queue.server.requests import Deferred, PendingRequests, Reply, Request
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Changes, Journal, pack, unpack
@@ -215,7 +225,7 @@ class QueueServer:
 
     def _handle(self, peer: bytes, request_id: str | None, message: Message) -> None:
         now = time.monotonic()
-        if message.type in OF_LEARNERS:
+        if message.type in LEARNER_REQUESTS:
             self._endpoint.require_learner_key(message.type)
         generator_id = self._handlers.generator_of(message, peer, now)
         self._note_learner(message, now)
@@ -233,25 +243,26 @@ class QueueServer:
             self._learner_seen = now
 
     def _send(self, request: Request, reply: Reply) -> None:
-        self._has_batch |= reply.type == "batch"
-        if reply.type == "status":
-            reply = self._whole_status(reply)
+        if isinstance(reply.record, BatchPart):
+            self._has_batch = True
+        elif isinstance(reply.record, Status):
+            reply = Reply(self._whole_status(reply.record))
         notice = {} if request.generator_id is None else self._notice(request.generator_id, reply)
         for message in (reply, *reply.further):
-            fields = {**message.fields, "request_id": request.request_id, **notice}
-            frame = encode(message.type, fields, message.arrays, num_parts=len(message.parts))
+            fields = {**asdict(message.record), "request_id": request.request_id, **notice}
+            frame = encode(WIRE_TYPES[type(message.record)], fields, num_parts=len(message.parts))
             self._endpoint.send(request.peer, [frame, *message.parts])
 
-    def _whole_status(self, reply: Reply) -> Reply:
-        """With what the server knows beside the buffer."""
+    def _whole_status(self, status: Status) -> Status:
+        """The status with what the server knows in addition to the buffer."""
         waits = self._pending.waits(time.monotonic())
         extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
-        return replace(reply, fields={**reply.fields, "status": {**reply.fields["status"], **extra}})
+        return Status({**status.status, **extra})
 
     def _notice(self, generator_id: str, reply: Reply) -> dict[str, Any]:
         notice = self._handlers.notice(generator_id)
-        if own := reply.fields.get("cancelled"):
-            notice["cancelled"] = [*own, *notice.get("cancelled", [])]
+        if isinstance(reply.record, HeartbeatReply) and reply.record.cancelled:
+            notice["cancelled"] = [*reply.record.cancelled, *notice.get("cancelled", [])]
         return notice
 
     def _flush(self) -> None:
@@ -328,7 +339,7 @@ class QueueServer:
 
 
 def _request_id(message: Message) -> str | None:
-    return None if message.fields.get("request_id") is None else name(message.fields, "request_id")
+    return read_as(message.fields, Envelope).request_id
 
 
 def _is_broken(fd: int) -> bool:
@@ -340,7 +351,7 @@ def _is_broken(fd: int) -> bool:
 def _error(error: Exception) -> Reply:
     kinds = {LineageError: "lineage", WireError: "wire"}
     kind = kinds.get(type(error), "queue" if isinstance(error, AsyncRLError) else "internal")
-    return Reply("error", {"kind": kind, "message": str(error) or type(error).__name__})
+    return Reply(ErrorReply(kind, str(error) or type(error).__name__))
 
 
 def _vocabulary_size(config: Config) -> int | None:
