@@ -1,7 +1,7 @@
 """The table ``vllm`` of ``benchmarks.weights``: how long a version pauses vLLM, beside a memory copy of its bytes.
 
 The pause is what ``VllmBackend.activate`` gives: for how long vLLM's engine core was kept from running a decode step by
-the two calls that a version needs, measured in that process, with sequences running. Beside it stand the wall time of
+the two calls that a version needs, measured in that process, with sequences running. Beside it are the wall time of
 ``activate`` as the generator sees it, in which the engine ends the step under way; how long the version was prepared
 before; and what that did to decoding: tokens a second, and the longest time without a token, of those without it.
 """

@@ -141,10 +141,12 @@ def check_collective(host: str, backend: str) -> list[Finding]:
 
     from async_rl.net.sockets import listening_socket
     from async_rl.weights.collective.communicator import Communicator
+    from async_rl.weights.transport import TRANSPORTS
 
     name = f"{backend} of two"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    size = 2 if backend == "gloo" or devices >= 2 else 1
+    needs_cuda = TRANSPORTS[backend].needs_cuda
+    size = 1 if needs_cuda and devices < 2 else 2
     listener = listening_socket(host)
     port = listener.getsockname()[1]
     buckets = [torch.full((1 << 20,), rank, dtype=torch.uint8) for rank in range(size)]
@@ -152,11 +154,11 @@ def check_collective(host: str, backend: str) -> list[Finding]:
 
     def take_part(rank: int) -> None:
         try:
-            group = Communicator.create(
+            communicator = Communicator.create(
                 backend, store_host=host, store_port=port, rank=rank, size=size, stall_s=_MEET_S, local_host=host,
-                listener=listener if rank == 0 else None, device=f"cuda:{rank}" if backend == "nccl" else None,
+                listener=listener if rank == 0 else None, device=f"cuda:{rank}" if needs_cuda else None,
             )  # fmt: skip
-            group.broadcast(buckets[rank], chunk_bytes=1 << 20, deadline=time.monotonic() + _MEET_S)
+            communicator.broadcast(buckets[rank], chunk_bytes=1 << 20, deadline=time.monotonic() + _MEET_S)
         except WeightsError as error:
             failures.append(error)
 

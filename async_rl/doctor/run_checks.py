@@ -15,6 +15,7 @@ from async_rl.doctor import machine, network, task
 from async_rl.doctor.check import Check, CheckProcess, run_check
 from async_rl.doctor.findings import Finding
 from async_rl.errors import AddressError
+from async_rl.weights.transport import collectives
 
 _COLLECTIVE_DEADLINE_S = 60.0
 OnCheck = Callable[[str], None]
@@ -49,7 +50,7 @@ def run_checks(
 
         run_all(_machine_checks(config))
         run_all(_network_checks(config, connect, keys_file, insecure=insecure))
-        for backend in ("gloo", "nccl") if machine.num_cuda_devices() else ("gloo",):
+        for backend in collectives(has_cuda=bool(machine.num_cuda_devices())):
             on_check(f"{backend} of two")
             arguments = {"host": _host(config, connect), "backend": backend}
             function = "async_rl.doctor.network:check_collective"

@@ -22,6 +22,7 @@ from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_run_dir, check_writable
 from async_rl.run.wandb_run import check_wandb
+from async_rl.weights.transport import TRANSPORTS
 
 
 def check_launch(config: Config, *, insecure: bool) -> None:
@@ -188,15 +189,17 @@ def check_devices(config: Config, *roles: str) -> None:
     """
     named = {f"{role}.devices": getattr(config, role).devices for role in roles}
     named = {key: devices for key, devices in named.items() if devices is not None}
-    wants_nccl = config.weights.transport == "nccl"
-    if not named and not wants_nccl:
+    transport = TRANSPORTS.get(config.weights.transport)  # None for "auto"
+    needs_cuda = transport is not None and transport.needs_cuda
+    if not named and not needs_cuda:
         return
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wants_nccl and not count:
+    if needs_cuda and not count:
         raise ConfigError(
-            'weights.transport: "nccl" needs CUDA devices, but torch finds none; set "auto", "gloo" or "tcp"'
+            f'weights.transport: "{config.weights.transport}" needs CUDA devices, but torch finds none; set "auto", '
+            f'"gloo" or "tcp"'
         )
     for key, devices in named.items():
         if not count:

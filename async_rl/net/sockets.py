@@ -1,4 +1,4 @@
-"""Plain TCP sockets of the weights' transports: listening, and hanging up. No torch."""
+"""Listen on, and shut down, plain TCP sockets. Called by the transports of the weights and by doctor. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def listening_socket(host: str) -> socket.socket:
-    """A socket that listens on any free port of ``host``."""
+    """Return a socket that listens on any free port of ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -15,7 +15,7 @@ def listening_socket(host: str) -> socket.socket:
     return listener
 
 
-def hang_up(connection: socket.socket) -> None:
-    """End it for both sides, whoever reads or writes now; its descriptor stays."""
-    with contextlib.suppress(OSError):  # it may be closed already, or ended by the other side
+def shut_down(connection: socket.socket) -> None:
+    """End a connection for both sides, even during a read or write. Its descriptor stays open."""
+    with contextlib.suppress(OSError):  # it may be closed already, by either side
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""What one version of the weights consists of, and the proof of it. No torch.
+"""What one version of the weights consists of, and its digests. No torch.
 
-A version is a list of buckets: flat byte strings of about ``bucket_bytes`` each, into which the tensors are laid one
-after the other, ``ALIGNMENT``-aligned, the bytes between them zero. Staging writes manifests, receivers check what
-they got against them. Digests are xxh3_128 in hex: they catch accidents, not attackers.
+A version is a list of buckets: flat byte strings of about ``bucket_bytes`` each. Tensors lie in them one after the
+other, aligned to ``ALIGNMENT``, with zeros between. Staging writes manifests; receivers verify what they received
+against them. Digests are xxh3_128 in hex: they detect accidents, not attackers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ITEM_SIZES: Mapping[str, int] = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor and its place: ``size_bytes`` bytes from ``offset`` of bucket number ``bucket``."""
+    """One tensor and its place: ``size_bytes`` bytes at ``offset`` of bucket number ``bucket``."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where every tensor lies. The same for all versions of a run, since the model's tensors are."""
+    """Where every tensor lies; the same for all versions of a run."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_sizes: tuple[int, ...]
@@ -59,10 +59,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version's layout and digests. ``bucket_digests[i]`` is of all ``bucket_sizes[i]`` bytes of bucket ``i``.
+    """A version's layout and digests. ``bucket_digests[i]`` covers all ``bucket_sizes[i]`` bytes of bucket ``i``.
 
-    ``digest`` is of the weights as a whole: names, dtypes, shapes, layout and bytes. Lineage and version are left out,
-    so equal weights have equal digests across a learner's restart.
+    ``digest`` covers the weights as a whole: names, dtypes, shapes, layout and bytes. It does not cover lineage and
+    version, so equal weights have equal digests after a restart of the learner.
     """
 
     lineage: str
@@ -82,7 +82,7 @@ class Manifest:
 
 
 class LayoutPlan:
-    """Places tensors one by one, in the order in which they come."""
+    """Places tensors one by one, in their order."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -92,10 +92,10 @@ class LayoutPlan:
         self._end = 0
 
     def place(self, name: str, dtype: str, shape: Sequence[int]) -> TensorSpec:
-        """The place of the next tensor. One that is larger than a bucket gets a larger bucket of its own.
+        """Return the place of the next tensor. A tensor larger than a bucket gets a larger bucket of its own.
 
         Raises:
-            WeightsError: the dtype is not one that travels.
+            WeightsError: the dtype is not in ``ITEM_SIZES``.
         """
         if dtype not in ITEM_SIZES:
             raise WeightsError(f"expected tensor {name!r} to be one of {sorted(ITEM_SIZES)}, got {dtype}")
@@ -112,11 +112,11 @@ class LayoutPlan:
 
     @property
     def layout_bytes(self) -> int:
-        """Bytes of all tensors placed so far, the gaps between them included."""
+        """Bytes of all tensors placed so far, including the gaps between them."""
         return self._closed_bytes + self._end
 
     def bucket_size(self, bucket: int) -> int:
-        """Bytes of a bucket that no further tensor can enter."""
+        """Return the bytes of a bucket that is full."""
         return self._closed_sizes[bucket]
 
     @property
@@ -127,10 +127,10 @@ class LayoutPlan:
 
 
 def plan_layout(specs: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Layout:
-    """The layout of tensors given as (name, dtype, shape), in this order.
+    """Return the layout of tensors given as (name, dtype, shape), in this order.
 
     Raises:
-        WeightsError: a dtype does not travel.
+        WeightsError: a dtype is not in ``ITEM_SIZES``.
     """
     plan = LayoutPlan(bucket_bytes)
     for name, dtype, shape in specs:
@@ -139,7 +139,7 @@ def plan_layout(specs: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: i
 
 
 def digest_bytes(data: memoryview | bytes) -> str:
-    """xxh3_128 of ``data`` in hex, in pieces, so that a thread decoding beside gets the interpreter in between."""
+    """Return the xxh3_128 of ``data`` in hex, computed in pieces, so that other threads run in between."""
     hasher = xxhash.xxh3_128()
     view = memoryview(data)
     for start in range(0, len(view), _DIGEST_PIECE_BYTES):
@@ -148,7 +148,7 @@ def digest_bytes(data: memoryview | bytes) -> str:
 
 
 def manifest_fields(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as plain data for the wire."""
+    """Return the manifest as plain data for the wire."""
     return {
         "lineage": manifest.lineage,
         "version": manifest.version,
@@ -159,10 +159,10 @@ def manifest_fields(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
-    """The manifest in ``fields``, checked so far that buffers can be allocated by it.
+    """Return the manifest in ``fields``, checked before buffers are allocated for it.
 
     Raises:
-        WireError: a field is missing or of another type, or tensors and buckets don't fit together.
+        WireError: a field is missing or of another type, or tensors and buckets do not match.
     """
     sizes = read_as(fields.get("bucket_sizes"), tuple[Count, ...])
     digests = read_as(fields.get("bucket_digests"), tuple[str, ...])

@@ -39,7 +39,7 @@ class ReceivedWeights:
 class ReceiveBuffer:
     """Flat byte buckets, uint8 [N] each. ``manifest`` is the version that they hold, once it is complete.
 
-    ``tensors`` are views into them as ``specs`` says; versions that share a layout share the views.
+    ``tensors`` are views into them, laid out by ``specs``; versions that share a layout share the views.
     """
 
     buckets: list[Tensor]

@@ -273,7 +273,7 @@ class Receiver:
         self._worker.receive(order, self._replying())
 
     def _needs(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:
-        """Whether to receive the version that is offered; if not, tell the publisher why."""
+        """Whether to receive the version that is offered; if not, reply why."""
         announced = self._announced
         offered = (manifest.lineage, manifest.version)
         self._offer_error = None

@@ -6,7 +6,7 @@ The publisher reports events (``join``, ``ack``, ...) and carries out the action
 - *Collective.* One attempt at a time. ``PrepareAction`` asks the members that need the version to prepare. When all
   are ready, or after ``ready_s`` without the others, ``StartAction`` starts the broadcast. The attempt ends with
   ``FinishAction``, when the sender has finished and every participant has answered or is gone. A communicator (an
-  *epoch*) is kept while attempts succeed with the same participants. An acknowledgement also says that the member is
+  *epoch*) is kept while attempts succeed with the same participants. An acknowledgement also means that the member is
   ready for the next attempt, so that one starts without ``PrepareAction``.
 - *Pull.* ``PullAction`` offers one member a pull, independently of the others.
 
@@ -39,8 +39,8 @@ class PrepareAction:
 class StartAction:
     """Send ``version`` to ``participants`` (rank 1, 2, ...) until ``deadline``.
 
-    ``build``: create a communicator first. ``skips_prepare``: no ``PrepareAction`` came before, so this is the first
-    that the participants are told of the version.
+    ``build``: create a communicator first. ``skips_prepare``: no ``PrepareAction`` came before, so the participants
+    do not know of the version yet.
     """
 
     attempt: int
@@ -123,7 +123,7 @@ class SyncScheduler:
         deadline_s: drop a member that has not got a version this long after it was first offered one.
         ready_s: how long an attempt waits for members to be ready.
         silent_s: drop a member that sent nothing for this long.
-        fresh_s: a member that sent something within this time is still as ready as its last message said. None: ask
+        fresh_s: a member that sent something within this time is still ready, if it was by its last message. None: ask
             before every attempt.
     """
 
@@ -217,13 +217,13 @@ class SyncScheduler:
             self._use_pull(member)
 
     def cancel_pull(self, member_id: bytes) -> None:
-        """Take back a ``PullAction`` that could not be carried out; the member was told nothing."""
+        """Take back a ``PullAction`` that could not be carried out; nothing was sent to the member."""
         if member_id in self.members:
             member = self.members[member_id]
             member.pull = member.offered_at = None
 
     def cancel_start(self, attempt: int) -> None:
-        """Take back a ``StartAction`` that could not be carried out; nobody was told of it."""
+        """Take back a ``StartAction`` that could not be carried out; nothing was sent to anybody."""
         if attempt == self._attempt:
             self._unanswered.clear()
             self._is_sent = True
@@ -302,7 +302,7 @@ class SyncScheduler:
         return [PrepareAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
 
     def _are_ready(self, members: Sequence[Member], now: float) -> bool:
-        """Whether all are ready unasked: they share the communicator and sent something a moment ago."""
+        """Whether all are ready without being asked: they share the communicator and sent something a moment ago."""
         if self._fresh_s is None or self._communicator != tuple(sorted(m.member_id for m in members)):
             return False
         return all(now - member.last_seen <= self._fresh_s for member in members)

@@ -1,4 +1,4 @@
-"""Receivers as real processes. Starting one costs seconds (torch), so tests share them where they leave them whole."""
+"""Receivers as real processes. Starting one takes seconds (torch), so tests share those that they leave alive."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class ReceiverProcess:
             [sys.executable, str(PROGRAM), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment,
         )  # fmt: skip
-        self.last_seen: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.last_seen.put(json.loads(line))
+            self.reports.put(json.loads(line))
 
-    def say(self, **command: Any) -> None:
+    def send(self, **command: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
     def follow(self, announcement: Announcement) -> None:
-        self.say(follow={name: value for name, value in asdict(announcement).items() if name != "probe"})
+        self.send(follow={name: value for name, value in asdict(announcement).items() if name != "probe"})
 
     def version(self, version: int, timeout_s: float = 60.0) -> dict[str, Any]:
-        """What it told about this version, after skipping what it told before."""
+        """Return what it reported about this version, after skipping earlier reports."""
         deadline = time.monotonic() + timeout_s
         while True:
-            facts = self.last_seen.get(timeout=max(0.01, deadline - time.monotonic()))
+            facts = self.reports.get(timeout=max(0.01, deadline - time.monotonic()))
             if facts.get("version") == version:
                 return facts
 

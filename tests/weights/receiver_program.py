@@ -1,7 +1,7 @@
-"""A generator's weights side as a program of its own, told over stdin what to do, telling over stdout what it has.
+"""A receiver as a program of its own: takes commands on stdin, reports on stdout.
 
 Commands, one JSON object a line: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze", "on":
-"collective" | "stream"}`` (happens once, at the second bucket of the next such transfer). Told back: one object for
+"collective" | "stream"}`` (happens once, at the second bucket of the next such transfer). It reports one object for
 each version that arrived.
 """
 
@@ -61,14 +61,14 @@ def received(by: str, bucket) -> None:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[now])
 
 
-def tell(**facts) -> None:
+def report(**facts) -> None:
     print(json.dumps(facts), flush=True)
 
 
 def main() -> None:
     global fault, fault_on, num_buckets
     receiver = Receiver(sys.argv[1], insecure=False)
-    tell(ready=True, torch="torch" in sys.modules)
+    report(ready=True, torch="torch" in sys.modules)
     inject_faults()
     commands = open(0, "rb", buffering=0)  # noqa: SIM115  (a line that was read ahead would not wake the select)
     while True:
@@ -87,7 +87,7 @@ def main() -> None:
             tensors = {name: digest_bytes(bytes(_raw(tensor))) for name, tensor in staged.tensors.items()}
             shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in staged.tensors.items()}
             stats = receiver.stats()
-            tell(
+            report(
                 version=staged.version, digest=staged.digest, tensors=tensors, shapes=shapes, corrupt=stats.corrupt,
                 failed=stats.failed, corrupt_buckets=stats.corrupt_buckets, wire_bytes=stats.wire_bytes,
                 received_bytes=stats.received_bytes,

@@ -56,7 +56,7 @@ def test_a_frozen_peer_costs_a_collective_no_more_than_its_deadline(rank: int):
         group.close()
 
 
-def test_a_peer_that_never_comes_ends_the_meeting_in_time():
+def test_connecting_to_a_peer_that_never_comes_ends_in_time():
     start = time.monotonic()
     listener = listening_socket("127.0.0.1")
     with pytest.raises(WeightsError, match="rank 0 of 2 could not connect to the others"):

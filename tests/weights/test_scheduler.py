@@ -63,7 +63,7 @@ def deliver(scheduler: SyncScheduler, version: int, *members: bytes, now: float 
     return go
 
 
-def test_a_newcomer_is_fed_by_the_stream_and_in_the_collective_from_the_next_version_on():
+def test_a_newcomer_pulls_and_is_in_the_collective_from_the_next_version_on():
     scheduler = rounds_with(A, B)
     assert [deliver(scheduler, version, A, B).build for version in range(3)] == [True, False, False]
     scheduler.join(C, "c", 0.0, can_collect=True)
@@ -89,7 +89,7 @@ def test_a_member_that_is_not_ready_in_time_is_left_out_and_pulls():
     assert isinstance(go, StartAction)
     assert go.participants == (A,)
     assert isinstance(pull, PullAction)
-    # It was told of the version at 0: that is when its deadline began.
+    # It was asked to prepare at 0: that is when its deadline began.
     assert (pull.member_id, pull.deadline) == (B, 12.0)
     scheduler.mark_sent(go.attempt, ok=True)
     scheduler.ack(A, go.attempt, 0)
@@ -116,7 +116,7 @@ def test_survivors_of_a_broken_epoch_pull_and_build_a_new_one_for_the_next_versi
     assert (again.build, again.epoch) == (True, go.epoch + 1)
 
 
-def test_a_member_whose_collectives_break_again_and_again_stays_with_the_stream_for_a_while():
+def test_a_member_whose_collectives_break_again_and_again_pulls_for_a_while():
     scheduler = rounds_with(A)
     for version in range(3):
         scheduler.publish(version)
@@ -160,7 +160,7 @@ def test_a_pull_that_can_not_be_offered_yet_is_offered_when_it_can():
         return False
 
     assert scheduler.advance(0.0, never) == []
-    # Nor does its deadline begin: it was told of nothing.
+    # Its deadline does not begin either: nothing was offered to it.
     assert only(scheduler.advance(5.0), PullAction).deadline == 17.0
 
 
@@ -199,7 +199,7 @@ def test_a_member_whose_pulls_fail_three_times_in_a_row_is_dropped_with_the_last
     assert scheduler.advance(3.0) == [DropAction(A, "failed 3 times in a row, at last: reason 2")]
 
 
-def test_who_was_in_the_collective_before_and_was_heard_of_is_not_asked_again():
+def test_members_of_the_communicator_that_were_seen_lately_start_without_prepare():
     scheduler = rounds_with(A, B)
     scheduler._fresh_s = 1.5
     first = deliver(scheduler, 0, A, B)
@@ -213,12 +213,12 @@ def test_who_was_in_the_collective_before_and_was_heard_of_is_not_asked_again():
     for member in (A, B):
         scheduler.ack(member, go.attempt, 1)
     assert only(scheduler.advance(1.5), FinishAction).intact
-    # B was last last_seen of at 0: frozen, perhaps, and must say that it is ready.
+    # B was last seen at 0. It may be frozen, so it must be asked whether it is ready.
     scheduler.publish(2)
     assert set(only(scheduler.advance(1.6), PrepareAction).member_ids) == {A, B}
 
 
-def test_what_was_to_go_at_once_and_is_gone_leaves_the_epoch_as_it_was():
+def test_a_start_that_is_cancelled_leaves_the_communicator_intact():
     scheduler = rounds_with(A)
     scheduler._fresh_s = 1.5
     deliver(scheduler, 0, A)
@@ -232,7 +232,7 @@ def test_what_was_to_go_at_once_and_is_gone_leaves_the_epoch_as_it_was():
     assert (again.build, again.epoch) == (False, go.epoch)
 
 
-def test_a_newer_version_replaces_one_that_has_not_gone_out():
+def test_a_newer_version_replaces_one_that_was_not_sent():
     scheduler = rounds_with(A)
     scheduler.publish(0)
     first = only(scheduler.advance(0.0), PrepareAction)
@@ -259,7 +259,7 @@ class Chaos(RuleBasedStateMachine):
         self.scheduler = SyncScheduler(deadline_s=12, ready_s=3, silent_s=6, fresh_s=1)
         self.now = 0.0
         self.version = -1
-        self.going: StartAction | None = None
+        self.started: StartAction | None = None
         self.entered_at: dict[bytes, float] = {}
         self.invited: dict[bytes, PrepareAction | StartAction] = {}
         self.pulls: dict[bytes, PullAction] = {}
@@ -276,18 +276,18 @@ class Chaos(RuleBasedStateMachine):
                     assert self.now < action.deadline <= self.now + 12
                     self.pulls[action.member_id] = action
                 elif isinstance(action, PrepareAction):
-                    assert self.going is None, "one attempt at a time"
+                    assert self.started is None, "one attempt at a time"
                     for member in action.member_ids:
                         self.invited[member] = action
                 elif isinstance(action, StartAction):
-                    assert self.going is None
+                    assert self.started is None
                     assert action.participants
                     assert self.now < action.deadline <= self.now + 12
-                    self.going = action
+                    self.started = action
                     for member in action.participants if action.skips_prepare else ():
                         self.invited[member] = action
                 elif isinstance(action, FinishAction):
-                    self.going = None
+                    self.started = None
             if not actions:
                 return
         pytest.fail("it never comes to rest")
@@ -310,39 +310,39 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(
         member=st.sampled_from([A, B, C]),
-        event=st.sampled_from(["ready", "ack", "fail", "pulled", "pulled", "broken", "leave", "hear"]),
+        event=st.sampled_from(["ready", "ack", "fail", "pulled", "pulled", "broken", "leave", "heartbeat"]),
     )
     def member_event(self, member: bytes, event: str):
-        told, pull = self.invited.get(member), self.pulls.get(member)
+        invitation, pull = self.invited.get(member), self.pulls.get(member)
         if event == "leave":
             self.scheduler.leave(member)
-        elif event == "hear":
+        elif event == "heartbeat":
             self.scheduler.mark_seen(member, self.now)
         elif event in ("pulled", "broken"):
             if pull is not None and event == "pulled":
                 self.scheduler.ack(member, pull.attempt, pull.version)
             elif pull is not None:
                 self.scheduler.mark_failed(member, pull.attempt, "y")
-        elif told is not None and event == "ready":
-            self.scheduler.mark_ready(member, told.attempt)
-        elif told is not None and event == "ack":
-            self.scheduler.ack(member, told.attempt, told.version)
-        elif told is not None:
-            self.scheduler.mark_failed(member, told.attempt, "x")
+        elif invitation is not None and event == "ready":
+            self.scheduler.mark_ready(member, invitation.attempt)
+        elif invitation is not None and event == "ack":
+            self.scheduler.ack(member, invitation.attempt, invitation.version)
+        elif invitation is not None:
+            self.scheduler.mark_failed(member, invitation.attempt, "x")
         self.act()
 
-    @precondition(lambda self: self.going is not None)
+    @precondition(lambda self: self.started is not None)
     @rule(ok=st.booleans())
     def sent(self, ok: bool):
-        assert self.going is not None
-        self.scheduler.mark_sent(self.going.attempt, ok=ok)
+        assert self.started is not None
+        self.scheduler.mark_sent(self.started.attempt, ok=ok)
         self.act()
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 4.0]))
     def pass_time(self, seconds: float):
         self.now += seconds
-        if self.going is not None and self.now > self.going.deadline:
-            self.scheduler.mark_sent(self.going.attempt, ok=False)
+        if self.started is not None and self.now > self.started.deadline:
+            self.scheduler.mark_sent(self.started.attempt, ok=False)
         self.act()
 
     @invariant()
@@ -356,9 +356,9 @@ class Chaos(RuleBasedStateMachine):
     @invariant()
     def whoever_lacks_the_version_is_on_its_way_to_it(self):
         for member in self.scheduler.outdated():
-            by_collective = not member.pulls and (self.going is not None or member.member_id in self.invited)
+            by_collective = not member.pulls and (self.started is not None or member.member_id in self.invited)
             assert by_collective or member.pulls, "nobody is forgotten"
-            if member.pulls and self.can_pull and self.going is None:
+            if member.pulls and self.can_pull and self.started is None:
                 assert member.pull is not None or member.member_id in self.scheduler.awaited
 
 

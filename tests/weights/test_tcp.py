@@ -139,7 +139,7 @@ def test_only_what_changed_travels_and_a_lagging_generator_catches_up_by_a_chain
         link = (receivers[0].stats().wire_bytes - before) / 3
         # One in a hundred elements moved: a gap and its difference, about 4 bytes of 400 (bfloat16: 3 of 200).
         assert link < 0.05 * full
-        # The one that was away holds version 0 still: it says so when it joins, and gets three links at once.
+        # The generator that was away still holds version 0: it reports that when it joins, and gets three links.
         rejoined = stack.enter_context(closing(Receiver("lagging", insecure=False)))
         rejoined._buffers = receivers[1]._buffers
         rejoined._worker._buffers = receivers[1]._buffers
@@ -314,7 +314,7 @@ def test_a_killed_and_a_frozen_puller_delay_neither_publishing_nor_the_others(
         plane.lineage = "pulls"
         first = plane.publish(0, weights)
         for receiver, fault in ((killed, "kill"), (frozen, "freeze")):
-            receiver.say(fault=fault, on="stream")
+            receiver.send(fault=fault, on="stream")
             receiver.follow(plane.announcement(first))
         steady = shared_receivers[0]
         steady.follow(plane.announcement(first))

@@ -100,7 +100,7 @@ def test_a_bucket_corrupted_in_a_broadcast_is_caught_by_its_digest_and_the_versi
     publisher.publish(first)
     receiver.follow(announce(publisher, first))
     assert publisher.wait(2, DEADLINE_S, num_members=1)
-    receiver.say(fault="corrupt")
+    receiver.send(fault="corrupt")
     publisher.publish(buffers.stage("corrupt", 3, iter(tensors(3).items())))
     assert receiver.version(3)["tensors"] == digests(tensors(3))
     assert publisher.wait(3, DEADLINE_S, num_members=1)
@@ -138,8 +138,8 @@ def test_the_dead_and_the_frozen_delay_the_others_less_than_the_deadline(
         receiver.version(0)
     assert publisher.wait(0, DEADLINE_S, num_members=4)
 
-    killed.say(fault="kill")
-    frozen.say(fault="freeze")
+    killed.send(fault="kill")
+    frozen.send(fault="freeze")
     second = buffers.stage("faults", 1, iter(tensors(1).items()))
     start = time.monotonic()
     publisher.publish(second)
@@ -209,4 +209,4 @@ def test_listening_beyond_loopback_is_refused_unless_insecure():
 
 
 def test_importing_the_receiver_loads_no_torch(start_receiver):
-    assert start_receiver("light").last_seen.get(timeout=60) == {"ready": True, "torch": False}
+    assert start_receiver("light").reports.get(timeout=60) == {"ready": True, "torch": False}

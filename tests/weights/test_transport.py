@@ -14,7 +14,7 @@ from async_rl.weights.transport import choose_transport
         ("gloo", True, False, "gloo"),
     ],
 )
-def test_auto_is_a_collective_where_the_network_is_ours_and_tcp_elsewhere(setting, has_cuda, is_trusted, expected):
+def test_auto_is_a_collective_on_a_trusted_network_and_tcp_elsewhere(setting, has_cuda, is_trusted, expected):
     assert choose_transport(setting, has_cuda=has_cuda, is_trusted=is_trusted) == expected
 
 

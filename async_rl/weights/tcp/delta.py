@@ -1,12 +1,12 @@
-"""The difference between two versions of a bucket, without loss, in few bytes. Pure: byte arrays in, bytes out.
+"""The exact difference between two versions of a bucket, in few bytes. Pure: byte arrays in, bytes out.
 
-A learning rate of 1e-6 moves few bfloat16 weights by even one unit in the last place, so most elements keep their
-bits. A bucket is cut into runs of elements of one width and these into pieces of ``PIECE_ELEMENTS``. Each piece says
-nothing (no element changed), or lists its changed elements (*sparse*: gaps between them, then differences), or has
-the differences of all its elements (*dense*: float32 weights, which all move a little). A difference is that of the
-bit patterns as integers modulo 2 ** bits: small where weights move by few units, and exact for every bit pattern,
-NaN included. Differences are laid out by byte (all lowest bytes, then the next), since the upper bytes of small
-differences are all alike; every such plane is compressed with zstandard where that makes it smaller.
+An optimizer step at a learning rate of 1e-6 changes few bfloat16 weights, so most elements keep their bits. A bucket is
+cut into runs of elements of one width, and these into pieces of ``PIECE_ELEMENTS``. A piece is one of: *same* (no
+element changed, nothing follows), *sparse* (the gaps between changed elements, then their differences), *dense* (the
+differences of all elements, for float32 weights, which all change a little). A difference is that of the bit patterns
+as integers modulo 2 ** bits: small if the weight changed by few units in the last place, and exact for every bit
+pattern, including NaN. Differences are stored by byte (all lowest bytes, then the next), since the upper bytes of small
+differences are equal; each such plane is compressed with zstandard if that makes it smaller.
 
 Shape letters: E = elements of a piece, C = changed ones.
 """
@@ -24,18 +24,18 @@ from async_rl.weights.manifest import ITEM_SIZES, TensorSpec
 
 PIECE_ELEMENTS = 1 << 20
 Runs = Sequence[tuple[int, int]]
-"""Of one bucket: (end in bytes, element width), in order; a run begins where the one before it ends."""
+"""Runs of one bucket, in order: (end in bytes, element width). A run begins where the one before it ends."""
 
 _SAME, _SPARSE, _DENSE = range(3)
 _PIECE = struct.Struct("<BI")
 _PLANE = struct.Struct("<BI")
 _ESCAPE = 255
-"""A gap byte that says: skip so many elements, none of them changed."""
+"""A gap byte with this value means: skip as many elements, and none of them changed."""
 _LEVEL = 1
 
 
 def element_runs(tensors: Sequence[TensorSpec], bucket_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """The runs of every bucket, by the layout alone. The zeros between two tensors belong to the one before."""
+    """Return the runs of every bucket of a layout. The zeros between two tensors belong to the first of them."""
     runs: list[list[tuple[int, int]]] = [[] for _ in bucket_sizes]
     widths: list[int] = [1] * len(bucket_sizes)
     for spec in sorted(tensors, key=lambda spec: (spec.bucket, spec.offset)):
@@ -52,7 +52,7 @@ def element_runs(tensors: Sequence[TensorSpec], bucket_sizes: Sequence[int]) -> 
 
 
 def encode_delta(base: np.ndarray, target: np.ndarray, runs: Runs) -> bytes | None:
-    """What makes ``target`` of ``base``, both uint8 [N]; None if that is no smaller than ``target`` itself."""
+    """Return the delta from ``base`` to ``target``, both uint8 [N]; None if it is no smaller than ``target``."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     parts: list[bytes] = []
     size, limit = 0, len(target)
@@ -69,7 +69,7 @@ def apply_delta(bucket: np.ndarray, delta: bytes | memoryview, runs: Runs) -> No
     """Turn ``bucket``, uint8 [N], from the base into the target, in place.
 
     Raises:
-        WeightsError: the delta is malformed, or of another layout; the bucket is of no use then.
+        WeightsError: the delta is malformed, or of another layout; the contents of the bucket are undefined then.
     """
     reader = _Reader(delta)
     for values_E in _pieces(bucket, runs):
@@ -81,15 +81,20 @@ def apply_delta(bucket: np.ndarray, delta: bytes | memoryview, runs: Runs) -> No
         elif kind == _SPARSE and 0 < num_changed <= len(values_E):
             index_C = _positions(reader.plane(max_size=num_changed + len(values_E) // _ESCAPE), num_changed)
             if index_C[-1] >= len(values_E):
-                raise WeightsError(f"a delta changes element {index_C[-1]} of {len(values_E)}")
+                raise WeightsError(
+                    f"expected a delta of {len(values_E)} elements, got a change of element {index_C[-1]}"
+                )
             values_E[index_C] += reader.planes(num_changed, values_E.dtype)
         else:
-            raise WeightsError(f"a delta has a piece of kind {kind} with {num_changed} of {len(values_E)} elements")
+            raise WeightsError(
+                f"expected a piece of kind 0, 1 or 2 with at most {len(values_E)} elements, got kind {kind} with "
+                f"{num_changed}"
+            )
     reader.expect_end()
 
 
 def _pieces(bucket: np.ndarray, runs: Runs) -> Iterator[np.ndarray]:
-    """Unsigned integers [E] over the bucket's bytes; bytes that make up no whole element come as bytes."""
+    """Yield unsigned integers [E] that view the bucket's bytes; bytes that form no whole element come as uint8."""
     start = 0
     for end, width in runs:
         whole = start + (end - start) // width * width
@@ -115,7 +120,7 @@ def _encode_piece(old_E: np.ndarray, new_E: np.ndarray, compressor: zstandard.Zs
 
 
 def _gaps(index_C: np.ndarray) -> np.ndarray:
-    """Unchanged elements before each changed one, uint8: a byte below 255, after a 255 for every 255 of them."""
+    """Return the gap before each changed element, uint8: a 255 for every 255 elements, then a byte below 255."""
     gap_C = np.diff(index_C, prepend=-1) - 1
     escapes_C = gap_C // _ESCAPE
     at_C = np.arange(len(gap_C)) + np.cumsum(escapes_C)
@@ -125,10 +130,12 @@ def _gaps(index_C: np.ndarray) -> np.ndarray:
 
 
 def _positions(gaps: np.ndarray, num_changed: int) -> np.ndarray:
-    """Inverse of ``_gaps``: int64 [C], rising."""
+    """Invert ``_gaps``: positions, int64 [C], rising."""
     is_element = gaps != _ESCAPE
     if np.count_nonzero(is_element) != num_changed or not is_element[-1:].all():
-        raise WeightsError(f"a delta lists other than the {num_changed} changed elements that it claims")
+        raise WeightsError(
+            f"expected a delta with {num_changed} changed elements, as its header says, got another number"
+        )
     return np.cumsum(gaps, dtype=np.int64)[is_element] + np.arange(num_changed)
 
 
@@ -145,7 +152,7 @@ def _encode_plane(plane: np.ndarray, compressor: zstandard.ZstdCompressor) -> by
 
 
 class _Reader:
-    """A delta's parts one after the other, nothing allocated beyond what the bucket's own size allows."""
+    """Reads a delta part by part. Allocates nothing larger than the bucket's own size allows."""
 
     def __init__(self, delta: bytes | memoryview) -> None:
         self._rest = memoryview(delta)
@@ -156,37 +163,37 @@ class _Reader:
         return first, second
 
     def plane(self, *, max_size: int) -> np.ndarray:
-        """uint8 [N], N at most ``max_size``."""
+        """Return the next plane, uint8 [N], N at most ``max_size``."""
         is_packed, size = self.header(_PLANE)
         data = self._take(size)
         if is_packed:
             try:
                 plain = zstandard.get_frame_parameters(data).content_size
                 if plain > max_size:
-                    raise WeightsError(f"a delta has a plane of {plain} bytes, expected at most {max_size}")
+                    raise WeightsError(f"expected a plane of at most {max_size} bytes in a delta, got {plain}")
                 data = self._decompressor.decompress(data)
             except zstandard.ZstdError as error:
                 raise WeightsError(f"a delta can't be decompressed: {error}") from error
         if len(data) > max_size:
-            raise WeightsError(f"a delta has a plane of {len(data)} bytes, expected at most {max_size}")
+            raise WeightsError(f"expected a plane of at most {max_size} bytes in a delta, got {len(data)}")
         return np.frombuffer(data, np.uint8)
 
     def planes(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """Differences [count]."""
+        """Return the next differences, [count]."""
         by_byte = np.empty((count, dtype.itemsize), np.uint8)
         for byte in range(dtype.itemsize):
             plane = self.plane(max_size=count)
             if len(plane) != count:
-                raise WeightsError(f"a delta has {len(plane)} differences, expected {count}")
+                raise WeightsError(f"expected {count} differences in a delta, got {len(plane)}")
             by_byte[:, byte] = plane
         return by_byte.reshape(-1).view(dtype)
 
     def expect_end(self) -> None:
         if len(self._rest):
-            raise WeightsError(f"a delta has {len(self._rest)} bytes too many")
+            raise WeightsError(f"expected the end of a delta, got {len(self._rest)} more bytes")
 
     def _take(self, size: int) -> memoryview:
         if size > len(self._rest):
-            raise WeightsError(f"a delta ends early: expected {size} more bytes, got {len(self._rest)}")
+            raise WeightsError(f"expected {size} more bytes of a delta, got {len(self._rest)}")
         part, self._rest = self._rest[:size], self._rest[size:]
         return part

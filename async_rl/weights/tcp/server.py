@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rl.errors import AsyncRLError
-from async_rl.net.sockets import hang_up, listening_socket
+from async_rl.net.sockets import listening_socket, shut_down
 from async_rl.weights.tcp import server_process as messages
 from async_rl.weights.tcp.delta import Runs, encode_delta
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request, read_header, read_items
@@ -128,7 +128,7 @@ class StreamServer:
             session = self._sessions.pop(token, None)
             connections = list(session.connections) if session is not None else []
         for connection in connections:
-            hang_up(connection)
+            shut_down(connection)
 
     def _send(self, message: messages.ServerMessage) -> None:
         with self._send_lock, contextlib.suppress(OSError):  # a learner that is gone ends ``run``
