@@ -211,6 +211,7 @@ def assert_same_bits(got: Trained, expected: Trained) -> None:
     assert not differing
 
 
+@pytest.mark.slow
 def test_a_launched_run_equals_the_plain_loop_bit_for_bit(tmp_path: Path, task: dict[str, str], expected: Trained):
     raw = deterministic_config(tmp_path, task)
     del raw["data"]["eval"]  # to be quicker

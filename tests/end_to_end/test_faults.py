@@ -26,6 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed, num_kills", [(seed, min(n, KILLS_A_RUN)) for seed, n in enumerate(left)])
 
 
+@pytest.mark.slow
 def test_a_queue_server_dies_and_a_generator_sleeps_past_its_lease(tmp_path: Path):
     num_rows, poison = 61, (7,)
     # The bound is wide: the lease of the generator that sleeps is lost by expiry, not because steps make it stale.

@@ -19,6 +19,7 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 RECIPES = ("gsm8k_qwen2.5_0.5b", "one_node_8gpu")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_path: Path):
     config = write_config(
         tmp_path / "config.toml",
@@ -85,6 +86,7 @@ def test_a_shrunken_gpu_recipe_trains_two_steps_on_the_cpu(tmp_path: Path, recip
     assert [row["step"] for row in metrics(tmp_path / "run") if "version" not in row] == [0, 2]
 
 
+@pytest.mark.slow
 def test_real_gsm8k_rows_go_through_every_stage(tmp_path: Path):
     """Committed GSM8K rows: chat template, sampling, grading, training, evaluation, export. Sources beside the data."""
     write_gsm8k_model(tmp_path / "model")

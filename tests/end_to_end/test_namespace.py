@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.conftest import Network
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, queue_address, roles, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
@@ -14,6 +16,7 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 NUM_STEPS = 4
 
 
+@pytest.mark.slow
 def test_a_generator_that_sees_only_the_network_joins_and_is_trained_on(tmp_path: Path, network: Network):
     secret, home = tmp_path / "secret", tmp_path / "home"
     secret.mkdir()

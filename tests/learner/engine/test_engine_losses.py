@@ -34,7 +34,7 @@ from tests.learner.rank_scenarios import (
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 
-WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+WORLD_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)]
 
 
 class OneRank:

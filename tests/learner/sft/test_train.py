@@ -85,6 +85,7 @@ def test_a_run_that_dies_and_resumes_ends_with_the_same_weights(tmp_path: Path, 
     assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(tmp_path / "broken").items())
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tmp_path: Path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
