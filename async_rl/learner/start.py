@@ -1,7 +1,7 @@
-"""Start of a learner: from a config to a ``Trainer`` with its real parts, restored from the latest checkpoint.
+"""Start a learner: build the ``Trainer`` with its real parts, restored from the latest checkpoint, and run it.
 
-``run_learner`` is the ``async-rl learner`` command on every rank. ``train_with`` is its second half, with the engine
-given, which benchmarks use.
+``run_learner`` is the command ``async-rl learner`` on every rank. ``train_with`` is its second half; benchmarks call it
+with an engine of their own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,17 @@ REQUEST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LearnerContext:
-    """What differs between a real learner and a benchmark's, and between a lone learner and one of ``launch``."""
+    """What differs between a real learner and a benchmark's, and between a learner alone and one under ``launch``.
+
+    Attributes:
+        files: name -> content of the model's files that generators get, by the queue.
+        decode: token ids -> text, for the logs.
+        insecure: do not encrypt, even off loopback.
+        device: where the engine computes.
+        on_queue: called with the queue's address once it is known.
+        export: write ``export/`` at the end.
+        may_start_queue: start a queue server if there is none; if False, somebody else does.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     decode: Decode = lambda token_ids: " ".join(map(str, np.asarray(token_ids).tolist()))
@@ -65,7 +75,7 @@ class LearnerContext:
 
 
 class RunCheckpoints:
-    """Checkpoints of one run: the engine's state with the trainer's and the queue's beside it."""
+    """Writes the checkpoints of one run: the engine's state, the trainer's and the queue's."""
 
     def __init__(self, engine: Engine, run_dir: RunDir, keep_last: int) -> None:
         self._engine, self._run_dir, self._keep_last = engine, run_dir, keep_last
@@ -78,7 +88,7 @@ class RunCheckpoints:
 def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True) -> None:
     """Train: rank 0 runs the loop, the other ranks follow its commands until it closes.
 
-    Without ``may_start_queue`` the queue server is somebody else's to start.
+    If ``may_start_queue`` is False, somebody else starts the queue server.
 
     Raises:
         UserError: the run directory, the model or the log settings are unfit.
@@ -159,7 +169,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             decode=context.decode,
             parity=_parity_gate(config, engine, queue, context.device),
         ).run()
-        # The other ranks are done: they would wait for no command as long as an export of a large model takes.
+        # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()
         # Generators and queue stay until all is written: a learner that dies now is restarted, and needs them.
         _wrap_up(run_dir, state, export=context.export)
@@ -173,13 +183,13 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 
 
 def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
-    """Staging and publishing, each version held back by ``learner.fixed_lag`` where that is set."""
+    """Staging and publishing; each version is delayed by ``learner.fixed_lag`` if that is set."""
     staging = Staging(
         config.weights.staging_bytes,
         config.experimental.bucket_bytes,
         deadline_s=config.weights.deadline_s,
         is_pulled=publisher.are_all_pulled,
-        # One that is pulled stays until the pull is over: without a second there would be none to publish.
+        # A version that is pulled stays until the pull is over, so a second is needed to publish the next one.
         min_versions=2,
     )
     weights = StagedWeights(staging, publisher)
@@ -195,7 +205,7 @@ def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: to
 
 
 def _restore(engine: Engine, checkpoint: Path | None) -> tuple[TrainerState, bytes | None]:
-    """The state to go on from, under a new lineage, and the queue's snapshot; the engine is restored on the way."""
+    """Restore the engine. Returns the state to continue from, under a new lineage, and the queue's snapshot."""
     if checkpoint is None:
         return TrainerState().fork(), None
     extra = read_extra(checkpoint)
@@ -225,15 +235,15 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
 
 
 def _weights_host(queue_address: str) -> str:
-    """Where generators reach this process: the interface that leads to the queue, loopback if that is local."""
+    """The address where generators reach this process: the interface towards the queue, or loopback."""
     host, _ = check_address(queue_address)
     return "127.0.0.1" if is_loopback(host) else local_host_towards(queue_address)
 
 
 def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config: Config) -> None:
-    """Move aside what was written after the checkpoint (all, without one): a history that was given up.
+    """Move aside what was written after the checkpoint (everything, if there is none).
 
-    An evaluation of the checkpoint's own step is recorded after it, and asked for again.
+    An evaluation of the checkpoint's own step is recorded after the checkpoint, so it is requested again.
     """
     step = state.step if state.is_resumed else -1
     evals = {*state.pending_evals, *((dataset, state.step) for dataset in config.data.eval)}
@@ -255,7 +265,7 @@ def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config
 def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool) -> None:
     checkpoint = latest_checkpoint(run_dir.path)
     if export and checkpoint is not None:
-        # Of a learner that died between its export and its end: export never replaces what may be the user's.
+        # Left by a learner that died between its export and its end. The export itself never replaces files.
         for remains in (run_dir.export, *run_dir.path.glob(f".{run_dir.export.name}.*.partial")):
             shutil.rmtree(remains, ignore_errors=True)
         export_checkpoint(checkpoint, run_dir.export)

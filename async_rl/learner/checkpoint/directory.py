@@ -7,9 +7,9 @@
         step-000100/     engine files, extra.msgpack (plain data of the trainer), hf/ (config and tokenizer)
         .partial-*/      being written, or left by a dead process; removed by the next commit
 
-A commit writes under a temporary name, flushes, renames, then replaces ``latest``. A process killed anywhere leaves
-the previous ``latest`` naming a whole checkpoint. Only ``latest`` makes a checkpoint count: a step directory beyond it
-is the remains of a commit that did not finish.
+A commit writes under a temporary name, flushes, renames, then replaces ``latest``. If the process is killed at any
+point, ``latest`` names a whole checkpoint. Only ``latest`` makes a checkpoint valid: a step directory beyond it is left
+over from a commit that did not finish.
 
 Called by the trainer and by ``sft/train.py`` on rank 0; ``export.py`` and the start of a run read.
 """
@@ -175,7 +175,7 @@ def _prune(root: Path, newest_step: int, keep_last: int) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        # Renamed first: half a checkpoint must not stand under a checkpoint's name, if we die here.
+        # Renamed first, so that half a checkpoint never has a checkpoint's name if the process dies here.
         doomed = path if path.name.startswith(_PARTIAL) else path.with_name(f"{_PARTIAL}removed-{path.name}")
         if doomed != path:
             if doomed.exists():

@@ -77,9 +77,9 @@ class FsdpEngine:
             if config.lora.is_set:
                 self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
             self._is_sharded = ranks.has_group
-            # An objective of one's own knows nothing of [loss].
+            # A given objective does not use [loss], so it needs no reference.
             self._has_reference = objective is None and config.loss.needs_reference
-            # Without its adapters the policy is the model that the run began from.
+            # With its adapters off, the policy is the model that the run began from: no second model is needed.
             is_of_its_own = self._adapters is None or bool(config.loss.kl_reference)
             self._reference = load_reference(config, self._dtype) if self._has_reference and is_of_its_own else None
             if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
@@ -125,7 +125,7 @@ class FsdpEngine:
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """As ``Engine.gather``; in bfloat16 where the model computes so. A tensor is good until the next ``update``.
 
-        A caller that stops early is safe: what is left is gathered and thrown away.
+        If the caller stops early, the rest is gathered and discarded.
         """
         with self._command("gather"):
             self._ranks.broadcast(encode("gather", {}))
@@ -162,7 +162,7 @@ class FsdpEngine:
             self._load(directory)
 
     def tick(self) -> None:
-        """As ``Engine.tick``; once closed there is nobody to keep waiting.
+        """As ``Engine.tick``; does nothing once the engine is closed.
 
         Raises:
             TrainingError: another rank failed meanwhile.

@@ -1,6 +1,6 @@
-"""The learner's engine: everything that touches the device. The trainer's loop sees only this protocol.
+"""The engine's protocol: all that the trainer sees of model, optimizer and ranks.
 
-Rank 0 calls; the other ranks follow (``ranks.py``), so ranks can't disagree.
+Rank 0 calls it; the other ranks follow (``ranks.py``), so ranks can't disagree.
 """
 
 from __future__ import annotations
@@ -18,20 +18,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ScoredBy = Literal["policy", "reference"]
-"""Whose log-probabilities ``Engine.score`` gives: the weights as they are now, or the frozen reference model."""
+"""The model that ``Engine.score`` uses: the policy with its current weights, or the frozen reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
     """One optimizer step, summed over micro-batches and ranks.
 
-    ``stepped`` is False when the optimizer step was skipped (a non-finite gradient, nothing left to train on, or a
-    limit of the step guard passed: ``loss.min_ess``, ``loss.max_kl``); ``reason`` says why. ``tokens_trained`` counts
-    what the loss kept; ``skipped_tokens`` are those of skipped sequences, ``out_of_range_tokens`` single ones outside
-    ``loss.token_range``. Ratios are pi/mu over trained tokens, ``clip_fraction`` their share that was cut at a bound;
-    ``ess`` is the normalised effective sample size in (0, 1]. ``mismatch_kl`` maps staleness (0, 1, ...) to (sum of
-    the k3 estimate of KL(mu || pi), tokens). ``reference_kl`` is the mean KL in the loss, nats. ``by_lag`` is float64
-    [lags, columns] for ``losses.diagnostics.summarise``; no rows where nothing was measured.
+    Attributes:
+        stepped: False if the optimizer step was skipped: the gradient is not finite, nothing is left to train on, or
+            a limit was passed (``loss.min_ess``, ``loss.max_kl``).
+        reason: why it was skipped; empty if it was not.
+        tokens_trained: tokens in the loss.
+        ratio_mean, ratio_max: of pi/mu over trained tokens.
+        clip_fraction: share of trained tokens whose ratio was cut at a bound.
+        ess: normalised effective sample size, in (0, 1].
+        entropy, mean_abs_log_ratio: means over trained tokens, nats.
+        skipped_sequence_ids, skipped_tokens: sequences that the loss skipped, and their tokens.
+        mismatch_kl: staleness (0, 1, ...) -> (sum of the k3 estimate of KL(mu || pi), tokens).
+        out_of_range_tokens: single tokens outside ``loss.token_range``.
+        reference_kl: mean KL in the loss, nats.
+        by_lag: float64 [lags, columns] for ``losses.diagnostics.summarise``; no rows if nothing was measured.
     """
 
     stepped: bool
@@ -71,7 +78,7 @@ class Engine(Protocol):
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in Hugging Face names and a fixed order, on rank 0's host or device, wire dtype.
 
-        Runs collectives on all ranks: it must be exhausted before anything else is called.
+        It runs collectives on all ranks: read it to the end before you call anything else.
         """
         ...
 
@@ -84,7 +91,7 @@ class Engine(Protocol):
         ...
 
     def tick(self) -> None:
-        """Keep the other ranks from timing out while rank 0 waits."""
+        """Send the other ranks a sign of life while rank 0 waits, so that they do not time out."""
         ...
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ _FAILURE_KEY = "first_failure"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where torchrun (or ``launch``) put this process."""
+    """This process's rank, as torchrun (or ``launch``) set it."""
 
     rank: int
     local_rank: int
@@ -70,7 +70,7 @@ def init_ranks(config: Config) -> Ranks:
 
     Raises:
         ConfigError: torchrun's environment is malformed, or there is no such CUDA device.
-        TrainingError: the other ranks did not come in time.
+        TrainingError: the other ranks did not join in time.
     """
     place = Place.from_environment()
     _set_threads(config, place)

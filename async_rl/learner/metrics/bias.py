@@ -1,8 +1,8 @@
-"""Does losing groups to their age skew what is trained? The queue's sums enter after every step, metrics leave.
+"""Measure whether groups lost to staleness skew what is trained. Ledgers of the queue enter, metrics leave.
 
-What was kept in the last steps (trained, or filtered: the filter chooses on purpose, and is no loss) is compared with
-all that ended. A cancelled answer was never received: its length is what its generator had reported by then, so the
-true skew is rather larger than what is said here.
+Groups kept in the last steps are compared with all groups that ended. Kept are trained and filtered ones, since the
+filter chooses on purpose. A cancelled answer was never received in full: its length is what its generator had reported
+by then, so the true skew is rather larger than the metrics.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 WINDOW_STEPS = 50
-"""Metrics tell of the last so many steps, and of one warning in that time."""
+"""Metrics are over the last so many steps; there is at most one warning in that time."""
 MIN_GROUPS = 100
-"""Fewer ended groups than this mean nothing."""
+"""With fewer ended groups there is no warning."""
 MAX_LENGTH_SKEW = 0.05
 MAX_ACCURACY_SKEW = 0.05
 
@@ -43,7 +43,7 @@ def drop_bias(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 
 class DropBias:
-    """The bias of the last steps, after every step. One per learner start; what ended before is not looked at."""
+    """The bias of the last steps, updated after every step. It covers one learner start."""
 
     def __init__(self) -> None:
         self._ledgers: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS + 1)

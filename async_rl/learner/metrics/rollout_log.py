@@ -1,4 +1,4 @@
-"""``rollouts/step-NNNNNN.jsonl``: what a step was trained on, as text, every so many steps. Called by the trainer.
+"""Write ``rollouts/step-NNNNNN.jsonl``: the rollouts that a step trained on, as text. Called by ``recorder.py``.
 
 ``log.rollouts_every`` says which steps, ``log.rollouts_groups`` how many of their groups, or all.
 """
@@ -18,7 +18,7 @@ from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 def log_rollouts(
     run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode
 ) -> None:
-    """Write the rollouts of ``step`` down, if they are asked for. ``version`` is the learner's before the step."""
+    """Write the rollouts of ``step`` if they are due. ``version`` is the learner's before the step."""
     every = config.log.rollouts_every
     if not every or (step - 1) % every:
         return
@@ -28,9 +28,9 @@ def log_rollouts(
 
 
 def _chosen(num_groups: int, config: Config, step: int) -> list[int]:
-    """Which of the step's groups, in their order: a draw that the run's seed and the step decide.
+    """Indices of the step's groups to log, in order; drawn at random from the run's seed and the step.
 
-    The first ones would be those of the oldest version, step by step.
+    The first groups would always be those of the oldest version.
     """
     wanted = config.log.rollouts_groups
     if wanted == "all" or wanted >= num_groups:
