@@ -127,7 +127,7 @@ def plain_loop(config: Config) -> Trained:
     def sampled_group(position: int) -> tuple[Prompt, list[Rollout]]:
         row, epoch = stream.locate(position)
         prompt = Prompt(position, row, epoch, rows[row].messages, rows[row].reward_data)
-        seed = BufferSettings.from_config(config).lease_seed("train", "", position)
+        seed = BufferSettings.from_config(config, vocab_size=None).lease_seed("train", "", position)
         lease = Lease(
             str(position), "train", prompt, config.sampling.group_size, train_sampling(config), "", 0, 0, 1, seed
         )

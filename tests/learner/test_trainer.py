@@ -186,7 +186,7 @@ def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, A
     config = make_config(str(directory / "run"), data=data, **merged)
     (directory / "run").mkdir(parents=True)
     stream = PromptStream(num_rows, seed=0, shuffle=False, epochs=config.data.epochs)
-    return Run(config, Buffer(BufferSettings.from_config(config), rows(num_rows), stream))
+    return Run(config, Buffer(BufferSettings.from_config(config, vocab_size=None), rows(num_rows), stream))
 
 
 def test_a_run_evaluates_first_between_and_last_and_every_answer_is_delivered(tmp_path: Path):
