@@ -123,14 +123,14 @@ def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> li
 
 def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.ndarray, limit: float) -> str:
     """Whether the engine ignores its temperature, or the learner's tokens fit another one; empty: neither."""
-    told = probe.temperature
-    doubled = backend.score_tokens(probe.sequences, 2 * told)
+    asked = probe.temperature
+    doubled = backend.score_tokens(probe.sequences, 2 * asked)
     if doubled is not None and compare(doubled, found).max < 1e-6:
-        return f"temperature: the engine gives the same at {told:g} and {2 * told:g}, so it applies none"
+        return f"temperature: the engine gives the same at {asked:g} and {2 * asked:g}, so it applies none"
     for other in _TEMPERATURES:
-        at_other = None if other == told else backend.score_tokens(probe.sequences, other)
+        at_other = None if other == asked else backend.score_tokens(probe.sequences, other)
         if at_other is not None and _explains(at_other, found, wanted, limit):
-            return f"temperature: told {told:g}, the engine differs; at {other:g} it agrees with the learner"
+            return f"temperature: asked for {asked:g}, the engine differs; at {other:g} it agrees with the learner"
     return ""
 
 

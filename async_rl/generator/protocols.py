@@ -1,4 +1,4 @@
-"""The two partners of the generator's loop as it sees them: the queue's client and the receiver of weights. No torch.
+"""Protocols of what the generator's loop talks to: the queue's client and the receiver of weights. No torch.
 
 Both work in the background and are polled; tests put fakes in their places.
 """

@@ -122,7 +122,7 @@ def test_a_temperature_that_the_engine_ignores_is_told(directory: Path, monkeypa
 def test_a_learner_at_another_temperature_is_told(directory: Path):
     backend, model, weights = ready(directory)
     answer = answer_probe(backend, make_probe(model, 0.7, computed_at=1.0), weights)
-    assert answer.cause == "temperature: told 0.7, the engine differs; at 1 it agrees with the learner"
+    assert answer.cause == "temperature: asked for 0.7, the engine differs; at 1 it agrees with the learner"
 
 
 def test_a_mask_that_nobody_asked_for_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch):

@@ -160,8 +160,8 @@ def test_what_was_swapped_out_is_freed(backend, weights):
     )
 
 
-def test_layers_that_no_shadow_knows_are_named():
-    from async_rl.generator.vllm.shadow import obstacle
+def test_layers_that_the_double_buffer_does_not_know_are_named():
+    from async_rl.generator.vllm.double_buffer import obstacle
 
     class Whole(torch.nn.Module):
         def process_weights_after_loading(self) -> None: ...

@@ -90,5 +90,5 @@ def test_a_stale_tensor_inside_the_engine_is_named(backend):
 
 def test_a_learner_at_another_temperature_is_told(backend):
     answer = answer_probe(backend, probe_of(0, 0.7, computed_at=1.0), weights_of(0))
-    assert answer.cause == "temperature: told 0.7, the engine differs; at 1 it agrees with the learner"
+    assert answer.cause == "temperature: asked for 0.7, the engine differs; at 1 it agrees with the learner"
     assert answer.excluded == ("the engine holds exactly the tensors that it received",)

@@ -1,6 +1,6 @@
 """vLLM as a backend: leases in, samples out, weights swapped under running sequences. Built from files.
 
-The engine runs by itself in processes of its own; ``step`` collects what it said. Rollouts are requests of their own
+The engine runs by itself in processes of its own; ``step`` collects its outputs. Rollouts are requests of their own
 under one prompt and one salt, so a group's prefill is shared through the prefix cache, and each has its own seed. A
 rollout enters the engine when there is a slot for it, and is salted by the weights it begins with: no prompt is
 continued over keys and values of older weights than it was accepted under.
@@ -309,7 +309,7 @@ class VllmBackend:
         return self._scored(wanted)
 
     def _scored(self, wanted: Sequence[tuple[str, int]]) -> np.ndarray:
-        """float32 [N]; what the engine says of rollouts meanwhile is kept for the next step."""
+        """float32 [N]; outputs of rollouts that arrive meanwhile are kept for the next step."""
         found: dict[str, float] = {}
         tokens = dict(wanted)
         deadline = time.monotonic() + _SCORE_LIMIT_S

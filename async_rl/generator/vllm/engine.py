@@ -1,8 +1,8 @@
 """vLLM's ``AsyncLLM``, driven step by step: its event loop runs only inside the calls of this class.
 
-The engine itself is another process and decodes on meanwhile; what it says waits on its socket. So the generator's
+The engine itself is another process and decodes on meanwhile; its outputs wait on its socket. So the generator's
 loop needs no second thread, and a swap of weights is one call. Everything here that is vLLM's own is used by
-``vllm_backend`` only; the names are those of 0.32.
+``vllm.backend`` only; the names are those of 0.32.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class VllmEngine:
             self._tasks.pop(request_id, None)
 
     def poll(self, timeout_s: float) -> list[Piece]:
-        """What the engine said; waits for it for at most ``timeout_s``.
+        """The engine's outputs; waits for them for at most ``timeout_s``.
 
         Raises:
             EngineError: the engine has died, or a request failed.
@@ -183,7 +183,7 @@ class VllmEngine:
             await asyncio.wait_for(self._arrived.wait(), timeout_s)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop these requests and forget what they said; those that are unknown or done are ignored."""
+        """Stop these requests and forget their outputs; those that are unknown or done are ignored."""
         tasks = [task for name in request_ids if (task := self._tasks.get(name)) is not None]
         gone = set(request_ids)
         if tasks:

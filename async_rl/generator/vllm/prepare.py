@@ -1,8 +1,8 @@
-"""A version made ready in a vLLM worker while it decodes: a thread that fills a shadow when the generator says so.
+"""A version made ready in a vLLM worker while it decodes: a thread that fills a double buffer.
 
 The worker's own thread serves one call of vLLM after the other, decode steps among them. The thread here serves the
-generator's commands (``vllm_channel``), so a preparation holds no step up but by the processor time, the memory
-bandwidth and Python's lock that it takes. Only ``swap`` is called between two steps; it exchanges pointers.
+generator's commands (``channel``), so a preparation holds no step up but by the processor time, the memory
+bandwidth and Python's lock that it takes. Only ``swap`` is called between two steps; it swaps pointers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
 
 from async_rl.generator.vllm.channel import write_report
-from async_rl.generator.vllm.shadow import Shadow, release
+from async_rl.generator.vllm.double_buffer import DoubleBuffer, release
 
 _SWITCH_S = 0.0005
 """For how long the thread may keep Python's lock from a decode step that wants it; Python's default is ten times it."""
@@ -39,7 +39,7 @@ class Preparer:
         self._model, self._config, self._tensors = model, vllm_config, tensors
         self._rank = rank
         self._report_fd = os.open(report_path, os.O_WRONLY)
-        self._ready: tuple[int, Shadow] | None = None
+        self._ready: tuple[int, DoubleBuffer] | None = None
         self._old: list[Any] = []
         sys.setswitchinterval(_SWITCH_S)
         threading.Thread(target=self._serve, args=(command_path,), name="prepare-weights", daemon=True).start()
@@ -52,8 +52,8 @@ class Preparer:
         """
         if self._ready is None or self._ready[0] != number:
             raise RuntimeError(f"expected preparation {number} to be ready, got {self._ready and self._ready[0]}")
-        (_, shadow), self._ready = self._ready, None
-        self._old.append(shadow.exchange())
+        (_, copy), self._ready = self._ready, None
+        self._old.append(copy.swap())
 
     def _serve(self, command_path: str) -> None:
         with open(command_path, encoding="ascii") as commands:
@@ -76,9 +76,9 @@ class Preparer:
             self._ready = None
             # vLLM keeps it in a global of the process, and nothing sets another one once the engine runs.
             with set_current_vllm_config(self._config):
-                shadow = Shadow(self._model)
-                shadow.load(self._tensors)
-            self._ready = number, shadow
+                copy = DoubleBuffer(self._model)
+                copy.load(self._tensors)
+            self._ready = number, copy
         except Exception as failure:  # the boundary: the generator decides, and the old weights are as they were
             error = f"{type(failure).__name__}: {failure}"
         write_report(self._report_fd, rank=self._rank, number=number, error=error)

@@ -19,7 +19,7 @@ from async_rl.sampling_mask import SamplingMask, pack_ids
 
 _MIN_TEMPERATURE = BACKENDS["vllm"].min_temperature
 PROGRESS_TOKENS = 16
-"""A running sequence is heard of every so many tokens."""
+"""vLLM reports a running sequence after this many new tokens."""
 
 _SPARE = 8
 """Tokens with exactly the k-th logit stay beside the top k; so many more are asked for, to be seen."""

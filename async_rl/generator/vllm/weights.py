@@ -24,8 +24,8 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
+from async_rl.generator.vllm.double_buffer import obstacle
 from async_rl.generator.vllm.prepare import Preparer
-from async_rl.generator.vllm.shadow import obstacle
 from async_rl.generator.vllm.shared_staging import map_tensors
 from async_rl.weights.manifest import digest_bytes
 
@@ -116,7 +116,7 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
 
     @cached_property
     def obstacle(self) -> str:
-        """See ``vllm_shadow.obstacle``."""
+        """See ``double_buffer.obstacle``."""
         return obstacle(self.model, self.device)
 
     def swap(self, number: int) -> None:

@@ -1,9 +1,9 @@
-"""A second set of a vLLM model's tensors, filled beside decoding and exchanged for the first by pointers. CPU only.
+"""A second set of a vLLM model's tensors, filled beside decoding and swapped for the first by pointers. CPU only.
 
 vLLM's CPU build computes with weights that it has packed for its kernels, which passes over the bytes several times. A
-``Shadow`` is the model's tree of layers once more, without their tensors: it gets fresh ones in the layout that a
+``DoubleBuffer`` is the model's tree of layers once more, without their tensors: it gets fresh ones in the layout that a
 checkpoint has, is loaded and packed by vLLM's own code, layer by layer, while the model itself decodes on, and hands
-its tensors and kernels over in ``exchange``. The layers that are called stay the same objects, and so do their
+its tensors and kernels over in ``swap``. The layers that are called stay the same objects, and so do their
 parameters.
 
 Used by ``vllm_prepare`` inside vLLM's worker processes; the names are those of vLLM 0.32.
@@ -38,14 +38,14 @@ from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[re
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs  # pyright: ignore[reportMissingImports]
 
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
-"""Of a layer's attributes: every layer of a shadow has its own from the beginning."""
+"""Of a layer's attributes: every copied layer has its own from the beginning."""
 
 
 def obstacle(model: Any, device: torch.device) -> str:
-    """Why ``model`` can't have a shadow; empty: it can.
+    """Why ``model`` can't be double-buffered; empty: it can.
 
     What vLLM makes of the weights of other kinds of layers (mixtures of experts, latent attention, quantised ones) is
-    kept in places that a shadow does not know.
+    kept in places that the double buffer does not know.
     """
     if device.type != "cpu":
         return f"the model is on {device.type}, where a version is copied into the tensors that are there"
@@ -65,38 +65,38 @@ def obstacle(model: Any, device: torch.device) -> str:
     return ""
 
 
-class Shadow:
-    """One version's tensors and kernels for ``model``: ``load`` once, then ``exchange`` once."""
+class DoubleBuffer:
+    """One version's tensors and kernels for ``model``: ``load`` once, then ``swap`` once."""
 
     def __init__(self, model: Any) -> None:
         self._pairs: list[tuple[Any, Any, dict[str, Any]]] = []
-        """Layer, its shadow, and the shadow's attributes as they were before it was loaded."""
+        """Layer, its copy, and the copy's attributes as they were before it was loaded."""
         self._parameters: dict[int, torch.nn.Parameter] = {}
         """By the identity of the model's parameter: tied ones stay tied."""
         self._layers: dict[int, Any] = {}
-        self._root: Any = self._shadow_of(model)
+        self._root: Any = self._copy_of(model)
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._data: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._old: list[Any] = []
 
-    def _shadow_of(self, layer: Any) -> Any:
+    def _copy_of(self, layer: Any) -> Any:
         if (known := self._layers.get(id(layer))) is not None:
             return known
-        shadow = object.__new__(type(layer))
-        self._layers[id(layer)] = shadow
+        copy = object.__new__(type(layer))
+        self._layers[id(layer)] = copy
         # Copied at once: a step may be running, and give a layer an attribute.
         before = dict(layer.__dict__)
-        shadow.__dict__.update(before)
-        shadow.__dict__["_parameters"] = {
+        copy.__dict__.update(before)
+        copy.__dict__["_parameters"] = {
             name: None if parameter is None else self._fresh(layer, name, parameter)
             for name, parameter in layer._parameters.items()
         }
-        shadow.__dict__["_buffers"] = dict(layer._buffers)
-        shadow.__dict__["_modules"] = {
-            name: None if child is None else self._shadow_of(child) for name, child in layer._modules.items()
+        copy.__dict__["_buffers"] = dict(layer._buffers)
+        copy.__dict__["_modules"] = {
+            name: None if child is None else self._copy_of(child) for name, child in layer._modules.items()
         }
-        self._pairs.append((layer, shadow, before))
-        return shadow
+        self._pairs.append((layer, copy, before))
+        return copy
 
     def _fresh(self, layer: Any, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """A parameter as a checkpoint has it. Its memory is touched when it is loaded, and not before."""
@@ -122,9 +122,9 @@ class Shadow:
         """
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         unpacked = [
-            (shadow, {names[id(parameter)] for parameter in shadow._parameters.values() if parameter is not None})
-            for _, shadow, _ in self._pairs
-            if isinstance(getattr(shadow, "quant_method", None), QuantizeMethodBase)
+            (copy, {names[id(parameter)] for parameter in copy._parameters.values() if parameter is not None})
+            for _, copy, _ in self._pairs
+            if isinstance(getattr(copy, "quant_method", None), QuantizeMethodBase)
         ]
         loaded: set[str] = set()
         # A decoder layer at a time, so that only one of them is in memory as it was before packing.
@@ -133,27 +133,23 @@ class Shadow:
             if found is None:
                 raise ValueError(f"{type(self._root).__name__} does not say which parameters it has loaded")
             loaded |= found
-            for shadow, wanted in unpacked:
+            for copy, wanted in unpacked:
                 if wanted <= loaded:
-                    _pack(shadow)
-            unpacked = [(shadow, wanted) for shadow, wanted in unpacked if not wanted <= loaded]
+                    _pack(copy)
+            unpacked = [(copy, wanted) for copy, wanted in unpacked if not wanted <= loaded]
         if missing := sorted(set(names.values()) - loaded):
             raise ValueError(f"expected every parameter of the model in a version, missing {missing[:5]}")
         self._check()
         self._note_changes()
 
     def _check(self) -> None:
-        """That nothing but pointers is left to be exchanged."""
-        for layer, shadow, _ in self._pairs:
-            buffers = [
-                (shadow._buffers.get(name), layer._buffers.get(name)) for name in shadow._buffers | layer._buffers
-            ]
-            if shadow._parameters.keys() != layer._parameters.keys() or any(new is not old for new, old in buffers):
-                raise ValueError(
-                    f"vLLM has made or replaced tensors in {type(layer).__name__}, which can't be exchanged"
-                )
+        """That nothing but pointers is left to be swapped."""
+        for layer, copy, _ in self._pairs:
+            buffers = [(copy._buffers.get(name), layer._buffers.get(name)) for name in copy._buffers | layer._buffers]
+            if copy._parameters.keys() != layer._parameters.keys() or any(new is not old for new, old in buffers):
+                raise ValueError(f"vLLM has made or replaced tensors in {type(layer).__name__}, which can't be swapped")
             for name, old in layer._parameters.items():
-                new = shadow._parameters[name]
+                new = copy._parameters[name]
                 if old is not None and (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype):
                     raise ValueError(
                         f"expected {name} of {type(layer).__name__} to be {list(old.shape)}, {old.dtype} once packed, "
@@ -161,20 +157,20 @@ class Shadow:
                     )
 
     def _note_changes(self) -> None:
-        """What ``exchange`` has to do, so that it does nothing else; and what is old after it."""
-        for layer, shadow, before in self._pairs:
+        """What ``swap`` has to do, so that it does nothing else; and what is old after it."""
+        for layer, copy, before in self._pairs:
             changed = {
-                key: value for key, value in shadow.__dict__.items() if key not in _OWN and before.get(key) is not value
+                key: value for key, value in copy.__dict__.items() if key not in _OWN and before.get(key) is not value
             }
             if changed:
                 self._attributes.append((layer.__dict__, changed))
                 self._old += [before.get(key) for key in changed]
             for name, parameter in layer._parameters.items():
                 if parameter is not None and parameter.numel():
-                    self._data.append((parameter, shadow._parameters[name].data))
+                    self._data.append((parameter, copy._parameters[name].data))
                     self._old.append(parameter.data)
 
-    def exchange(self) -> list[Any]:
+    def swap(self) -> list[Any]:
         """Give the model this version. Returns what it held before, to be released by ``release`` at leisure.
 
         A microsecond for each tensor: no byte of a weight is touched.
@@ -183,7 +179,7 @@ class Shadow:
             attributes.update(changed)
         for parameter, data in self._data:
             parameter.data = data
-        # The shadow's own tree goes with it: taking it apart takes longer than all of this.
+        # The copy's own tree goes with it: taking it apart takes longer than all of this.
         return [*self._old, self._root, self._pairs, self._attributes, self._data]
 
 
