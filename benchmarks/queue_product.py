@@ -28,8 +28,8 @@ from async_rl.process.memory import reuse_freed_memory
 from async_rl.queue.client.generator_client import GeneratorQueue
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import Announced, Announcement, LeasesGranted, NotReady, Returned, StepAck, TrainedCounts
-from async_rl.queue.server.files import read_record
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
+from async_rl.run.queue_files import read_record
 from benchmarks.queue_measure import Load, Measured, Meter, Pacer, processes, receive, result_of
 
 GROUP_SIZE = 8

@@ -17,8 +17,8 @@ from async_rl.net.address import check_address, is_loopback, local_host_towards,
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.server.files import read_record
 from async_rl.queue.server.start import answering_run
+from async_rl.run.queue_files import read_record
 
 _ANSWER_S = 5.0
 _CONNECT_S = 3.0

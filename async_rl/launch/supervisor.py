@@ -24,8 +24,8 @@ from typing import Protocol
 from async_rl.launch.commands import Command
 from async_rl.net.address import check_address
 from async_rl.process.parent_watch import ParentWatch, kill_group
-from async_rl.queue.server.files import QueueRecord, read_record
 from async_rl.run.directory import RunDir
+from async_rl.run.queue_files import QueueRecord, read_record
 
 MAX_RESTARTS = 5
 """Restarts of one generator, or of the queue server, without ``HEALTHY_S`` of life between them."""

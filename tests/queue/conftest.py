@@ -15,7 +15,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement
-from async_rl.queue.server.files import read_record
+from async_rl.run.queue_files import read_record
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0

@@ -9,8 +9,8 @@ import pytest
 
 from async_rl.errors import QueueError, WireError
 from async_rl.net.wire import Message, decode, encode
+from async_rl.queue.server.clients import FORGET_S, GeneratorRegistry
 from async_rl.queue.server.limits import BLOCKED_S, MAX_PEERS, MessageLimits, RateLimiter
-from async_rl.queue.server.registry import FORGET_S, GeneratorRegistry
 
 
 def limiter(messages: float = 10, malformed: float = 3) -> RateLimiter:

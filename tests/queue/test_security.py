@@ -19,8 +19,8 @@ from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement, LeasesGranted
-from async_rl.queue.server.files import read_record
 from async_rl.queue.server.start import answering_run, ensure_queue
+from async_rl.run.queue_files import read_record
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receiver import Receiver
 from tests.queue.builders import make_config

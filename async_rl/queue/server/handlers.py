@@ -36,8 +36,7 @@ from async_rl.queue.messages import (
     TakenEntry,
     Verdict,
 )
-from async_rl.queue.server.registry import MAX_ANSWER_BYTES, GeneratorRegistry, ProbeAnswer
-from async_rl.queue.server.requests import Deferred, Reply
+from async_rl.queue.server.clients import MAX_ANSWER_BYTES, Deferred, GeneratorRegistry, ProbeAnswer, Reply
 from async_rl.queue.storage.payloads import Payload
 
 MAX_WAIT_S = 60.0

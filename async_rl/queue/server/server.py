@@ -42,12 +42,12 @@ from async_rl.queue.messages import (
     HeartbeatReply,
     Status,
 )
-from async_rl.queue.server.files import LEDGER_EVERY_S, RunFiles, last_port
+from async_rl.queue.server.clients import Deferred, PendingRequests, Reply, Request
 from async_rl.queue.server.handlers import Handlers, WelcomePack
-from async_rl.queue.server.requests import Deferred, PendingRequests, Reply, Request
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Changes, Journal, pack, unpack
 from async_rl.queue.storage.payloads import RecentPayloads
+from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +157,10 @@ class QueueServer:
                 self._push_notices()
                 self._commit()
                 self._flush()
-                self._files.write(self._handlers.run_id, self._buffer, now)
+                self._write_files(now)
             logger.info("the queue ends: %s", reason)
             self._commit()
-            self._files.write_last(self._handlers.run_id, self._buffer)
+            self._files.write_last(self._handlers.run_id, self._buffer.ledger_file())
             return reason
         finally:
             self._close()
@@ -313,6 +313,11 @@ class QueueServer:
             peer = self._handlers.registry.peer_of(generator_id)
             if peer is not None:
                 self._endpoint.send(peer, [encode("notice", self._handlers.notice(generator_id))])
+
+    def _write_files(self, now: float) -> None:
+        buffer = self._buffer
+        step = -1 if buffer.learner is None else buffer.learner.step
+        self._files.write(self._handlers.run_id, buffer.ledger_file, now, revision=buffer.revision, step=step)
 
     # Life.
 

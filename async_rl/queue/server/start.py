@@ -21,10 +21,10 @@ from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.child import module_command, package_environment
 from async_rl.process.memory import reuse_freed_memory
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.server.files import read_record
 from async_rl.queue.server.server import QueueServer
 from async_rl.queue.storage.journal import Journal
 from async_rl.run.directory import move_aside
+from async_rl.run.queue_files import read_record
 
 logger = logging.getLogger(__name__)
 

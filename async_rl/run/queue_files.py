@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from async_rl.net.address import check_address
-from async_rl.queue.core.buffer import Buffer
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
@@ -102,22 +101,19 @@ class RunFiles:
         write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
         self._recorded_run_id = run_id
 
-    def write(self, run_id: str, buffer: Buffer, now: float) -> None:
-        """Both files, if there is something new, and the last writing is long enough ago."""
+    def write(
+        self, run_id: str, ledger: Callable[[], Mapping[str, Any]], now: float, *, revision: int, step: int
+    ) -> None:
+        """Write what has changed, unless the last writing is too recent. ``revision`` grows with every change."""
         if self._recorded_run_id != run_id:
             self.record(run_id)
-        step = buffer.learner.step if buffer.learner is not None else -1
         is_due = now - self._written_at >= (_LEDGER_GAP_S if step != self._written_step else LEDGER_EVERY_S)
-        if self._written_revision == buffer.revision or not is_due or self._ledger.is_busy:
+        if self._written_revision == revision or not is_due or self._ledger.is_busy:
             return
-        self._written_revision, self._written_at, self._written_step = buffer.revision, now, step
-        self._ledger.write(_ledger_of(run_id, buffer))
+        self._written_revision, self._written_at, self._written_step = revision, now, step
+        self._ledger.write({"run_id": run_id, **ledger()})
 
-    def write_last(self, run_id: str, buffer: Buffer) -> None:
+    def write_last(self, run_id: str, ledger: Mapping[str, Any]) -> None:
         """The ledger as it is at the end."""
         self._ledger.close()
-        write_json(self._run_dir / "ledger.json", _ledger_of(run_id, buffer))
-
-
-def _ledger_of(run_id: str, buffer: Buffer) -> dict[str, Any]:
-    return {"run_id": run_id, **buffer.ledger_file()}
+        write_json(self._run_dir / "ledger.json", {"run_id": run_id, **ledger})
