@@ -120,7 +120,7 @@ class TransportReceiver(Protocol, Generic[OrderT]):
     def receive(self, order: OrderT, buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
         """Receive the version into ``buffer``, whole and verified. ``buffers`` may hold the base of a delta.
 
-        Call ``fault_point("generator.receiving")`` after each bucket: there tests let a generator die.
+        Call the fault point ``generator.receiving`` after each bucket, where tests let a generator die.
 
         Raises:
             CorruptWeightsError: what came does not match its digests.

@@ -133,4 +133,4 @@ def test_the_command_line_checks_a_function_of_the_users_own(tmp_path, monkeypat
     assert "expected one in [0, 1]" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["conformance", "best", "{}"])
     assert main() == 2
-    assert "boxed or think_answer_tags" in capsys.readouterr().err
+    assert "expected boxed, think_answer_tags, exact" in capsys.readouterr().err
