@@ -15,7 +15,7 @@ import time
 import zmq
 
 from async_rl.net.keys import ClientKeys
-from async_rl.queue.server.limits import MessageLimits
+from async_rl.queue.server.sockets import MessageLimits
 from tests.queue.mutants import corpus, gets_past_the_frame, mutants
 
 

@@ -28,7 +28,7 @@ from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck
 from async_rl.queue.server.handlers import Deferred, Handlers
-from async_rl.queue.server.limits import MessageLimits
+from async_rl.queue.server.sockets import MessageLimits
 from async_rl.queue.storage.journal import pack
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_buffer, make_config, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
