@@ -59,7 +59,7 @@ def test_a_lease_that_is_not_one_is_refused_with_the_place(change: dict[str, obj
     plain = to_builtins(LEASE)
     assert read_as(plain, Lease) == LEASE
     assert read_as({**plain, "from_a_newer_peer": 1}, Lease) == LEASE
-    with pytest.raises(WireError, match=f"^not what makes a Lease: {fault}"):
+    with pytest.raises(WireError, match=f"^malformed Lease: {fault}"):
         read_as({**plain, **change}, Lease)
     del plain["attempt"]
     with pytest.raises(WireError, match="missing required field `attempt`"):

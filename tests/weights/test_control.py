@@ -34,7 +34,7 @@ def test_a_message_for_the_other_side_is_refused():
 
 
 def test_a_field_of_another_type_is_refused():
-    with pytest.raises(WireError, match=r"not what makes a Ready: Expected `int`, got `str` - at `\$.attempt`"):
+    with pytest.raises(WireError, match=r"malformed Ready: Expected `int`, got `str` - at `\$.attempt`"):
         control.decode_message(encode("Ready", {"attempt": "1"}), control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
 
 
