@@ -264,7 +264,7 @@ class _Simulation:
         buffer = self._buffer
         buffer.expire(self._now)
         while True:
-            for name in buffer.generators_to_tell():
+            for name in buffer.generators_to_notify():
                 self._cancel(self._by_name[name], buffer.pop_cancelled(name))
             for generator in self._generators:
                 self._ask(generator)
@@ -272,7 +272,7 @@ class _Simulation:
                 self._taken_at = buffer.revision
                 self._take()
             all_asked = all(g.request is None or g.asked_at == buffer.revision for g in self._generators)
-            if all_asked and not buffer.generators_to_tell():
+            if all_asked and not buffer.generators_to_notify():
                 break
         deadline = buffer.next_deadline
         if deadline is not None and deadline < self._alarm_at:

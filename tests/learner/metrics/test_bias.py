@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from async_rl.learner.metrics.bias import WINDOW_STEPS, DropBias
-from async_rl.queue.core.ledger import Outcomes
+from async_rl.queue.core.ledger import Outcome, Outcomes
 from async_rl.queue.messages import GeneratorStats
 from tests.queue.builders import ack, group, leases, make_buffer, put, take
 
@@ -17,12 +17,18 @@ GROUP_SIZE = 2
 
 
 def ledger(stale_tokens: int = 0, **groups: tuple[int, int, float]) -> dict[str, Any]:
-    """Cumulative: by fate, groups of two rollouts, the tokens of a rollout, its accuracy (and reward)."""
+    """Cumulative: by outcome, groups of two rollouts, the tokens of a rollout, its accuracy (and reward)."""
     outcomes = Outcomes()
-    for fate, (count, tokens, accuracy) in groups.items():
+    for outcome, (count, tokens, accuracy) in groups.items():
         for _ in range(count):
             right = GROUP_SIZE * accuracy
-            outcomes.add(fate, rollouts=GROUP_SIZE, tokens=GROUP_SIZE * tokens, reward=2 * right, accuracy=right)
+            outcomes.add(
+                cast(Outcome, outcome),
+                rollouts=GROUP_SIZE,
+                tokens=GROUP_SIZE * tokens,
+                reward=2 * right,
+                accuracy=right,
+            )
     return {"outcomes": outcomes.as_dict(), "tokens": {"masked": {"stale": stale_tokens}}}
 
 
