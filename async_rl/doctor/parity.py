@@ -22,8 +22,7 @@ from async_rl.errors import UserError
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.backends import build_backend
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.scratch import scratch_directory
-from async_rl.generator.worker import generator_config, write_files
+from async_rl.generator.worker import generator_config, scratch_directory, write_files
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import Lease, Prompt, Sampling
 

@@ -1,7 +1,8 @@
 """The generator's loop: receive weights, request leases, step, grade, return, heartbeat. No torch.
 
 One thread owns everything here. The queue client and the weights receiver work in the background and are polled; the
-loop blocks in the queue's poll when nothing runs. Built by ``worker.run_generator``.
+loop blocks in the queue's poll when nothing runs. ``Queue`` and ``WeightsReceiver`` say what the loop asks of those
+two; tests put fakes in their places. Built by ``worker.run_generator``.
 """
 
 from __future__ import annotations
@@ -9,30 +10,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
-from async_rl.generator.active_leases import ActiveLeases
-from async_rl.generator.activity import Activity
 from async_rl.generator.backend import Backend, PreparingBackend
 from async_rl.generator.grading import Graded, Grader
+from async_rl.generator.loop_state import ActiveLeases, Activity
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.protocols import Queue, Staged, WeightsReceiver
 from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
     Announced,
     Announcement,
     Cancelled,
+    FailureCause,
     Finished,
     GeneratorEvent,
+    GeneratorStats,
     LeasesGranted,
     Returned,
 )
-from async_rl.queue.parity import decode_probe
-from async_rl.records import NO_VERSION, Lease
+from async_rl.queue.parity import Answer, decode_probe
+from async_rl.records import NO_VERSION, Group, Lease
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,46 @@ MAX_UNANSWERED_RETURNS = 32
 _POLL_WHILE_RUNNING_S = 0.003
 _POLL_WHILE_BUSY_S = 0.005
 _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
+
+
+class Queue(Protocol):
+    """What the loop uses of ``queue.client.GeneratorQueue``."""
+
+    @property
+    def lease_request_outstanding(self) -> bool: ...
+    @property
+    def num_unanswered_returns(self) -> int: ...
+    @property
+    def silent_s(self) -> float: ...
+    def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None: ...
+    def heartbeat(self, progress: dict[str, int], stats: GeneratorStats) -> None: ...
+    def return_group(self, group: Group) -> None: ...
+    def answer_probe(self, lineage: str, answer: Answer) -> None: ...
+    def fail(self, lease_id: str, cause: FailureCause, detail: str) -> None: ...
+    def poll(self, timeout_s: float) -> list[GeneratorEvent]: ...
+
+
+class Staged(Protocol):
+    """A version that is received and verified, but not active."""
+
+    @property
+    def lineage(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+class WeightsReceiver(Protocol):
+    """What the loop uses of ``weights.receiver.Receiver``; ``error`` is why nothing comes at present."""
+
+    @property
+    def error(self) -> str | None: ...
+    def follow(self, announcement: Announcement) -> None: ...
+    def poll(self) -> Staged | None: ...
+    def activated(self, staged: Any) -> None: ...
 
 
 class Worker:

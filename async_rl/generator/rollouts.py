@@ -1,20 +1,24 @@
 """From a lease to its scored rollouts: what the generator's loop sees of it, and the simple case of one answer each.
 
 The loop submits leases, hands on what the backend finished, and collects rollouts when they are scored. The case of
-several turns is in ``environment_rollouts.py``.
+several turns is in ``environment_rollouts``.
+
+Under ``data.on_long_prompt = "truncate"`` a prompt above ``sampling.max_prompt_tokens`` is cut at the end of its last
+user message. The template around that message stays whole: it tells the model that it is its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.grading import Graded, Grader
-from async_rl.generator.long_prompts import fitted_prompt
 from async_rl.records import Lease
+
+Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
 
 
 class Rollouts(Protocol):
@@ -108,3 +112,34 @@ class SingleTurnRollouts:
     def _forget(self, lease_id: str) -> None:
         self._leases.pop(lease_id, None)
         self._num_missing.pop(lease_id, None)
+
+
+def fitted_prompt(
+    encode: Encode, messages: Sequence[Mapping[str, str]], prompt_ids: np.ndarray, max_tokens: int
+) -> np.ndarray:
+    """Token ids of as much of the prompt as fits, or ``prompt_ids`` where no cut makes it fit.
+
+    Args:
+        encode: renders messages to token ids, int32 [P].
+        prompt_ids: what ``messages`` render to.
+        max_tokens: what may be kept.
+    """
+    if len(prompt_ids) <= max_tokens:
+        return prompt_ids
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    cut = users[-1] if users else len(messages) - 1
+    content = messages[cut]["content"]
+
+    def rendered(num_kept: int) -> np.ndarray:
+        shortened = {"role": messages[cut]["role"], "content": content[:num_kept]}
+        return encode([*messages[:cut], shortened, *messages[cut + 1 :]])
+
+    best, fits, too_many = prompt_ids, 0, len(content)
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        shorter = rendered(middle)
+        if len(shorter) <= max_tokens:
+            best, fits = shorter, middle
+        else:
+            too_many = middle
+    return best

@@ -2,16 +2,25 @@
 
 What enters is an address and ``--set generator.*``; everything else comes with the handshake. Torch is imported only
 once a backend or the weights receiver needs it.
+
+Model and tokenizer files lie in a *scratch directory*: the generator's own, in the system's temporary directory,
+removed when the generator ends. A generator that is killed leaves its directory behind. Each directory holds a lock,
+which ends with its process, so the next generator on the machine knows which directories have no owner, and removes
+them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+import shutil
 import socket
+import tempfile
+import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from async_rl.config.config import Config
@@ -24,7 +33,6 @@ from async_rl.generator.backends import build_backend, cuda_device
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.loop import Worker
-from async_rl.generator.scratch import scratch_directory
 from async_rl.generator.trajectory import TokenizerText
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import ClientKeys
@@ -32,7 +40,10 @@ from async_rl.process.memory import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.combine import RewardSum
 
-__all__ = ["Worker", "generator_config", "run_generator"]
+_SCRATCH_PREFIX = "async-rl-generator-"
+_SCRATCH_LOCK = "lock"
+_SCRATCH_YOUNG_S = 60.0
+"""A directory that is younger may be just before it takes its lock."""
 
 
 def run_generator(
@@ -183,3 +194,35 @@ def build_environment(
     pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=digest)
     stack.enter_context(closing(pool))
     return EnvironmentRollouts(backend, pool, text, config.environment)
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """An empty directory but for its lock. Those of dead generators of the same user go first."""
+    _remove_ownerless(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX) as name:
+        lock = os.open(Path(name) / _SCRATCH_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def _remove_ownerless(parent: Path) -> None:
+    for directory in parent.glob(f"{_SCRATCH_PREFIX}*"):
+        try:
+            lock = os.open(directory / _SCRATCH_LOCK, os.O_RDWR)
+        except OSError:
+            # Another user's, or just being made: not ours to judge.
+            continue
+        if time.time() - os.fstat(lock).st_mtime < _SCRATCH_YOUNG_S:
+            os.close(lock)
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)

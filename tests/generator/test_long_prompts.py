@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.generator.long_prompts import fitted_prompt
+from async_rl.generator.rollouts import fitted_prompt
 
 OPENING = "[assistant]"
 
