@@ -1,6 +1,6 @@
-"""One DEALER socket with requests that are sent again until they are answered. The base of both queue clients.
+"""A client's DEALER socket. Requests enter; each is sent again until it is answered; replies leave with their requests.
 
-Not thread-safe: one thread owns it.
+Both queue clients use it. It is not thread-safe: one thread owns it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Connection:
     def forget(self, request_id: str) -> None:
         """Stop waiting for this answer."""
         self._pop(request_id)
-        self._update_silence(time.monotonic(), heard=False)
+        self._update_silence(time.monotonic(), has_received=False)
 
     def poll(self, timeout_s: float) -> list[tuple[Outstanding | None, Message]]:
         """Messages that came within ``timeout_s`` (returns with the first), each with the request it answers.
@@ -153,7 +153,7 @@ class Connection:
             if self._monitor in ready:
                 self._follow_link(now)
             received = self._receive(now) if self._socket in ready else []
-            self._update_silence(now, heard=bool(received))
+            self._update_silence(now, has_received=bool(received))
             if received or now >= deadline:
                 return received
 
@@ -232,11 +232,11 @@ class Connection:
             request.due_at = now + RESEND_S
         return request
 
-    def _update_silence(self, now: float, *, heard: bool) -> None:
+    def _update_silence(self, now: float, *, has_received: bool) -> None:
         """An answer that may be held back by the server counts as missing only after that time."""
         if not any(o.sent_at is None or now > o.sent_at + o.wait_s for o in self._outstanding.values()):
             self._waiting_since = None
-        elif heard or self._waiting_since is None:
+        elif has_received or self._waiting_since is None:
             self._waiting_since = now
 
 

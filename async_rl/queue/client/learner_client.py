@@ -43,7 +43,7 @@ ALIVE_EVERY_S = 5.0
 _LOOK_EVERY_S = 0.25
 _LOST_AFTER_S = 1.0
 """A connection that is away for so long is no hiccup, and is said."""
-_MAX_REVIVALS = 5
+_MAX_RESTARTS = 5
 """For one request: a server that dies of it each time is not to be started for ever."""
 
 
@@ -85,8 +85,8 @@ class LearnerQueue:
     ) -> None:  # fmt: skip
         self.address, self._keys, self._revive, self._while_waiting = address, keys, revive, while_waiting
         self._lost_at: float | None = None
-        self._is_lost_told = False
-        self._num_revived = 0
+        self._is_lost_logged = False
+        self._num_restarts = 0
         self._timeout_s = timeout_s
         self._connection = Connection(address, "learner", keys)
         self._keep_alive: _KeepAlive | None = None
@@ -94,7 +94,7 @@ class LearnerQueue:
         self._begun_take: tuple[Take, str] | None = None
         self._answers: dict[str, Message] = {}
         self._arrived: dict[str, list[TakenGroup]] = {}
-        self._unheeded: set[str] = set()
+        self._unawaited: set[str] = set()
 
     def attach(
         self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
@@ -116,7 +116,7 @@ class LearnerQueue:
 
     def announce(self, announcement: Announcement) -> None:
         """A version was published. Returns at once; if the queue refuses it, the next method that blocks raises."""
-        self._unheeded.add(self._connection.post(announcement))
+        self._unawaited.add(self._connection.post(announcement))
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
         """Every generator's newest answer to a probe, of version ``since`` or later, by generator."""
@@ -223,8 +223,8 @@ class LearnerQueue:
                     f"see logs/queue.log in the run directory; {self._connection.keys_hint}"
                 )
             for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
-                if request is not None and request.request_id in self._unheeded:
-                    self._unheeded.remove(request.request_id)
+                if request is not None and request.request_id in self._unawaited:
+                    self._unawaited.remove(request.request_id)
                     raise_error(answer)
                 elif request is not None:
                     self._note(request.request_id, answer)
@@ -233,9 +233,9 @@ class LearnerQueue:
             self._while_waiting()
             if self._watch_connection(type_, left_s):
                 deadline = time.monotonic() + self._timeout_s + wait_s
-        if self._is_lost_told and self._lost_at is not None:
+        if self._is_lost_logged and self._lost_at is not None:
             logger.info("the queue at %s is back after %.0f s", self.address, time.monotonic() - self._lost_at)
-        self._lost_at, self._is_lost_told, self._num_revived = None, False, 0
+        self._lost_at, self._is_lost_logged, self._num_restarts = None, False, 0
         raise_error(message)
         return message
 
@@ -263,17 +263,17 @@ class LearnerQueue:
             return False
         now = time.monotonic()
         self._lost_at = self._lost_at or now
-        if now - self._lost_at >= _LOST_AFTER_S and not self._is_lost_told:
-            self._is_lost_told = True
+        if now - self._lost_at >= _LOST_AFTER_S and not self._is_lost_logged:
+            self._is_lost_logged = True
             logger.warning(
                 "no connection to the queue at %s; %r waits for it up to %.0f s more", self.address, type_, left_s
             )
         if self._revive is None or not self._revive():
             return False
-        self._num_revived += 1
-        if self._num_revived > _MAX_REVIVALS:
+        self._num_restarts += 1
+        if self._num_restarts > _MAX_RESTARTS:
             raise QueueError(
-                f"the queue server died {self._num_revived} times before it had answered {type_!r}; see "
+                f"the queue server died {self._num_restarts} times before it had answered {type_!r}; see "
                 f"logs/queue.log in the run directory for the first cause"
             )
         return True

@@ -1,10 +1,10 @@
 """The queue server: one ROUTER socket around the buffer, one thread, one loop.
 
-It waits for nobody. Requests that can't be answered yet are parked and tried again after every change; malformed ones
-are counted and answered. What a turn of the loop changed is committed to the journal before any of its replies goes
-out, so nothing that anybody was told can be forgotten. ``queue.json`` says where it is, ``ledger.json`` what became of
-everything. It ends when the run is finished and its generators were told, when its learner is gone for
-``queue.linger_s``, when whoever started it dies (its parent watch), or on SIGTERM.
+It waits for nobody. Requests that can't be answered yet are pending and tried again after every change; malformed ones
+are counted and answered. The changes of a turn are committed to the journal before its replies are sent, so a crash
+never loses what a client has been sent. ``queue.json`` says where the server is, ``ledger.json`` what became of every
+group. The server ends when the run is finished and its generators know it, when its learner is gone for
+``queue.linger_s``, when its parent dies (the parent watch), or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class QueueServer:
         self._pending = PendingRequests(lambda: buffer.revision, self._send, self._failed)
         self._has_batch = False
         self._committed = -1
-        self._told: tuple[Announcement | None, bool] = None, False
+        self._last_news: tuple[Announcement | None, bool] = None, False
         self._saved_welcome: WelcomePack | None = None
         self._saved_handlers: tuple[Any, ...] = ()
         self._wake_read, self._wake_write = os.pipe()
@@ -306,10 +306,10 @@ class QueueServer:
     def _push_notices(self) -> None:
         """Tell generators unasked of a new version, the end, and leases to stop."""
         news = self._handlers.news
-        everyone = news != self._told and news != (None, False)
-        self._told = news
-        told = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_notify()
-        for generator_id in told:
+        everyone = news != self._last_news and news != (None, False)
+        self._last_news = news
+        to_notify = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_notify()
+        for generator_id in to_notify:
             peer = self._handlers.registry.peer_of(generator_id)
             if peer is not None:
                 self._endpoint.send(peer, [encode("notice", self._handlers.notice(generator_id))])
@@ -328,8 +328,8 @@ class QueueServer:
             return "whoever started it is gone"
         if self._buffer.finished:
             self._finished_at = self._finished_at or now
-            untold = [g for g in self._buffer.alive_generators(now) if not self._handlers.registry.has_left(g)]
-            if not untold or now - self._finished_at >= FINISH_GRACE_S:
+            unaware = [g for g in self._buffer.alive_generators(now) if not self._handlers.registry.has_left(g)]
+            if not unaware or now - self._finished_at >= FINISH_GRACE_S:
                 return "the run is finished"
             return ""
         linger_s = self._config.queue.linger_s

@@ -163,7 +163,7 @@ def finish_queue(config: Config, run_id: str) -> None:
         if lineage is not None:
             queue.finish(lineage)
     except QueueError as error:
-        logger.warning("the run is finished, but its queue could not be told: %s", error)
+        logger.warning("the run is finished, but its queue could not be notified: %s", error)
     finally:
         queue.close()
 
