@@ -27,9 +27,9 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.protocol import Engine
 from async_rl.learner.engine.ranks import compute_dtype, init_ranks
 from async_rl.learner.parity import ParityGate
+from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsPlane
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
-from async_rl.learner.weights_plane import FixedLagWeights, StagedWeights, WeightsPlane
 from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.memory import reuse_freed_memory

@@ -18,10 +18,10 @@ from async_rl.errors import TrainingError
 from async_rl.learner.checkpoint.directory import latest_checkpoint, write_extra
 from async_rl.learner.engine.protocol import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
+from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane
 from async_rl.learner.start import RunCheckpoints, _restore, _rewind
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
-from async_rl.learner.weights_plane import FixedLagWeights, NamedTensors, Published, WeightsPlane
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.buffer import Buffer

@@ -15,9 +15,9 @@ from async_rl.learner.metrics.rollout_log import log_rollouts
 from async_rl.learner.metrics.step_metrics import step_metrics
 from async_rl.learner.metrics.timing import StepClock
 from async_rl.learner.parity import ParityGate
+from async_rl.learner.publishing import WeightsPlane
 from async_rl.learner.state import TrainerState
 from async_rl.learner.step_result import StepResult
-from async_rl.learner.weights_plane import WeightsPlane
 from async_rl.queue.messages import Acked, TakenGroup
 from async_rl.run.eval_records import Decode
 
