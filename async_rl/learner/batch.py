@@ -1,7 +1,10 @@
-"""Turn taken groups into trainable sequences, with masks and their causes.
+"""Turn taken groups into trainable sequences, with masks and their causes, and with the scores that the loss needs.
 
 The trainer calls this on rank 0, once a step. Groups enter, sequences of plain arrays leave. Where several causes mask
 a rollout, the first in the order of ``MASK_CAUSES`` is counted.
+
+``score`` asks the engine for the log-probabilities of the reference model and of the proximal policy. The engine does
+the forward passes on all ranks; scores that the settings do not use are not computed.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
+from async_rl.learner.engine.protocol import Engine
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
@@ -215,3 +220,51 @@ def sampling_versions(group: Group) -> set[int]:
     """Every version that sampled a token of the group."""
     masked = [s.versions[s.loss_mask] for r in group.rollouts for s in r.sequences]
     return set(np.unique(np.concatenate(masked)).tolist()) if masked else set()
+
+
+Logprobs = Mapping[int, np.ndarray]
+"""Sequence id to float32 [N], nats, over the trained tokens of that sequence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Log-probabilities of every trained sequence; None if the loss does not need them."""
+
+    reference: Logprobs | None = None
+    proximal: Logprobs | None = None
+
+
+def score(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Scores:
+    """Score all updates of the batch at once: the proximal policy is the one before the *batch's* first update."""
+    sequences = [sequence for update in prepared.updates for sequence in update]
+    if not sequences:
+        return Scores()
+    return Scores(
+        reference=engine.score(sequences, of="reference") if loss.needs_reference else None,
+        proximal=engine.score(sequences, of="policy") if loss.needs_proximal else None,
+    )
+
+
+def with_scores(prepared: PreparedBatch, scores: Scores) -> PreparedBatch:
+    """``prepared`` with ``scores`` along the tokens of its sequences."""
+    if scores.reference is None and scores.proximal is None:
+        return prepared
+    updates = tuple(tuple(_with_scores(s, scores) for s in update) for update in prepared.updates)
+    return replace(prepared, updates=updates)
+
+
+def _with_scores(sequence: TrainSequence, scores: Scores) -> TrainSequence:
+    return replace(
+        sequence,
+        reference_logprobs=_along_tokens(sequence, scores.reference),
+        proximal_logprobs=_along_tokens(sequence, scores.proximal),
+    )
+
+
+def _along_tokens(sequence: TrainSequence, logprobs: Logprobs | None) -> np.ndarray:
+    """float32 [T], 0 off the loss mask; [0] without ``logprobs``."""
+    if logprobs is None:
+        return np.zeros(0, dtype=np.float32)
+    along = np.zeros(len(sequence.token_ids), dtype=np.float32)
+    along[sequence.loss_mask] = logprobs[sequence.sequence_id]
+    return along

@@ -31,7 +31,7 @@ class TrainerState:
         digests: versions that may still be in flight -> the digests they were published with. There are two if a
             restart published the same weights with another ``experimental.bucket_bytes``.
         pending_evals: (dataset, step) of evaluations that were requested and not yet written.
-        skipped_in_a_row: optimizer steps since the last one that was not skipped (``step_guard.py``).
+        skipped_in_a_row: optimizer steps since the last one that was not skipped (``step_result.py``).
         bound_state: the state of an adaptive staleness bound (``staleness_control.py``).
         exhausted: the data has ended.
     """
