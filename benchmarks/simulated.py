@@ -20,7 +20,7 @@ import numpy as np
 
 from async_rl.config.loading import parse_config
 from async_rl.config.queue import OnStale
-from async_rl.learner.metrics.bias import drop_bias
+from async_rl.learner.drop_bias import drop_bias
 from async_rl.queue.core.admission import BufferSettings
 from async_rl.queue.core.batches import TakenPayload
 from async_rl.queue.core.buffer import Buffer

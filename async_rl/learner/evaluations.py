@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.learner.metrics.timing import WaitLog
+from async_rl.learner.recorder import WaitLog
 from async_rl.learner.state import TrainerState
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import EvalResult

@@ -23,10 +23,9 @@ from async_rl.learner.advantages.step_advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, check_staleness, prepare_batch, score, with_scores
 from async_rl.learner.engine.protocol import Engine, UpdateStats
 from async_rl.learner.evaluations import Evaluations
-from async_rl.learner.metrics.recorder import RowWriter, StepRecorder
-from async_rl.learner.metrics.timing import WaitLog
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import VersionPublisher, WeightsPlane
+from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.staleness_control import BoundLimits, BoundState, read, update_bound
 from async_rl.learner.state import TrainerState
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result

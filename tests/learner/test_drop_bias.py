@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_rl.learner.metrics.bias import WINDOW_STEPS, DropBias
+from async_rl.learner.drop_bias import WINDOW_STEPS, DropBias
 from async_rl.queue.core.ledger import Outcome, Outcomes
 from async_rl.queue.messages import GeneratorStats
 from tests.queue.builders import ack, group, leases, make_buffer, put, take

@@ -1,6 +1,6 @@
 """Step times and overlap from cumulative generator counters."""
 
-from async_rl.learner.metrics.timing import StepClock
+from async_rl.learner.recorder import StepClock
 from async_rl.queue.messages import GeneratorStats
 
 ROSTER = ("g0",)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.learner.metrics.rollout_log import log_rollouts
+from async_rl.learner.recorder import log_rollouts
 from async_rl.queue.messages import TakenGroup
 from tests.generator.leases import make_lease
 from tests.queue.builders import group, make_config

@@ -1,4 +1,4 @@
-"""One step's metrics from its parts; the keys are DESIGN's. With several updates a step, means are token-weighted."""
+"""The metrics of one step, from its parts. With several updates a step, means are token-weighted."""
 
 from __future__ import annotations
 

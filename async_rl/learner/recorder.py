@@ -1,0 +1,220 @@
+"""Write down each step: the groups it trained on, its row of ``metrics.jsonl``, its rollouts as text.
+
+The trainer calls ``StepRecorder.record_trained`` before it acknowledges a step and ``record_step`` after it published
+the step. ``log.rollouts_every`` says which steps write ``rollouts/step-NNNNNN.jsonl``, ``log.rollouts_groups`` how many
+of their groups, or all.
+
+``StepClock`` measures where the learner's time goes, and how busy the generators were meanwhile. Overlap efficiency is
+steps/s over ``1 / max(gen, train)``: gen is the generators' busy sequence-seconds of a step over their slots, train the
+learner's busy seconds of a step. 1.0 means that nothing waited for anything but the slower side.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from async_rl.config.config import Config
+from async_rl.learner.drop_bias import DropBias
+from async_rl.learner.parity import ParityGate
+from async_rl.learner.publishing import WeightsPlane
+from async_rl.learner.state import TrainerState
+from async_rl.learner.step_metrics import step_metrics
+from async_rl.learner.step_result import StepResult
+from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
+from async_rl.run.eval_records import Decode, answer_record, write_json_lines
+
+logger = logging.getLogger(__name__)
+
+
+class RowWriter(Protocol):
+    """A file of rows by step: the metrics, or the step log."""
+
+    def write(self, row: dict[str, Any]) -> None: ...
+
+
+class StepRecorder:
+    """The records of one learner start. It owns the clock."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: TrainerState,
+        *,
+        metrics: RowWriter,
+        step_log: RowWriter,
+        weights: WeightsPlane,
+        parity: ParityGate | None,
+        run_dir: Path,
+        decode: Decode,
+    ) -> None:
+        """``metrics`` takes the rows of ``metrics.jsonl``, ``step_log`` the groups that each step trained on."""
+        self.clock = StepClock(state.elapsed_s)
+        self._config, self._state, self._run_dir, self._decode = config, state, run_dir, decode
+        self._metrics, self._step_log = metrics, step_log
+        self._weights, self._parity = weights, parity
+        self._bias = DropBias()
+
+    def record_trained(self, taken: tuple[TakenGroup, ...]) -> None:
+        """Log which groups the step trained on. The log proves that no prompt was skipped or trained twice."""
+        groups = [(item.group.position, item.group.lease_id) for item in taken]
+        self._step_log.write({"step": self._state.step + 1, "lineage": self._state.lineage, "groups": groups})
+
+    def record_step(self, result: StepResult, acked: Acked, bound_metrics: Mapping[str, float]) -> None:
+        """Write the metrics of the step that was just acknowledged and published, and its rollouts if they are due.
+
+        Raises:
+            ParityError: a generator's answer shows that its engine differs from the learner's.
+        """
+        state, stats = self._state, acked.stats
+        row = {**step_metrics(result, stats), **bound_metrics}
+        row |= self.clock.lap(stats.generators, roster=stats.roster, trained_tokens=result.facts.tokens_trained)
+        row |= self._bias.step(stats.ledger)
+        if self._parity is not None:
+            row |= self._parity.observe(state.lineage, state.version, stats.roster)
+        row |= {f"weights/{key}": value for key, value in self._weights.stats().items()}
+        self._metrics.write({"step": state.step, "version": state.version, **row})
+        log_rollouts(
+            self._run_dir,
+            result.groups,
+            step=state.step,
+            version=result.version,
+            config=self._config,
+            decode=self._decode,
+        )
+
+    def record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Write the row of an evaluation of ``step``."""
+        self._metrics.write({"step": step, "time_s": self.clock.elapsed_s, **figures})
+
+
+def log_rollouts(
+    run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode
+) -> None:
+    """Write the rollouts of ``step`` if they are due. ``version`` is the learner's before the step."""
+    every = config.log.rollouts_every
+    if not every or (step - 1) % every:
+        return
+    chosen = [taken[index] for index in _chosen(len(taken), config, step)]
+    lines = (line for item in chosen for line in _lines(item, version, decode))
+    write_json_lines(run_dir / "rollouts" / f"step-{step:06d}.jsonl", lines)
+
+
+def _chosen(num_groups: int, config: Config, step: int) -> list[int]:
+    """Indices of the step's groups to log, in order; drawn at random from the run's seed and the step.
+
+    The first groups would always be those of the oldest version.
+    """
+    wanted = config.log.rollouts_groups
+    if wanted == "all" or wanted >= num_groups:
+        return list(range(num_groups))
+    return sorted(random.Random(f"{config.run.seed}/{step}").sample(range(num_groups), wanted))
+
+
+def _lines(item: TakenGroup, version: int, decode: Decode) -> list[dict[str, Any]]:
+    group = item.group
+    shared = {
+        "position": group.position, "lease_id": group.lease_id, "generator": group.generator_id, "trained_at": version,
+        "masked": item.masked,
+    }  # fmt: skip
+    return [
+        {**shared, "index": index, **answer_record(item.prompt, rollout, decode)}
+        for index, rollout in enumerate(group.rollouts)
+    ]
+
+
+WAIT_LOG_S = 30.0
+"""A wait is logged every so many seconds."""
+
+
+class WaitLog:
+    """Logs every 30 s what one wait is for, and since when. Make one where the wait begins."""
+
+    def __init__(self) -> None:
+        self._start = self._last_log = time.monotonic()
+
+    def still_waiting(self, reason: str) -> None:
+        """Call this after every attempt that failed."""
+        now = time.monotonic()
+        if now - self._last_log >= WAIT_LOG_S:
+            logger.warning("waiting for %.0f s: %s", now - self._start, reason)
+            self._last_log = now
+
+
+class StepClock:
+    """Times the parts of one step; ``lap`` closes it and gives its metrics."""
+
+    def __init__(self, elapsed_s: float) -> None:
+        self._origin = time.monotonic() - elapsed_s
+        self._lap_start = time.monotonic()
+        self._parts: dict[str, float] = {}
+        self._generators: tuple[Sequence[str], GeneratorStats] | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run started, restarts not counted."""
+        return time.monotonic() - self._origin
+
+    def start_lap(self) -> None:
+        """The first step begins now: what came before is no step's time."""
+        self._lap_start, self._parts = time.monotonic(), {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the block's duration to ``name`` (``wait``, ``train``, ``publish``)."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._parts[name] = self._parts.get(name, 0.0) + time.monotonic() - start
+
+    def lap(self, generators: GeneratorStats, *, roster: Sequence[str], trained_tokens: int) -> dict[str, float]:
+        """Metrics of the step that ends now; ``generators`` are cumulative, so differences between laps count.
+
+        ``roster`` names those that are summed in ``generators``.
+        """
+        now = time.monotonic()
+        wall = max(now - self._lap_start, 1e-9)
+        parts = {name: self._parts.get(name, 0.0) for name in ("wait", "train", "publish")}
+        busy = max(wall - parts["wait"], 0.0)
+        metrics = {
+            "time_s": self.elapsed_s,
+            "time/step_s": wall,
+            "time/wait_s": parts["wait"],
+            "time/train_s": parts["train"],
+            "time/publish_s": parts["publish"],
+            "idle/learner": min(parts["wait"] / wall, 1.0),
+            "throughput/trained_tokens_per_s": trained_tokens / wall,
+            **self._generator_metrics(roster, generators, wall, busy),
+        }
+        self._lap_start, self._parts, self._generators = now, {}, (roster, generators)
+        return metrics
+
+    def _generator_metrics(
+        self, roster: Sequence[str], now: GeneratorStats, wall: float, learner_busy: float
+    ) -> dict[str, float]:
+        # Without two readings of the same generators there is no difference to speak of: leave the keys out. Equal
+        # names and slots are not enough: a generator that was restarted under its name counts from 0 again.
+        if self._generators is None or now.max_running == 0 or tuple(roster) != tuple(self._generators[0]):
+            return {}
+        before = self._generators[1]
+        shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__struct_fields__)
+        if shrunk or now.max_running != before.max_running or now.wall_s <= before.wall_s:
+            return {}
+        # Readings come with heartbeats, which may be rarer than steps: what they tell of is a rate, never this step's
+        # own count. ``each_s`` is the time between the two readings of one generator, on average.
+        each_s = (now.wall_s - before.wall_s) / len(roster)
+        generate = (now.busy_sequence_s - before.busy_sequence_s) / (now.max_running * each_s) * wall
+        activations = now.num_activations - before.num_activations
+        return {
+            "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / (now.wall_s - before.wall_s), 0.0), 1.0),
+            "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / each_s,
+            "time/pause_s": (now.pause_s - before.pause_s) / activations if activations else 0.0,
+            "time/generate_s": generate,
+            "overlap/efficiency": max(generate, learner_busy) / wall,
+        }
