@@ -35,7 +35,7 @@ LIGHT = (
     "doctor.findings", "doctor.check", "doctor.machine", "evaluation.table",
     "generator.worker", "generator.backend", "generator.backends", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts",
-    "generator.trajectory", "generator.offline", "generator.environment_rollouts", "generator.vllm.kv_cache_capacity",
+    "generator.offline", "generator.environment_rollouts", "generator.vllm.kv_cache_capacity",
     "generator.vllm.shared_staging", "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.sampling",
     "generator.vllm.arguments", "generator.vllm.channel", "generator.vllm.core",
     "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",

@@ -24,9 +24,8 @@ from async_rl.evaluation.settings import EvalSettings, describe_settings
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
 from async_rl.generator.backends import build_backend
-from async_rl.generator.grading import Grader, ThreadGrader
 from async_rl.generator.offline import OfflineSamples, sample_offline
-from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
+from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts, ThreadGrader
 from async_rl.generator.worker import build_environment, grading_threads
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt

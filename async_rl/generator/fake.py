@@ -43,7 +43,7 @@ class _Sequence:
 
 
 class FakeText:
-    """The fake's tokenizer: one token, hashed, for every four characters. See ``trajectory.Text``."""
+    """The fake's tokenizer: one token, hashed, for every four characters. See ``backend.Text``."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend, PreparingBackend
-from async_rl.generator.grading import Graded, Grader
 from async_rl.generator.loop_state import ActiveLeases, Activity
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.rollouts import Rollouts, SingleTurnRollouts
+from async_rl.generator.rollouts import Graded, Grader, Rollouts, SingleTurnRollouts
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
     Announced,

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from async_rl.generator.backend import Backend
-from async_rl.generator.grading import Graded
-from async_rl.generator.rollouts import Rollouts
+from async_rl.generator.rollouts import Graded, Rollouts
 from async_rl.queue.messages import FailureCause
 from async_rl.records import Group, Lease, Prompt, Rollout
 

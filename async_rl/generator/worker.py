@@ -30,10 +30,9 @@ from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend, TextBackend
 from async_rl.generator.backends import build_backend, cuda_device
-from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.grading import ThreadGrader
+from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Worker
-from async_rl.generator.trajectory import TokenizerText
+from async_rl.generator.rollouts import ThreadGrader
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import ClientKeys
 from async_rl.process.memory import reuse_freed_memory

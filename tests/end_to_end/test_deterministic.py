@@ -30,8 +30,8 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.data.dataset import load_rows
 from async_rl.generator.backend import Sampled
-from async_rl.generator.grading import graded_rollouts
 from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.generator.rollouts import graded_rollouts
 from async_rl.learner.advantages.estimators import group_normalised
 from async_rl.learner.checkpoint.directory import latest_checkpoint
 from async_rl.learner.checkpoint.training_state import load_tensors

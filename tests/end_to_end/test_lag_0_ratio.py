@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from async_rl.config.generator import GeneratorConfig
-from async_rl.generator.grading import whole_sequence
 from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.generator.rollouts import whole_sequence
 from async_rl.learner.batch import prepare_batch
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device

@@ -18,9 +18,8 @@ from async_rl.evaluation.offline import Evaluated, describe, run_eval
 from async_rl.evaluation.settings import eval_settings
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.grading import ThreadGrader
 from async_rl.generator.offline import OfflineSamples, sample_offline
-from async_rl.generator.rollouts import SingleTurnRollouts
+from async_rl.generator.rollouts import SingleTurnRollouts, ThreadGrader
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.run.eval_figures import eval_figures

@@ -16,7 +16,7 @@ END = 0
 
 
 class CharacterText:
-    """``trajectory.Text``: a token for every character, and ``$`` for the end of a turn."""
+    """``backend.Text``: a token for every character, and ``$`` for the end of a turn."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         ends = {"assistant": "$"}

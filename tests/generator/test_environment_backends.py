@@ -15,10 +15,9 @@ from async_rl.config.environment import EnvironmentConfig
 from async_rl.config.experimental import FakeConfig
 from async_rl.config.generator import GeneratorConfig
 from async_rl.data.chat import load_tokenizer
-from async_rl.generator.environment_rollouts import EnvironmentRollouts
+from async_rl.generator.environment_rollouts import EnvironmentRollouts, Text, TokenizerText
 from async_rl.generator.fake import FakeBackend, FakeText
 from async_rl.generator.hf.backend import TransformersBackend
-from async_rl.generator.trajectory import Text, TokenizerText
 from async_rl.records import Lease, Rollout
 from tests.end_to_end.harness import wait_until
 from tests.environments.pools import pool_of

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from async_rl.config.environment import EnvironmentConfig
 from async_rl.config.loss import LossConfig
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.grading import Graded
+from async_rl.generator.rollouts import Graded
 from async_rl.learner.advantages.step_advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
 from async_rl.net.codec import encode_group

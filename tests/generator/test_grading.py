@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from async_rl.generator.backend import Sampled
-from async_rl.generator.grading import Graded, InlineGrader, ThreadGrader
+from async_rl.generator.rollouts import Graded, InlineGrader, ThreadGrader
 from async_rl.records import Lease
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput

@@ -18,8 +18,8 @@ from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
-from async_rl.generator.grading import InlineGrader
 from async_rl.generator.loop import Worker
+from async_rl.generator.rollouts import InlineGrader
 from async_rl.generator.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,

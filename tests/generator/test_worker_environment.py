@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from async_rl.config.environment import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
-from async_rl.generator.grading import InlineGrader
 from async_rl.generator.loop import Worker
+from async_rl.generator.rollouts import InlineGrader
 from async_rl.queue.messages import GeneratorEvent
 from tests.environments.pools import pool_of
 from tests.generator.leases import make_lease
