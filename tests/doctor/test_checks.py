@@ -196,13 +196,13 @@ def test_engine_and_learner_agree_about_a_right_model(root: Path, sampling: dict
 
 def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.MonkeyPatch):
     from async_rl.generator.hf import backend as hf_backend
-    from async_rl.generator.hf import scoring
+    from async_rl.generator.hf import sampler as hf_sampler
     from async_rl.generator.hf.sampler import make_plan
 
     def plan_at_1(temperatures: Any, *arguments: Any, **settings: Any) -> Any:
         return make_plan(np.ones_like(temperatures), *arguments, **settings)
 
-    for module in (scoring, hf_backend):
+    for module in (hf_sampler, hf_backend):
         monkeypatch.setattr(module, "make_plan", plan_at_1)
     sampled, given = parity.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
     assert (sampled.state, given.state) == ("FAIL", "FAIL")

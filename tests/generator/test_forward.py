@@ -22,8 +22,7 @@ from transformers import (
 from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.causal_model import WeightTable
-from async_rl.generator.hf.decode_attention import register
-from async_rl.generator.hf.forward import Forward, TransformersForward, make_forward
+from async_rl.generator.hf.forward import Forward, TransformersForward, make_forward, register_decode_attention
 from async_rl.generator.hf.llama_forward import LlamaForward
 from async_rl.generator.hf.slot_cache import SlotCache
 from tests.generator.leases import make_lease
@@ -63,7 +62,7 @@ def _one_thread():
 def built(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """Random weights everywhere: norms and biases too, which a new model has as ones and zeros."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_decode_attention())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -3,6 +3,6 @@
 Enters: leases, and weights by version. Leaves: finished samples. Called by ``generator.backends``.
 
 ``backend`` is the engine; ``running_sequences`` its batch, ``slot_cache`` their keys and values, ``sampler`` the choice
-of tokens, ``forward`` and ``llama_forward`` the passes through the model, ``scoring`` the log-probabilities of tokens
-that the learner sends.
+of tokens and the log-probabilities of tokens that the learner sends, ``forward`` and ``llama_forward`` the passes
+through the model, ``causal_model`` the model itself and its weights.
 """

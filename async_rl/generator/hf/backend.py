@@ -27,8 +27,7 @@ from async_rl.generator.counter_random import uniforms
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
 from async_rl.generator.hf.forward import make_forward
 from async_rl.generator.hf.running_sequences import RunningSequences
-from async_rl.generator.hf.sampler import SamplingPlan, make_plan, pack_masks, sample
-from async_rl.generator.hf.scoring import cached_decode, full_forward
+from async_rl.generator.hf.sampler import SamplingPlan, cached_decode, full_forward, make_plan, pack_masks, sample
 from async_rl.generator.hf.slot_cache import Prefix, SlotCache
 from async_rl.generator.parity import ScoringMode
 from async_rl.queue.parity import ProbeSequence

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import ModelError, WeightsError
-from async_rl.generator.hf.decode_attention import register
+from async_rl.generator.hf.forward import register_decode_attention
 from async_rl.weights.manifest import digest_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def build_model(
 
     config = _read_config(directory)
     refuse_unsupported(config)
-    attention = register()
+    attention = register_decode_attention()
     model: Any
     try:
         if load_pretrained:

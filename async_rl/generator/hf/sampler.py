@@ -1,18 +1,32 @@
-"""Logits to tokens and behavior logprobs, row by row, each with its own temperature, top-p and top-k.
+"""Logits to tokens and behavior logprobs; and the logprobs of tokens that are given, for the learner's probes.
 
-Shape letters: R = rows, V = vocabulary. Called by the transformers backend under inference mode.
+``sample`` works row by row, each with its own temperature, top-p and top-k. ``cached_decode`` and ``full_forward``
+score the tokens of probe sequences. ``cached_decode`` does what rollouts do: prefill, then one decode step per token
+over a cache, then the sampler's distribution. ``full_forward`` is one forward pass over the whole text.
+
+Called by the transformers backend under inference mode. Shape letters: R = rows or sequences, V = vocabulary, F = rows
+with top-p or top-k, N = scored tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from async_rl.generator.hf.forward import Forward
+from async_rl.generator.hf.slot_cache import PrefillCache, SlotCache
+from async_rl.queue.parity import ProbeSequence
 from async_rl.sampling_mask import SamplingMask, pack_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,3 +144,79 @@ def _allowed_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> 
     before_FV = probabilities_FV.cumsum(-1) - probabilities_FV
     ordered_FV = ordered_FV.masked_fill((before_FV >= top_ps_F1) & (ranks_V > 0), -torch.inf)
     return torch.empty_like(logits_FV).scatter_(1, order_FV, ordered_FV)
+
+
+@torch.inference_mode()
+def cached_decode(
+    forward: Forward,
+    cache: SlotCache,
+    sequences: Sequence[ProbeSequence],
+    temperature: float,
+    *,
+    vocab_size: int,
+    device: torch.device,
+) -> np.ndarray:
+    """float32 [N], sequence after sequence. ``cache`` is empty, with a slot for each of ``sequences``."""
+    # The running rows of a cache are its first ones, so those with most tokens to come lie first.
+    order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_scored)
+    ids = [sequences[i].token_ids.astype(np.int64) for i in order]
+    starts = [len(sequences[i].token_ids) - sequences[i].num_scored for i in order]
+    longest = max(map(len, ids))
+    cache.reserve(longest, longest)
+    for row, (tokens, start) in enumerate(zip(ids, starts, strict=True)):
+        if start > 1:
+            prefill = forward.prefill(torch.from_numpy(tokens[None, : start - 1]).to(device))
+            cache.write_prefix(row, 1, prefill.prefix(0, start - 1))
+    found: list[list[float]] = [[] for _ in sequences]
+    for step in range(max(one.num_scored for one in sequences)):
+        rows = [row for row, i in enumerate(order) if sequences[i].num_scored > step]
+        at = np.array([starts[row] + step for row in rows])
+        fed = np.array([ids[row][position - 1] for row, position in zip(rows, at, strict=True)])
+        wanted = np.array([ids[row][position] for row, position in zip(rows, at, strict=True)])
+        positions_R = torch.from_numpy(at - 1).to(device)
+        length = cache.padded(int(at.max()))
+        cache.reserve(length, longest)
+        cache.begin_step(positions_R, length)
+        logits_RV = forward.decode(torch.from_numpy(fed).to(device), positions_R, cache)
+        values = _tempered(logits_RV, torch.from_numpy(wanted).to(device), temperature, vocab_size=vocab_size)
+        for row, value in zip(rows, values.tolist(), strict=True):
+            found[order[row]].append(value)
+    return np.array([value for values in found for value in values], np.float32)
+
+
+@torch.inference_mode()
+def full_forward(
+    model: PreTrainedModel, sequences: Sequence[ProbeSequence], temperature: float, *, float32_head: bool
+) -> np.ndarray:
+    """float32 [N], sequence after sequence; with ``float32_head`` the output head computes in float32."""
+    return np.concatenate([_full_forward(model, one, temperature, float32_head=float32_head) for one in sequences])
+
+
+def _full_forward(model: Any, sequences: ProbeSequence, temperature: float, *, float32_head: bool) -> np.ndarray:
+    ids_T = torch.from_numpy(sequences.token_ids.astype(np.int64)).to(model.device)
+    positions_T = torch.arange(len(ids_T), device=model.device)
+    hidden_1Td = model.base_model(
+        input_ids=ids_T[None],
+        attention_mask=(positions_T[None, :] <= positions_T[:, None])[None, None],
+        position_ids=positions_T[None],
+        past_key_values=PrefillCache(),
+        use_cache=True,
+    ).last_hidden_state
+    first = len(ids_T) - sequences.num_scored
+    hidden_Nd, head = hidden_1Td[0, first - 1 : -1], model.get_output_embeddings()
+    if float32_head:
+        bias = None if head.bias is None else head.bias.float()
+        logits_NV = functional.linear(hidden_Nd.float(), head.weight.float(), bias)
+    else:
+        logits_NV = head(hidden_Nd)
+    return _tempered(logits_NV, ids_T[first:], temperature, vocab_size=logits_NV.shape[1]).cpu().numpy()
+
+
+def _tempered(logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, vocab_size: int) -> Tensor:
+    """float32 [N]: what the sampler would have recorded of these tokens, had it sampled them."""
+    rows = len(tokens_N)
+    plan = make_plan(
+        np.full(rows, temperature), np.ones(rows), np.zeros(rows, np.int64), vocab_size=vocab_size,
+        device=logits_NV.device,
+    )  # fmt: skip
+    return logprobs_of(logits_NV, plan)[0].gather(1, tokens_N[:, None])[:, 0]
