@@ -79,7 +79,7 @@ def layer(name: str) -> int:
 
 
 def is_submodule_or_name(target: str) -> str:
-    """The module behind an import: ``rewards.math.score`` is ``rewards.math``, ``__version__`` the package itself."""
+    """The module behind an import: ``rewards.code.Judge`` is ``rewards.code``, ``__version__`` the package itself."""
     while target and target not in MODULES:
         target = target.rpartition(".")[0]
     return target

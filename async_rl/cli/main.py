@@ -253,7 +253,7 @@ def verifier(
       async-rl verifier --bind 10.0.0.1:8000 --insecure --set reward.code.workers=16
     """
     with _role():
-        from async_rl.rewards.code_server import serve
+        from async_rl.rewards.code_remote import serve
 
         serve(bind, overrides or [], insecure=insecure)
 

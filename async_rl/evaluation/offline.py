@@ -29,8 +29,8 @@ from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts, Th
 from async_rl.generator.worker import build_environment, grading_threads
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt
+from async_rl.rewards.answers import vote_key_of
 from async_rl.rewards.registry import build_reward
-from async_rl.rewards.voting import vote_key_of
 from async_rl.run.directory import check_writable, write_atomically
 from async_rl.run.eval_figures import eval_figures
 from async_rl.run.eval_records import Decode, append_json_lines, row_records

@@ -4,6 +4,11 @@ Three steps, the first that decides wins: two plain numbers are compared exactly
 equal; anything else is asked of math_verify in a child process under a time limit. Colossal-RL's fallback (compare
 after removing spaces, braces and commas) is replaced by the second step, which never joins what is apart: there
 ``1,2`` equals ``12`` and ``\frac{1}{23}`` equals ``\frac{12}{3}``, here they don't.
+
+Before math_verify is asked, ``surely_different`` finds differences that it overlooks: it drops the base of ``12_5``,
+takes any text behind a number for a unit without looking at it, and compares the right side of an equation with a
+number whatever stands on the left. ``spelled_out`` puts the braces that its parser needs: to TeX, which takes the next
+character or group as an argument, ``\frac12`` is a half and ``\sqrt3`` a root.
 """
 
 from __future__ import annotations
@@ -11,9 +16,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from async_rl.rewards.differences import surely_different
 from async_rl.rewards.extraction import closing_brace
-from async_rl.rewards.tex import spelled_out
 from async_rl.rewards.verifier import MathVerifier
 
 MAX_ANSWER_CHARS = 1000
@@ -32,6 +35,23 @@ _WRAPPER = re.compile(r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|mbox)\s*(?=\
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '][^\W\d_]+)*")
 _MIN_WORD_LETTERS = 4
 _MIN_FLOAT_PLACES = 12
+
+_BASED = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?:\{\s*(?P<wide>[0-9]+)\s*\}|(?P<narrow>[0-9]))\.?")
+_UNIT = re.compile(
+    r"(?P<number>.*?[0-9}\])])\s*\\(?:text|textnormal|textrm|mbox|mathrm|operatorname)\s*\{(?P<unit>[^{}]*)\}"
+    r"\s*(?:\^\s*\{?\s*(?P<power>[0-9])\s*\}?)?\s*",
+    re.DOTALL,
+)
+_EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
+_OTHER_RELATION = re.compile(r"[<>=]|\\(?:leq?|geq?|lt|gt|neq?|in|approx|equiv|sim)(?![A-Za-z])")
+_BRACKETS = re.compile(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]")
+_SUM = re.compile(r"[^\s(\[{,^_=]\s*[+\-]")
+
+_SIZES = re.compile(r"\\(left|right|big|Big|bigg|Bigg)([lrm]?)(?![A-Za-z])\s*")
+_FRAC = re.compile(r"\\[dtc]?frac(?![A-Za-z])\s*")
+_ROOT = re.compile(r"\\sqrt(?![A-Za-z])\s*(?P<index>\[[^\[\]{}]*\])?\s*(?=[0-9A-Za-z])")
+_SCRIPT = re.compile(r"\^\s*(?=\\(?:[dt]?frac|binom)(?![A-Za-z]))")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_limit_s: float) -> bool:
@@ -190,3 +210,97 @@ def _is_parsable(form: str) -> bool:
             if depth < 0:
                 return False
     return depth == 0 and deepest <= MAX_NESTING
+
+
+def surely_different(gold: str, prediction: str) -> bool:
+    """Whether two answers in ``typeset_form`` differ in a base, in their units, or in being an equation at all."""
+    gold_value, value = based_integer(gold), based_integer(prediction)
+    if gold_value is not None and value is not None:
+        return gold_value != value
+    gold_unit, unit = unit_of(gold), unit_of(prediction)
+    if gold_unit and unit and gold_unit != unit:
+        return True
+    return _is_equation_of_a_sum(gold) and _OTHER_RELATION.search(prediction) is None
+
+
+def based_integer(text: str) -> int | None:
+    """The value of an integer with its base as a subscript (``204_5`` is 54); None if ``text`` is anything else."""
+    found = _BASED.fullmatch(text)
+    if found is None:
+        return None
+    base = int(found["wide"] or found["narrow"])
+    try:
+        return int(found["digits"], base) if base >= 2 else None
+    except ValueError:  # a digit that the base does not have, or a base over 36
+        return None
+
+
+def unit_of(text: str) -> str:
+    r"""The unit that ``\text{...}`` puts behind a number, with its power, in lower case singular; empty for none."""
+    found = _UNIT.fullmatch(text)
+    if found is None:
+        return ""
+    unit = re.sub(r"[^\w%/]", "", found["unit"]).casefold()
+    unit = unit.removesuffix("s") if len(unit) > 2 else unit
+    return f"{unit}^{found['power']}" if found["power"] and unit else unit
+
+
+def _is_equation_of_a_sum(gold: str) -> bool:
+    """``x+y=3`` says something else than 3; ``x=3`` or ``f(x)=3`` only gives it a name."""
+    sides = _EQUALS.split(gold)
+    if len(sides) != 2:
+        return False
+    left, before = sides[0], ""
+    while left != before:  # what stands in brackets is no term: f(x-1)
+        before, left = left, _BRACKETS.sub("", left)
+    return _SUM.search(left) is not None and re.search(r"[A-Za-z]", left) is not None
+
+
+def spelled_out(text: str) -> str:
+    r"""``text`` with braces around the arguments of ``\frac`` and ``\sqrt``, and around a fraction in an exponent.
+
+    ``\frac94\pi`` becomes ``\frac{9}{4}\pi`` and ``x^\frac12`` ``x^{\frac{1}{2}}``. Digits that could belong together
+    are left to the parser: ``\sqrt10`` is a root of 1 to TeX, and of 10 to whoever writes it.
+    """
+    text = _SIZES.sub(lambda found: f"\\{found[1]}{found[2]}" if found[1] in ("left", "right") else "", text)
+    # From the last to the first: what an argument holds is spelled out already.
+    for found in reversed(list(_FRAC.finditer(text))):
+        text = text[: found.start()] + _frac_in_braces(text, found.end())
+    for found in reversed(list(_ROOT.finditer(text))):
+        end = found.end() + 1
+        if not text[end - 1].isdigit() or not text[end : end + 1].isdigit():
+            text = f"{text[: found.start()]}\\sqrt{found['index'] or ''}{{{text[end - 1]}}}{text[end:]}"
+    for found in reversed(list(_SCRIPT.finditer(text))):
+        first = _argument_end(text, _COMMAND.match(text, found.end()).end())  # pyright: ignore[reportOptionalMemberAccess]
+        second = None if first is None else _argument_end(text, first)
+        if second is not None:
+            text = f"{text[: found.start()]}^{{{text[found.end() : second]}}}{text[second:]}"
+    return text
+
+
+def _frac_in_braces(text: str, start: int) -> str:
+    """``\\frac`` with its two arguments in braces, and the rest of ``text``; as it is if they can't be told."""
+    top_end = _argument_end(text, start)
+    bottom_start = None if top_end is None else top_end + (len(text[top_end:]) - len(text[top_end:].lstrip()))
+    bottom_end = None if bottom_start is None else _argument_end(text, bottom_start)
+    if top_end is None or bottom_start is None or bottom_end is None:
+        return "\\frac" + text[start:]
+    return f"\\frac{_braced(text[start:top_end])}{_braced(text[bottom_start:bottom_end])}{text[bottom_end:]}"
+
+
+def _argument_end(text: str, start: int) -> int | None:
+    """Where the argument that begins at ``start`` ends: a group, a command without arguments, or one character."""
+    if start >= len(text) or text[start] in "}^_&":
+        return None
+    if text[start] == "{":
+        end = closing_brace(text, start)
+        return None if end is None else end + 1
+    if text[start] == "\\":
+        command = _COMMAND.match(text, start)
+        takes_some = command is not None and text[command.end() : command.end() + 1] in ("{", "[")
+        return None if command is None or takes_some else command.end()
+    return start + 1
+
+
+def _braced(argument: str) -> str:
+    return argument if argument.startswith("{") else f"{{{argument}}}"

@@ -12,15 +12,14 @@ from async_rl.config.config import Config
 from async_rl.config.reward_types import REWARD_TYPES
 from async_rl.config.section import look_up
 from async_rl.process.user_code import digest_of, is_code_name, load_code
-from async_rl.rewards.code import build_code_reward
-from async_rl.rewards.combine import Extra, RewardSum
+from async_rl.rewards.answers import AnswerReward, XmlFormatReward, same_mathematics, same_text
+from async_rl.rewards.code import CodeReward, local_judge
+from async_rl.rewards.code_remote import RemoteJudge
+from async_rl.rewards.combine import Extra, RewardSum, overlong_penalty
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
 from async_rl.rewards.functions import FunctionReward
-from async_rl.rewards.math import AnswerReward, same_mathematics, same_text
-from async_rl.rewards.overlong import overlong_penalty
 from async_rl.rewards.records import Reward
 from async_rl.rewards.verifier import MathVerifier
-from async_rl.rewards.xml_format import XmlFormatReward
 
 Builder = Callable[[Config, float], Reward]
 """From the config and ``reward.scale`` to the reward."""
@@ -76,11 +75,26 @@ def _answer_reward(name: str, extract: Callable[[str], Extraction]) -> Builder:
     return build
 
 
+def _code_reward(config: Config, scale: float) -> CodeReward:
+    """The reward for programs, its sandbox running, or its verifier found to work.
+
+    Raises:
+        SandboxError: neither works; the message says what to do.
+    """
+    code = config.reward.code
+    return CodeReward(
+        RemoteJudge(code) if code.endpoint is not None else local_judge(code),
+        scale=scale,
+        partial_credit=code.partial_credit,
+        num_workers=code.num_workers,
+    )
+
+
 REWARDS: Mapping[str, Builder] = {
     "boxed": _answer_reward("boxed", extract_boxed),
     "think_answer_tags": _answer_reward("think_answer_tags", extract_answer_tag),
     "exact": _answer_reward("exact", extract_xml_answer),
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
-    "code": build_code_reward,
+    "code": _code_reward,
 }
 """How each reward is built. ``config.reward_types`` has the same names."""

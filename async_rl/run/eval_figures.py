@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_rl.records import NO_VERSION, Group, Prompt, Rollout
-from async_rl.rewards.voting import VoteKey, majority
+from async_rl.rewards.answers import VoteKey, majority
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -9,8 +9,7 @@ import pytest
 from async_rl.config.loading import parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import ConfigError, RewardError
-from async_rl.rewards.code import CodeReward, extract_program
-from async_rl.rewards.code_judge import LocalJudge
+from async_rl.rewards.code import CodeReward, LocalJudge, extract_program
 from async_rl.rewards.combine import RewardSum
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program, Ran

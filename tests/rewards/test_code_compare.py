@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.code_compare import outputs_agree, values_agree
+from async_rl.rewards.code_tests import outputs_agree, values_agree
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, SandboxError, SandboxFailedError
-from async_rl.rewards.code_remote import PATH, RemoteJudge
-from async_rl.rewards.code_server import VerifierServer, serve
+from async_rl.rewards.code_remote import PATH, RemoteJudge, VerifierServer, serve
 from async_rl.rewards.code_tests import CodeTests, parse_tests
 
 SERVER = CodeRewardConfig(time_limit_s=5.0, packages=(), workers=2)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.differences import based_integer, surely_different, unit_of
-from async_rl.rewards.tex import spelled_out
+from async_rl.rewards.equality import based_integer, spelled_out, surely_different, unit_of
 
 
 @pytest.mark.parametrize(

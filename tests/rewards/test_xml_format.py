@@ -2,8 +2,8 @@
 
 import pytest
 
+from async_rl.rewards.answers import XmlFormatReward, xml_format_points
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.rewards.xml_format import XmlFormatReward, xml_format_points
 
 WHOLE = "<think>\none\ntwo\n</think>\n<answer>\n42\n</answer>"
 
