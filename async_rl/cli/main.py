@@ -230,7 +230,7 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
         from async_rl.data.chat import quiet_progress_bars
 
         quiet_progress_bars()
-        from async_rl.learner.sft.train import run_sft
+        from async_rl.learner.sft import run_sft
 
         run_sft(resolved)
 

@@ -38,7 +38,7 @@ from async_rl.learner.checkpoint.training_state import load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence
-from async_rl.learner.sft.train import run_sft
+from async_rl.learner.sft import run_sft
 from async_rl.net.keys import make_keys
 from async_rl.queue.core.admission import BufferSettings, train_sampling
 from async_rl.queue.core.prompt_stream import PromptStream

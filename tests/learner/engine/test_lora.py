@@ -20,7 +20,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.lora import merge
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence
-from async_rl.learner.sft.train import run_sft
+from async_rl.learner.sft import run_sft
 from tests.learner.rank_scenarios import ADAPTED, LORA, adapted_config, batch_for, save, train_adapters, with_reference
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config, tiny_model

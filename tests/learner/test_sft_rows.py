@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import DataError
-from async_rl.learner.sft.rows import load_sft_rows
+from async_rl.learner.sft import load_sft_rows
 from tests.learner.tiny import tiny_model
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError, DataError, RunError
-from async_rl.learner.sft import train
-from async_rl.learner.sft.train import batch_of, run_sft
+from async_rl.learner import sft
+from async_rl.learner.sft import batch_of, run_sft
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
@@ -67,18 +67,18 @@ def test_a_run_that_dies_and_resumes_ends_with_the_same_weights(tmp_path: Path, 
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
     run_sft(sft_config(tmp_path / "whole"))
-    real_batch_of = train.batch_of
+    real_batch_of = sft.batch_of
 
     def dies_in_step_8(rows: Any, step: int, **settings: Any) -> Any:
         if step == 7:
             raise KeyboardInterrupt
         return real_batch_of(rows, step, **settings)
 
-    monkeypatch.setattr(train, "batch_of", dies_in_step_8)
+    monkeypatch.setattr(sft, "batch_of", dies_in_step_8)
     with pytest.raises(KeyboardInterrupt):
         run_sft(sft_config(tmp_path / "broken"))
     assert len(metrics(tmp_path / "broken")) == 7
-    monkeypatch.setattr(train, "batch_of", real_batch_of)
+    monkeypatch.setattr(sft, "batch_of", real_batch_of)
     run_sft(sft_config(tmp_path / "broken"))
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
     expected = exported(tmp_path / "whole")
