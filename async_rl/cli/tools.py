@@ -185,7 +185,7 @@ def export(
       async-rl export runs/quickstart exported
       async-rl export runs/lora adapter --adapter
     """
-    from async_rl.learner.checkpoint.export import export_adapter, export_checkpoint
+    from async_rl.learner.export import export_adapter, export_checkpoint
 
     (export_adapter if adapter else export_checkpoint)(checkpoint, out)
     typer.echo(f"wrote {out}")

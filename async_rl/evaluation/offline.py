@@ -202,15 +202,14 @@ def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, deco
 
 def _model_directory(model: str, stack: ExitStack) -> Path:
     """The directory of the model's files; a checkpoint is exported to one that is removed when ``stack`` closes."""
-    from async_rl.learner.checkpoint.directory import resolve_checkpoint
-
     path = Path(model)
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
         raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none")
     if path.is_dir() and not (path / "config.json").exists():
-        checkpoint = resolve_checkpoint(path)
-        from async_rl.learner.checkpoint.export import export_checkpoint
+        from async_rl.learner.checkpoint import resolve_checkpoint
+        from async_rl.learner.export import export_checkpoint
 
+        checkpoint = resolve_checkpoint(path)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-eval-")))
         export_checkpoint(checkpoint, scratch / "model")
         return scratch / "model"

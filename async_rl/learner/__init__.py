@@ -5,6 +5,6 @@ and in the run directory metrics, checkpoints and evaluations. ``async-rl learne
 
 Start with ``trainer.py``: it reads like the algorithm. ``batch.py`` makes sequences of groups, ``advantages/`` and
 ``losses/`` hold the formulas, ``packing.py`` and ``engine/`` do the work on the device, ``publishing.py`` sends the
-result. ``recorder.py`` and ``checkpoint.py`` write things down. ``export.py`` makes Hugging
-Face directories of checkpoints. ``sft.py`` is the supervised warm start.
+result. ``recorder.py`` and ``checkpoint.py`` write things down. ``export.py`` makes Hugging Face
+directories of checkpoints. ``sft.py`` is the supervised warm start.
 """

@@ -32,12 +32,12 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, RunError
-from async_rl.learner.checkpoint.directory import latest_checkpoint, read_extra, write_checkpoint
-from async_rl.learner.checkpoint.export import check_export_target, export_checkpoint
+from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
 from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import SupervisedObjective
 from async_rl.learner.packing import TrainSequence
 

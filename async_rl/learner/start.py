@@ -21,11 +21,11 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files
 from async_rl.errors import QueueError
-from async_rl.learner.checkpoint.directory import latest_checkpoint, read_extra, write_checkpoint
-from async_rl.learner.checkpoint.export import export_checkpoint
+from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.protocol import Engine
 from async_rl.learner.engine.ranks import compute_dtype, init_ranks
+from async_rl.learner.export import export_checkpoint
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsPlane
 from async_rl.learner.state import TrainerState

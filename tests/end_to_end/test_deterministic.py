@@ -33,8 +33,7 @@ from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import graded_rollouts
 from async_rl.learner.advantages.estimators import group_normalised
-from async_rl.learner.checkpoint.directory import latest_checkpoint
-from async_rl.learner.checkpoint.training_state import load_tensors
+from async_rl.learner.checkpoint import latest_checkpoint, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence

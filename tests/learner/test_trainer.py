@@ -15,7 +15,7 @@ from msgspec import structs
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
-from async_rl.learner.checkpoint.directory import latest_checkpoint, write_extra
+from async_rl.learner.checkpoint import latest_checkpoint, write_extra
 from async_rl.learner.engine.protocol import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane

@@ -27,8 +27,7 @@ from torch.nn.utils import get_total_norm
 from async_rl.config.config import Config
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError, TrainingError
-from async_rl.learner.checkpoint.directory import write_extra, write_model_files
-from async_rl.learner.checkpoint.training_state import load_training_state, save_training_state
+from async_rl.learner.checkpoint import load_training_state, save_training_state, write_extra, write_model_files
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, load_model, load_reference, to_device
 from async_rl.learner.engine.optimizer import Schedule, build_optimizer

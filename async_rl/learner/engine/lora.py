@@ -6,7 +6,7 @@ a LoRA run is one like any other. Checkpoints hold the adapters only, peft's ``a
 frozen weights are, with their digest: adapters beside other weights would be noise. There is no dropout: a ratio pi/mu
 means nothing under it.
 
-Called by ``fsdp_engine.py`` and ``checkpoint/export.py``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
+Called by ``fsdp_engine.py`` and ``export.py``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
 """
 
 from __future__ import annotations

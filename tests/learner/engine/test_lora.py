@@ -14,11 +14,11 @@ from torch import Tensor
 
 from async_rl.config.model import LoraConfig
 from async_rl.errors import ConfigError, ModelError, RunError
-from async_rl.learner.checkpoint.export import export_adapter, export_checkpoint
-from async_rl.learner.checkpoint.training_state import OPTIMIZER, load_tensors
+from async_rl.learner.checkpoint import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.lora import merge
 from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.export import export_adapter, export_checkpoint
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.sft import run_sft
 from tests.learner.rank_scenarios import ADAPTED, LORA, adapted_config, batch_for, save, train_adapters, with_reference

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 from async_rl.data.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
-from async_rl.learner.checkpoint.directory import MODEL_FILES, resolve_checkpoint
-from async_rl.learner.checkpoint.training_state import load_tensors
+from async_rl.learner.checkpoint import MODEL_FILES, load_tensors, resolve_checkpoint
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 
 if TYPE_CHECKING:

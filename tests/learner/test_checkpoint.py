@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from async_rl.errors import RunError
-from async_rl.learner.checkpoint import directory
-from async_rl.learner.checkpoint.directory import (
+from async_rl.learner import checkpoint
+from async_rl.learner.checkpoint import (
     latest_checkpoint,
     read_extra,
     resolve_checkpoint,
@@ -52,7 +52,7 @@ def write_and_die(run_dir: Path, moment: str) -> None:
     else:
         # The commit's steps in order: flush, rename, flush, replace latest, prune.
         setattr(*{"renaming": (os, "rename", die), "replacing": (os, "replace", die),
-                  "pruning": (directory, "_prune", die)}[moment])  # fmt: skip
+                  "pruning": (checkpoint, "_prune", die)}[moment])  # fmt: skip
     write(run_dir, 2)
 
 
@@ -63,10 +63,8 @@ def write_and_die(run_dir: Path, moment: str) -> None:
 def test_a_kill_at_any_moment_leaves_a_whole_latest_and_the_next_commit_cleans_up(
     tmp_path: Path, moment: str, latest: str
 ):
-    program = (
-        f"from tests.learner.checkpoint.test_directory import *; write_and_die(Path({str(tmp_path)!r}), {moment!r})"
-    )
-    repository = Path(__file__).resolve().parents[3]
+    program = f"from tests.learner.test_checkpoint import *; write_and_die(Path({str(tmp_path)!r}), {moment!r})"
+    repository = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", program], cwd=repository).returncode == -signal.SIGKILL
     found = latest_checkpoint(tmp_path)
     assert found is not None
