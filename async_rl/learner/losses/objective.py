@@ -1,8 +1,8 @@
 """Objectives: what a step minimises. One micro-batch in; a loss to backpropagate and numbers to add up out.
 
-Every number is a sum over trained tokens and has its count. So micro-batches and ranks add up, and the statistics are
-the same for any cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S =
-sequences.
+``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. Every number is a
+sum over trained tokens and has its count. So micro-batches and ranks add up, and the statistics are the same for any
+cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from async_rl.config.loss import LossConfig
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.engine.protocol import UpdateStats
+from async_rl.learner.losses.aggregation import aggregate
 from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
-from async_rl.learner.losses.supervised import nll_loss
+from async_rl.learner.losses.ratio import check_shapes
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
 """The first entries of ``MicroBatchResult.sums``; the rows of ``diagnostic_sums`` follow."""
@@ -98,6 +99,36 @@ class PolicyObjective:
 
     def why_skip(self, sums: Tensor) -> str:
         return why_skip(sums, self.loss)
+
+
+class NllOutput(NamedTuple):
+    """Sums over one micro-batch; the step's loss is the sum of ``loss_sum`` over that of ``weight_sum``."""
+
+    loss_sum: Tensor  # [], float64, carries grad
+    weight_sum: Tensor  # [], float64: tokens, or sequences that have any
+    num_tokens: Tensor  # [], int64
+
+
+def nll_loss(
+    logprobs_N: Tensor,
+    sequence_index_N: Tensor,
+    num_sequences: int,
+    *,
+    aggregation: Literal["token", "sequence"] = "token",
+) -> NllOutput:
+    """Negative log-likelihood for supervised training.
+
+    ``token``: every token weighs 1. ``sequence``: every sequence weighs 1, spread evenly over its tokens, so the
+    step's loss is the mean over sequences of their mean token loss.
+
+    Raises:
+        ValueError: the two tensors are not both [N].
+    """
+    check_shapes(logprobs_N, sequence_index_N)
+    all_N = torch.ones_like(sequence_index_N, dtype=torch.bool)
+    weights = aggregate(all_N, sequence_index_N, num_sequences, aggregation, max_length=1)
+    loss_sum = -(weights.weight * logprobs_N).sum(dtype=torch.float64)
+    return NllOutput(loss_sum, weights.denominator.double(), all_N.sum())
 
 
 @dataclass(frozen=True, slots=True)

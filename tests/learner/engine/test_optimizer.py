@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from async_rl.config.learner import OptimizerConfig
-from async_rl.learner.engine.optimizer import Schedule, build_optimizer
+from async_rl.learner.engine.model import Schedule, build_optimizer
 
 
 def schedule(kind: str, *, warmup: int = 0) -> Schedule:

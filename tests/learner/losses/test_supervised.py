@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.learner.losses.supervised import nll_loss
+from async_rl.learner.losses.objective import nll_loss
 
 
 def test_nll_by_token_counts_every_token_once():
