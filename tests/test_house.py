@@ -34,10 +34,9 @@ LIGHT = (
     "data", "queue", "launch", "cli",
     "doctor.findings", "doctor.check", "doctor.machine", "evaluation.table",
     "generator.worker", "generator.backend", "generator.backends", "generator.conformance", "generator.parity",
-    "generator.fake", "generator.rollouts",
-    "generator.offline", "generator.environment_rollouts", "generator.vllm.kv_cache_capacity",
-    "generator.vllm.shared_staging", "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.sampling",
-    "generator.vllm.arguments", "generator.vllm.channel", "generator.vllm.core",
+    "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
+    "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.sampling", "generator.vllm.start",
+    "generator.vllm.worker_link",
     "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from async_rl.errors import WeightsError
-from async_rl.generator.vllm.channel import PrepareChannel, write_report
+from async_rl.generator.vllm.worker_link import PrepareChannel, write_report
 
 
 class Worker:

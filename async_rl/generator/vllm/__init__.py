@@ -2,7 +2,7 @@
 
 Enters: leases, and weights by version. Leaves: finished samples. Called by ``generator.backends``.
 
-``backend`` and ``engine`` run in the generator's process, ``core`` in vLLM's engine core, ``weights``, ``prepare`` and
-``double_buffer`` in its workers. ``plugin`` is what vLLM loads there, ``shared_staging`` the memory that carries the
-weights.
+``backend``, ``engine``, ``start`` and ``sampling`` run in the generator's process, ``plugin`` in every process of vLLM,
+``weights`` and ``prepare`` in its workers. ``worker_link`` is what both sides share: the memory that carries the
+weights, and the pipes of commands.
 """

@@ -25,9 +25,7 @@ from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.causal_model import WeightTable, describe_model, end_of_sequence_ids
 from async_rl.generator.parity import ScoringMode
-from async_rl.generator.vllm.arguments import engine_arguments
-from async_rl.generator.vllm.engine import Piece, VllmEngine, check_installed, prepare_environment
-from async_rl.generator.vllm.kv_cache_capacity import KvCacheCapacity
+from async_rl.generator.vllm.engine import KvCacheCapacity, Piece, VllmEngine
 from async_rl.generator.vllm.sampling import (
     Gathered,
     logprob_of,
@@ -37,7 +35,8 @@ from async_rl.generator.vllm.sampling import (
     seeds,
     token_versions,
 )
-from async_rl.generator.vllm.shared_staging import SharedStaging
+from async_rl.generator.vllm.start import check_installed, engine_arguments, prepare_environment
+from async_rl.generator.vllm.worker_link import SharedStaging
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
 

@@ -1,32 +1,35 @@
-"""vLLM's ``AsyncLLM``, driven step by step: its event loop runs only inside the calls of this class.
+"""vLLM's ``AsyncLLM``, driven step by step: its event loop runs only inside the calls of ``VllmEngine``.
 
 The engine itself is another process and decodes on meanwhile; its outputs wait on its socket. So the generator's
-loop needs no second thread, and a swap of weights is one call. Everything here that is vLLM's own is used by
-``vllm.backend`` only; the names are those of 0.32.
+loop needs no second thread, and a swap of weights is one call. ``KvCacheCapacity`` says, from the engine's own figures,
+how many sequences it can hold at once: more would wait inside the engine, or be preempted and computed anew, and their
+leases would only grow old there.
+
+Everything here that is vLLM's own is used by ``vllm.backend`` only; the names are those of 0.32.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from async_rl.config.backends import BACKENDS, missing_package
 from async_rl.errors import EngineError, ModelError, WeightsError
-from async_rl.generator.vllm.channel import PrepareChannel
-from async_rl.generator.vllm.core import SWAP
-from async_rl.generator.vllm.plugin import OWNED, TRANSFER_NAME
+from async_rl.generator.vllm.plugin import SWAP
+from async_rl.generator.vllm.worker_link import PrepareChannel
 
-_NEEDS = BACKENDS["vllm"]
 _SWAP_LIMIT_S = 300.0
 _ABORT_S = 10.0
 _CLOSE_S = 3.0
 _T = TypeVar("_T")
+
+_FILL = 0.9
+"""Share of the cache to plan with: sequences grow."""
+_FORGET = 0.995
+"""What remains, from one step to the next, of the largest need of a sequence that was seen."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,41 +55,6 @@ class Load:
     kv_usage: float = 0.0
     num_tokens: int = 0
     num_preempted: int = 0
-
-
-def check_installed() -> None:
-    """Whether a vLLM that we know is here, and finds our plugin.
-
-    Raises:
-        ModelError: it is not; the message says what to do.
-    """
-    try:
-        import vllm  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ModelError(missing_package("vllm", str(error))) from error
-    found: str = vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
-    if not found.startswith(f"{_NEEDS.package_version}."):
-        raise ModelError(f"expected vLLM {_NEEDS.package_version}.*, got {found}: {_NEEDS.install}")
-    if TRANSFER_NAME not in {entry.name for entry in entry_points(group="vllm.general_plugins")}:
-        raise ModelError(
-            f"vLLM finds no plugin {TRANSFER_NAME!r}: it looks for it in the metadata of installed packages; install "
-            f"async-rl (pip install -e . in a checkout) instead of running it from its files"
-        )
-
-
-def prepare_environment(num_threads: int | None) -> None:
-    """What vLLM's processes inherit; to be called before vLLM is imported. What the user has set stays."""
-    os.environ[OWNED] = "1"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the plugin's watch on the parent relies on it
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # vLLM would pin its threads to cores of its choice, the learner's and other generators' among them.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if num_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    chosen = os.environ.get("VLLM_PLUGINS")
-    if chosen is not None and TRANSFER_NAME not in chosen.split(","):
-        os.environ["VLLM_PLUGINS"] = f"{chosen},{TRANSFER_NAME}" if chosen else TRANSFER_NAME
 
 
 class VllmEngine:
@@ -198,7 +166,7 @@ class VllmEngine:
         """Have the workers map the memory that versions come by; once, before the first.
 
         Args:
-            transfer: fields of ``vllm_weights.SharedInit``, but for the pipes.
+            transfer: fields of ``weights.SharedInit``, but for the pipes.
 
         Raises:
             WeightsError: they can't.
@@ -317,3 +285,23 @@ def _stat_logger(load: Load) -> Any:
         def log_engine_initialized(self) -> None: ...
 
     return LoadLogger()
+
+
+class KvCacheCapacity:
+    """At most ``most`` sequences; fewer as soon as the cache would not hold so many of what runs."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._need = 0.0
+
+    @property
+    def max_running(self) -> int:
+        """At least 1."""
+        if self._need * self._most <= _FILL:
+            return self._most
+        return max(1, int(_FILL / self._need))
+
+    def observe(self, num_running: int, kv_usage: float) -> None:
+        """One step's figures. ``kv_usage`` is the share, 0 to 1, of the cache that ``num_running`` sequences hold."""
+        if num_running > 0:
+            self._need = max(self._need * _FORGET, kv_usage / num_running)

@@ -1,8 +1,8 @@
 """Our weight transfer inside vLLM's worker processes: from the generator's shared memory into the model.
 
-Built by vLLM, by the name that ``vllm_plugin`` registers. The bytes are there before the engine is paused, received
+Built by vLLM, by the name that ``plugin`` registers. The bytes are there before the engine is paused, received
 and verified by the generator. There are two ways to take them over: *prepared* beside decoding and swapped in by
-pointers (``vllm_prepare``; on the CPU), or *loaded* by vLLM's own update while the engine is paused.
+pointers (``prepare``; on the CPU), or *loaded* by vLLM's own update while the engine is paused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from async_rl.generator.vllm.double_buffer import obstacle
-from async_rl.generator.vllm.prepare import Preparer
-from async_rl.generator.vllm.shared_staging import map_tensors
+from async_rl.generator.vllm.prepare import Preparer, obstacle
+from async_rl.generator.vllm.worker_link import map_tensors
 from async_rl.weights.manifest import digest_bytes
 
 
@@ -69,7 +68,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """Where the memory is and what lies in it (see ``shared_staging``), and the pipes of ``vllm_channel``."""
+    """Where the memory is and what lies in it, and the pipes (see ``worker_link``)."""
 
     path: str
     size_bytes: int
@@ -116,7 +115,7 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
 
     @cached_property
     def obstacle(self) -> str:
-        """See ``double_buffer.obstacle``."""
+        """See ``prepare.obstacle``."""
         return obstacle(self.model, self.device)
 
     def swap(self, number: int) -> None:

@@ -1,0 +1,179 @@
+"""What a generator shares with vLLM's worker processes: memory for one version's tensors, pipes for commands. No torch.
+
+Neither has a name in any file system: the workers, processes of the same user, open them through ``/proc``.
+
+``SharedStaging`` is the memory. The generator writes a version there, outside the engine's step; every worker maps the
+same pages once (``map_tensors``), so that a swap is a copy. The memory is an anonymous file of the generator and goes
+with the last process that holds it, however that one ends.
+
+``PrepareChannel`` is the pipes to the threads that prepare versions in the workers. What vLLM's own calls carry is
+served between two decode steps and holds them up; these pipes go past its engine. Commands are the lines
+``prepare NUMBER`` and ``release``. A report is a line of JSON, ``{"rank", "number", "error"}``, written at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from async_rl.errors import WeightsError
+from async_rl.weights.manifest import ALIGNMENT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Row = tuple[str, str, list[int], int]
+"""Name, torch's name of the dtype, shape, offset in bytes: plain data, for it travels to the engine's processes."""
+
+LONGEST_ERROR = 1500
+"""Characters, ASCII: a report of less than 4096 bytes is written to a pipe whole, never mixed with another worker's."""
+
+
+class SharedStaging:
+    """Room for one version. The layout is that of the first ``write``; later versions have the same tensors."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("async-rl-weights", os.MFD_CLOEXEC)
+        self._views: dict[str, Tensor] = {}
+        self.rows: list[Row] = []
+        self.size_bytes = 0
+
+    @property
+    def path(self) -> str:
+        """Where the processes of this user on this machine can open the memory."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy ``weights`` (host tensors) in.
+
+        Raises:
+            WeightsError: they are not the tensors of the version before; or there is no memory for them.
+        """
+        if not self.rows:
+            self._lay_out(weights)
+        expected = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in self.rows}
+        got = {name: (_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in weights.items()}
+        if got != expected:
+            odd = sorted(name for name in got.keys() | expected.keys() if got.get(name) != expected.get(name))
+            raise WeightsError(
+                f"expected the tensors of the version before, got others: {odd[0]!r} was {expected.get(odd[0])}, is "
+                f"{got.get(odd[0])}"
+            )
+        for name, tensor in weights.items():
+            self._views[name].copy_(tensor)
+
+    def _lay_out(self, weights: Mapping[str, Tensor]) -> None:
+        end = 0
+        rows: list[Row] = []
+        for name, tensor in weights.items():
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            rows.append((name, _dtype_name(tensor), list(tensor.shape), offset))
+            end = offset + tensor.numel() * tensor.element_size()
+        try:
+            # Reserved at once: pages that are missing later would end the process by a signal.
+            os.posix_fallocate(self._fd, 0, max(1, end))
+        except OSError as error:
+            raise WeightsError(f"no shared memory for {end} bytes of weights: {error.strerror}") from error
+        self.rows, self.size_bytes = rows, max(1, end)
+        self._views = map_tensors(self.path, self.size_bytes, self.rows)
+
+    def close(self) -> None:
+        """Let go of the memory; processes that have mapped it keep it until they end."""
+        self._views = {}
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def map_tensors(path: str, size_bytes: int, rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Views by name into the memory at ``path``; they show whatever is written there later, too."""
+    import torch
+
+    memory = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
+    views: dict[str, Tensor] = {}
+    for name, dtype_name, shape, offset in rows:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        views[name] = memory[offset : offset + size].view(dtype).view(list(shape))
+    return views
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class PrepareChannel:
+    """The generator's ends: one pipe of commands to each of ``num_workers`` workers, one of reports from all."""
+
+    def __init__(self, num_workers: int, *, limit_s: float) -> None:
+        self._limit_s = limit_s
+        # All ends stay open here, so no pipe ends before a worker has opened it.
+        self._commands = [os.pipe2(os.O_CLOEXEC) for _ in range(num_workers)]
+        self._reports = os.pipe2(os.O_CLOEXEC)
+        self._received = b""
+        self._errors: dict[int, str] = {}
+        self._deadline_s = 0.0
+        self.number = 0
+        """Of the newest preparation."""
+
+    @property
+    def paths(self) -> dict[str, str | list[str]]:
+        """Where the workers open their ends: fields of ``weights.SharedInit``."""
+        own = f"/proc/{os.getpid()}/fd"
+        commands = [f"{own}/{read_fd}" for read_fd, _ in self._commands]
+        return {"command_paths": commands, "report_path": f"{own}/{self._reports[1]}"}
+
+    def prepare(self) -> None:
+        """Have every worker prepare what lies in shared memory. Older preparations are passed over from now on."""
+        self.number += 1
+        self._errors = {}
+        self._deadline_s = time.monotonic() + self._limit_s
+        self._command(f"prepare {self.number}")
+
+    def release(self) -> None:
+        """Have every worker free the memory of what was swapped out."""
+        self._command("release")
+
+    def _command(self, line: str) -> None:
+        for _, write_fd in self._commands:
+            os.write(write_fd, f"{line}\n".encode())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a worker is still at it; waits for a report for at most ``timeout_s``.
+
+        Raises:
+            WeightsError: all have reported, and one has failed; or they take longer than ``limit_s``.
+        """
+        num_workers = len(self._commands)
+        if len(self._errors) < num_workers and select.select([self._reports[0]], [], [], timeout_s)[0]:
+            self._received += os.read(self._reports[0], 1 << 16)
+            *lines, self._received = self._received.split(b"\n")
+            for report in map(json.loads, lines):
+                if report["number"] == self.number:
+                    self._errors[report["rank"]] = report["error"]
+        if len(self._errors) < num_workers:
+            if time.monotonic() > self._deadline_s:
+                missing = sorted(set(range(num_workers)) - self._errors.keys())
+                raise WeightsError(f"vLLM's workers {missing} did not prepare a version within {self._limit_s:.0f} s")
+            return True
+        if failed := [f"worker {rank}: {error}" for rank, error in sorted(self._errors.items()) if error]:
+            raise WeightsError(f"vLLM could not prepare a version, and keeps the one it has: {'; '.join(failed)}")
+        return False
+
+    def close(self) -> None:
+        """End the workers' threads, too, once no other process has the pipes of commands open."""
+        for pipe in (*self._commands, self._reports):
+            for fd in pipe:
+                os.close(fd)
+
+
+def write_report(fd: int, *, rank: int, number: int, error: str) -> None:
+    """A worker's report; ``error`` is empty if it is ready."""
+    plain = error.encode("ascii", "replace").decode()[:LONGEST_ERROR]
+    os.write(fd, (json.dumps({"rank": rank, "number": number, "error": plain}) + "\n").encode())
