@@ -10,9 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from async_rl.config.config import Config
-from async_rl.config.data import ColumnsConfig, DataConfig
-from async_rl.config.environment import EnvironmentConfig
-from async_rl.config.eval import EvalConfig
+from async_rl.config.data import ColumnsConfig, DataConfig, EvalConfig
+from async_rl.config.generator import EnvironmentConfig
 from async_rl.config.loss import CONTRADICTIONS, PRESETS, LossConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.process.user_code import load_code

@@ -11,21 +11,16 @@ from typing import Self
 from pydantic import model_validator
 
 from async_rl.config.backends import check_capabilities, has_model, known_capabilities
-from async_rl.config.data import DataConfig
-from async_rl.config.environment import EnvironmentConfig
-from async_rl.config.eval import EvalConfig
+from async_rl.config.data import DataConfig, EvalConfig
 from async_rl.config.experimental import ExperimentalConfig
-from async_rl.config.generator import GeneratorConfig
-from async_rl.config.learner import LearnerConfig, OptimizerConfig
+from async_rl.config.generator import EnvironmentConfig, GeneratorConfig, SamplingConfig
+from async_rl.config.learner import LearnerConfig, OptimizerConfig, SftConfig
 from async_rl.config.loss import ADVANTAGES, LossConfig
-from async_rl.config.model import LoraConfig, ModelConfig
+from async_rl.config.model import LoraConfig, ModelConfig, WeightsConfig
 from async_rl.config.queue import QueueConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import CheckpointConfig, LogConfig, RunConfig
-from async_rl.config.sampling import SamplingConfig
 from async_rl.config.section import Section
-from async_rl.config.sft import SftConfig
-from async_rl.config.weights import WeightsConfig
 from async_rl.process.user_code import is_code_name
 
 

@@ -1,13 +1,18 @@
-"""The section ``generator``: which engine samples, where and how much at a time."""
+"""The sections ``generator``, ``sampling`` and ``environment``: how rollouts for training are made.
+
+They say which engine samples, where and how much at a time; with which settings; and which environment plays rollouts
+of several turns. Evaluations have sampling keys of their own, in ``eval``.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from async_rl.config.backends import AUTO, check_backend_name
 from async_rl.config.section import Section
+from async_rl.process.user_code import is_code_name
 
 
 class VllmConfig(Section):
@@ -73,3 +78,98 @@ class GeneratorConfig(Section):
     def _is_known(cls, value: str) -> str:
         check_backend_name(value)
         return value
+
+
+class SamplingConfig(Section):
+    """How training rollouts are sampled; ``eval`` has its own keys."""
+
+    group_size: int = Field(
+        default=8, ge=1, le=1024, description="Number of rollouts that are sampled for each prompt."
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="Temperature by which logits are divided before sampling."
+    )
+    temperature_end: float | None = Field(
+        default=None,
+        gt=0,
+        description="Temperature that is approached linearly from sampling.temperature; if unset, it stays constant.",
+    )
+    temperature_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Version of the weights at which temperature_end is reached; if unset, the last one of the run.",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Sample only from the most likely tokens whose probabilities add up to this; 1 means all tokens.",
+    )
+    top_k: int = Field(
+        default=0, ge=0, description="Sample only from this many most likely tokens; 0 means all tokens."
+    )
+    max_new_tokens: int = Field(
+        default=3584,
+        ge=1,
+        description="Maximum number of tokens that the model may generate in one rollout, over all its turns.",
+    )
+    max_prompt_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="Maximum number of tokens of a prompt; data.on_long_prompt decides about longer ones.",
+    )
+    stop: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Strings that end a rollout when the model writes them; they stay in its text.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Whether every generator samples bit for bit the same rollouts, one group at a time, which is "
+        "slow.",
+    )
+
+
+class EnvironmentConfig(Section):
+    """Rollouts of several turns: your own code answers the model and scores it."""
+
+    name: str = Field(
+        default="",
+        description="Environment as file.py, file.py:name, module or module:name, which generator.allow_code must "
+        "list; if empty, a rollout is one answer that reward.type scores.",
+    )
+    max_turns: int = Field(
+        default=8, ge=1, le=1024, description="Maximum number of answers of the model in one rollout."
+    )
+    max_turn_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of tokens of one answer; if unset, whatever is left of sampling.max_new_tokens.",
+    )
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="Maximum seconds for one reset or step; a rollout that takes longer has failed."
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="Maximum seconds for importing the environment's code."
+    )
+    rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of empty rows to train on instead of data.train, for environments that make their own "
+        "tasks.",
+    )
+    extra: dict[str, Any] = Field(
+        default={}, description="Settings of the environment's own, handed to it in extra_info."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _is_code(cls, value: str) -> str:
+        if value and not is_code_name(value, needs_attribute=False):
+            raise ValueError(f"expected file.py, file.py:name, module or module:name, got {value!r}")
+        return value
+
+    @property
+    def is_set(self) -> bool:
+        """Whether rollouts are played with an environment."""
+        return bool(self.name)

@@ -1,4 +1,4 @@
-"""The sections ``learner`` and ``optimizer``: what one step trains on, on which devices, at which learning rate."""
+"""The sections ``learner``, ``optimizer`` and ``sft``: steps, devices and the optimizer; the supervised warm start."""
 
 from __future__ import annotations
 
@@ -82,3 +82,31 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError(f"expected two numbers from 0 to below 1, got {list(value)}")
         return value
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning with ``async-rl sft``, for a warm start."""
+
+    data: str = Field(
+        default="", description="JSONL file with rows of prompt and response, or of messages; `async-rl sft` needs it."
+    )
+    out: str = Field(default="", description="Hugging Face model directory to write; `async-rl sft` needs it.")
+    steps: int = Field(default=1000, ge=1, description="Number of optimizer steps.")
+    batch_size: int = Field(default=64, ge=1, description="Number of rows in one optimizer step, over all ranks.")
+    max_length: int = Field(
+        default=2048, ge=2, description="Maximum number of tokens of a row; the end of longer ones is cut."
+    )
+    lr: float = Field(default=1e-5, gt=0, description="Learning rate after the warm-up.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="cosine", description="How the learning rate changes from the end of the warm-up to the last step."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0 to lr."
+    )
+    aggregation: Literal["token", "sequence"] = Field(
+        default="token",
+        description="Whether the loss is a mean over tokens, or over rows of each row's mean over tokens.",
+    )
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="Optimizer steps between two checkpoints; 0 writes one only at the end."
+    )

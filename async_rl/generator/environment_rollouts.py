@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text
 from async_rl.generator.counter_random import rollout_keys

@@ -236,7 +236,7 @@ def main() -> int:
         sys.stderr.write("usage: python -m async_rl.rewards.conformance NAME ROW_AS_JSON [RIGHT_TEXT]\n")
         return 2
     from async_rl.config.config import Config
-    from async_rl.config.reward_types import reward_type
+    from async_rl.config.reward import reward_type
     from async_rl.rewards.registry import build_reward
 
     name, row = sys.argv[1], json.loads(sys.argv[2])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from async_rl.config.config import Config
-from async_rl.config.reward_types import REWARD_TYPES
+from async_rl.config.reward import REWARD_TYPES
 from async_rl.config.section import look_up
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.rewards.answers import AnswerReward, XmlFormatReward, same_mathematics, same_text
@@ -97,4 +97,4 @@ REWARDS: Mapping[str, Builder] = {
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
     "code": _code_reward,
 }
-"""How each reward is built. ``config.reward_types`` has the same names."""
+"""How each reward is built. ``config.reward.REWARD_TYPES`` has the same names."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
 from async_rl.process.user_code import code_digests

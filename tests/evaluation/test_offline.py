@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from async_rl.config.backends import BackendCapabilities
-from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.generator import EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
 from async_rl.evaluation.offline import Evaluated, describe, run_eval
 from async_rl.evaluation.settings import eval_settings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.eval import EvalSet
+from async_rl.config.data import EvalSet
 from async_rl.errors import ConfigError
 from async_rl.evaluation.settings import EvalSettings, describe_settings, eval_settings, run_config_of
 from tests.evaluation.options import eval_options

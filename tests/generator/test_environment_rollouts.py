@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.generator import EnvironmentConfig
 from async_rl.config.loss import LossConfig
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.rollouts import Graded

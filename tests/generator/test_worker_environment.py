@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from async_rl.config.environment import EnvironmentConfig
+from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.loop import Worker

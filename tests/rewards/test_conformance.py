@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.reward_types import REWARD_TYPES
+from async_rl.config.reward import REWARD_TYPES
 from async_rl.rewards.conformance import Example, check_reward, main
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput

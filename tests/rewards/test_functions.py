@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.reward_types import REWARD_TYPES
+from async_rl.config.reward import REWARD_TYPES
 from async_rl.errors import ConfigError, RewardError
 from async_rl.generator.worker import grading_threads
 from async_rl.rewards.functions import FunctionReward

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.config import Config
+from async_rl.config.generator import SamplingConfig
 from async_rl.config.model import ModelConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import RunConfig
-from async_rl.config.sampling import SamplingConfig
 from async_rl.errors import RewardError
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
