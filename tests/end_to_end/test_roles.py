@@ -44,6 +44,7 @@ def start_generator(start: Start, name: str, address: str, *overrides: str) -> R
     return start(name, "generator", "--connect", address, "--id", name, *settings)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_while_generators_die_and_join(tmp_path: Path):
     task = write_tiny_task(tmp_path)
     raw = tiny_config(tmp_path, task, learner={"steps": 12}, queue={"lease_timeout_s": 3.0})
@@ -72,6 +73,7 @@ def test_two_ranks_train_while_generators_die_and_join(tmp_path: Path):
     assert eval_rows[12]["eval/held_out/version_min"] == rows[-1]["version"]
 
 
+@pytest.mark.slow
 def test_a_killed_learner_resumes_at_its_checkpoint(tmp_path: Path):
     task = write_tiny_task(tmp_path)
     config = write_config(tmp_path / "config.toml", tiny_config(tmp_path, task, learner={"steps": 8}))

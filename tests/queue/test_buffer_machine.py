@@ -86,11 +86,12 @@ def _case(machine: type[BufferMachine], max_examples: int) -> type:
     return case
 
 
-TestDrop, TestWait, TestMask = (_case(machine, 100) for machine in (DropMachine, WaitMachine, MaskMachine))
+MACHINES = (DropMachine, WaitMachine, MaskMachine)
+TestDrop, TestWait, TestMask = (_case(machine, 30) for machine in MACHINES)
+TestMoreDrop, TestMoreWait, TestMoreMask = (pytest.mark.slow(_case(machine, 150)) for machine in MACHINES)
 
 NUM_LONG = 3_400
 """Of each of the three: more than 10,000 together."""
 TestManyDrop, TestManyWait, TestManyMask = (
-    pytest.mark.long(pytest.mark.timeout(1800)(_case(machine, NUM_LONG)))
-    for machine in (DropMachine, WaitMachine, MaskMachine)
+    pytest.mark.long(pytest.mark.timeout(1800)(_case(machine, NUM_LONG))) for machine in MACHINES
 )

@@ -246,6 +246,7 @@ def client_key(tmp_path: Path) -> ClientKeys:
     return ClientKeys.load(tmp_path / "keys" / "client.key")
 
 
+@pytest.mark.slow
 def test_five_thousand_mutants_leave_the_server_serving(servers, tmp_path):
     check_unmoved(servers, tmp_path, 10 * WINDOW)
 

@@ -305,6 +305,7 @@ def test_a_request_for_more_items_than_its_session_has_is_refused():
             read_items(theirs, header, 2)
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_frozen_puller_delay_neither_publishing_nor_the_others(
     shared_receivers: list[ReceiverProcess], start_receiver: Callable[[str], ReceiverProcess]
 ):

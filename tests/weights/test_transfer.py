@@ -157,6 +157,7 @@ def test_the_dead_and_the_frozen_delay_the_others_less_than_the_deadline(
     assert killed.process.wait(DEADLINE_S) == -9
 
 
+@pytest.mark.slow
 def test_a_frozen_member_that_wakes_again_joins_again(publisher: Publisher, shared_receivers, start_receiver):
     sleeper = start_receiver("sleeper")
     buffers = staging()
