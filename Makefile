@@ -32,7 +32,7 @@ quickstart: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py --seed $(SEED)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not long and not vllm"
+	$(BIN)/python -m pytest
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not long and not vllm"

@@ -24,8 +24,8 @@ from async_rl.config.section import Section
 class Surrogate(NamedTuple):
     """A policy objective per token.
 
-    ``has_ratio``: it compares pi with the anchor, so it corrects for staleness itself and reads ``clip_low`` and
-    ``clip_high``. ``has_dual_clip``: it reads ``dual_clip``.
+    ``has_ratio``: it compares pi with the anchor, so it corrects for staleness itself, and may read ``clip_low``
+    and ``clip_high``. ``has_dual_clip``: it reads ``dual_clip``.
     """
 
     description: str

@@ -29,7 +29,10 @@ class SurrogateInputs(NamedTuple):
 
 
 class TokenObjective(NamedTuple):
-    """All [N]. ``capped_low`` and ``capped_high`` (bool): the ratio was cut at a lower or upper bound."""
+    """All [N]. ``capped_low`` and ``capped_high`` (bool): the ratio was cut at a lower or upper bound.
+
+    All False for a surrogate that cuts nothing.
+    """
 
     objective: Tensor
     capped_low: Tensor
