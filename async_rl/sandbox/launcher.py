@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from async_rl.process.parent_watch import kill_group
 from async_rl.sandbox import child, root, system
 from async_rl.sandbox.limits import Limits
-from async_rl.sandbox.syscalls import build_filter
+from async_rl.sandbox.system import build_filter
 
 NOBODY = 65534
 """User and group that programs run as where the launcher is started by root."""

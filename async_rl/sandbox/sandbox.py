@@ -1,7 +1,8 @@
 """Runs untrusted programs, each in an isolation of its own. Called by the code reward, from any thread.
 
 The launcher process does the isolating (``launcher``); this side starts it, hands it one program at a time from each
-thread, and kills and replaces it if it fails. A program's expected output never leaves this side.
+thread, and kills and replaces it if it fails. A program's expected output never leaves this side. Before programs are
+trusted to the sandbox it runs ``PROBE`` once: a harmless program that tries what must not work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.process.child import PACKAGE_ROOT, module_command
 from async_rl.sandbox.child import ENVIRONMENT
 from async_rl.sandbox.limits import Limits, Program, Ran
-from async_rl.sandbox.probe import PROBE, PROBE_ANSWER
 from async_rl.sandbox.system import kernel_release
 
 START_LIMIT_S = 60.0
@@ -39,6 +39,46 @@ _STDERR_TAIL_BYTES = 2000
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 logger = logging.getLogger(__name__)
+
+PROBE_ANSWER = b"confined\n"
+
+PROBE = """
+import os, socket, threading
+
+path = input()
+
+def succeeds(attempt):
+    try:
+        attempt()
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+def start_too_many_threads():
+    release = threading.Event()
+    threads = [threading.Thread(target=release.wait, daemon=True) for _ in range(64)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        release.set()
+
+attempts = {
+    "it can open a socket": lambda: socket.socket(),
+    "it can start a process": lambda: os._exit(0) if os.fork() == 0 else None,
+    "it can run another program": lambda: os.execv("/usr/bin/true", ["true"]),
+    "it sees processes": lambda: os.listdir("/proc"),
+    "it sees a file of this machine": lambda: os.stat(path),
+    "it sees the configuration of the machine": lambda: os.listdir("/etc"),
+    "it can write outside its directory": lambda: open("/probe", "w"),
+    "it can start any number of threads": start_too_many_threads,
+    "it is not alone in its process namespace": lambda: None if os.getpid() != 1 else os.stat("/nowhere"),
+}
+found = [what for what, attempt in attempts.items() if succeeds(attempt)]
+with open("scratch", "w") as file:
+    file.write("x")
+print("; ".join(found) or "confined")
+"""
 
 
 class Sandbox:
