@@ -32,7 +32,7 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "sampling_mask", "records", "config", "net", "process", "sandbox", "run", "rewards", "environments",
     "data", "queue", "launch", "cli",
-    "doctor.findings", "doctor.check", "doctor.machine", "evaluation.table",
+    "doctor.check", "doctor.machine", "evaluation.table",
     "generator.worker", "generator.backend", "generator.backends", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.sampling", "generator.vllm.start",

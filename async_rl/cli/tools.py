@@ -228,7 +228,7 @@ def doctor(
     resolved = load_config(config, overrides or [])
     if connect is not None:
         check_address(connect)
-    from async_rl.doctor.findings import exit_code, print_json, print_table
+    from async_rl.doctor.check import exit_code, print_json, print_table
     from async_rl.doctor.run_checks import run_checks
 
     def show(name: str) -> None:

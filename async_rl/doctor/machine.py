@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
-from async_rl.doctor.findings import Finding
+from async_rl.doctor.check import Finding
 from async_rl.errors import UserError
 from async_rl.launch.preflight import check_devices, check_keys
 from async_rl.launch.status import size_text

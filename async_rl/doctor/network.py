@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.doctor.findings import Finding
+from async_rl.doctor.check import Finding
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
 from async_rl.launch.preflight import check_bindable
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect

@@ -12,8 +12,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.doctor import machine, network, task
-from async_rl.doctor.check import Check, CheckProcess, run_check
-from async_rl.doctor.findings import Finding
+from async_rl.doctor.check import Check, CheckProcess, Finding, run_check
 from async_rl.errors import AddressError
 from async_rl.weights.transport import collectives
 
@@ -39,7 +38,7 @@ def run_checks(
         def start(name: str, function: str, arguments: dict[str, Any], limit_s: float) -> CheckProcess:
             return stack.enter_context(closing(CheckProcess(name, function, arguments, limit_s)))
 
-        parity = start("parity", "async_rl.doctor.parity:check_parity", plain, deadline_s) if with_parity else None
+        parity = start("parity", "async_rl.doctor.task:check_parity", plain, deadline_s) if with_parity else None
         reward = start("reward", "async_rl.doctor.task:check_reward", plain, deadline_s)
         found: list[Finding] = []
 

@@ -14,8 +14,8 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.doctor import machine, network, parity, task
-from async_rl.doctor.findings import Finding
+from async_rl.doctor import machine, network, task
+from async_rl.doctor.check import Finding
 from async_rl.generator.hf.backend import TransformersBackend
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -190,7 +190,7 @@ def test_keys_that_are_missing(root: Path):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 def test_engine_and_learner_agree_about_a_right_model(root: Path, sampling: dict[str, Any]):
-    rows = parity.check_parity(plain(make_config(root, sampling=sampling)))
+    rows = task.check_parity(plain(make_config(root, sampling=sampling)))
     assert [(row.check, row.state) for row in rows] == [("parity, sampled", "OK"), ("parity, given", "OK")]
 
 
@@ -204,7 +204,7 @@ def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.
 
     for module in (hf_sampler, hf_backend):
         monkeypatch.setattr(module, "make_plan", plan_at_1)
-    sampled, given = parity.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
+    sampled, given = task.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
     assert (sampled.state, given.state) == ("FAIL", "FAIL")
     assert "those of 1, as if none had been applied" in sampled.found
     assert "applies none" in given.found
@@ -224,7 +224,7 @@ def test_an_engine_with_a_stale_tensor(root: Path, monkeypatch: pytest.MonkeyPat
         return paused_s
 
     monkeypatch.setattr(TransformersBackend, "activate", forgetful)
-    _, given = parity.check_parity(plain(make_config(root)))
+    _, given = task.check_parity(plain(make_config(root)))
     assert given.state == "FAIL"
     assert f"stale or corrupt tensors: the engine held other bytes than it had received of {name}" in given.found
 
