@@ -2,7 +2,7 @@
 
 An environment is a module, a class or an object with an async ``step`` (and, if it makes its own first state,
 ``reset``), or with an async ``generate`` that plays a whole rollout by itself. A class is instantiated for every
-rollout. docs/environments.md has complete examples; ``play.py`` is the loop that calls them.
+rollout. docs/environments.md has complete examples; ``child.play`` is the loop that calls them.
 """
 
 from __future__ import annotations
