@@ -21,9 +21,9 @@ from async_rl.net.codec import Count
 from async_rl.records import Group, Lease, Prompt
 
 RECEIVE_HIGH_WATER_MARK = 64
-"""Messages of one peer that may wait in memory."""
+"""Number of messages of one peer that may wait in memory."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-"""A name that the server stores, and which is therefore short."""
+"""A name that the server stores; its length is limited."""
 
 DropCause = Literal[
     "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
@@ -32,16 +32,16 @@ DropCause = Literal[
 DROP_CAUSES: tuple[DropCause, ...] = get_args(DropCause)
 
 Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused"]
-"""What became of a returned group."""
+"""The outcome of a returned group."""
 
 FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error"]
-"""Why a generator gives a lease back unsampled. A prompt that is too long is refused at once, never tried again."""
+"""Why a generator returns a lease unsampled. A prompt that is too long is refused at once, without a retry."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
     """The newest published version. ``channel`` is the learner's weights address, ``digest`` the manifest's.
 
-    ``probe`` is what generators are to score at this version (``parity.decode_probe``); empty: nothing.
+    ``probe`` holds tokens that generators must score at this version (``parity.decode_probe``). It may be empty.
     """
 
     lineage: str
@@ -60,7 +60,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class GeneratorStats(msgspec.Struct, frozen=True):
-    """Cumulative since the generator started; seconds are wall-clock, sequence-seconds sum over running sequences."""
+    """Totals since the generator started. Seconds are wall-clock; sequence-seconds sum over running sequences."""
 
     max_running: int = 0
     wall_s: float = 0.0
@@ -72,7 +72,10 @@ class GeneratorStats(msgspec.Struct, frozen=True):
 
 
 class LeasesGranted(msgspec.Struct, frozen=True):
-    """Answer to a lease request. With no lease, ``reason`` says what is waited for; ``activate`` names a version."""
+    """Answer to a lease request.
+
+    Without a lease, ``reason`` is the reason; ``activate`` names a version that the generator must activate first.
+    """
 
     leases: tuple[Lease, ...]
     reason: str = ""
@@ -80,13 +83,13 @@ class LeasesGranted(msgspec.Struct, frozen=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """These leases can't be trained any more: stop sampling them."""
+    """Leases that can't be trained any more. The generator must stop sampling them."""
 
     lease_ids: tuple[str, ...]
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """What became of a returned (or failed) lease."""
+    """The outcome of a returned or failed lease."""
 
     lease_id: str
     verdict: Verdict
@@ -99,7 +102,7 @@ class Announced(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The run is over; exit 0."""
+    """The run is over. The generator exits with code 0."""
 
 
 GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
@@ -109,7 +112,7 @@ class TakenGroup(msgspec.Struct, frozen=True, eq=False):
     """A group handed to the learner. ``queued_s`` is its time in the queue; ``masked`` marks ``refill = false``.
 
     ``arrival_version`` is the newest announced version when the group arrived, so that staleness in flight
-    (arrival_version - sampled version) and in the queue (trained version - arrival_version) can be told apart.
+    (arrival_version - sampled version) and in the queue (trained version - arrival_version) can be distinguished.
     """
 
     group: Group
@@ -140,10 +143,10 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class NotReady(msgspec.Struct, frozen=True):
-    """Answer to a take that can't be filled yet; ``reason`` is one line for the watchdog.
+    """Answer to a take that can't be filled yet. ``reason`` is one line for the watchdog.
 
-    ``stop`` is a diagnosis when the run can't go on; ``exhausted`` says that the stream has ended and fewer groups
-    than a step needs are left.
+    ``stop`` is a diagnosis if the run can't continue. ``exhausted``: the stream has ended, and fewer groups are left
+    than a step needs.
     """
 
     reason: str
@@ -153,7 +156,7 @@ class NotReady(msgspec.Struct, frozen=True):
 
 
 class TrainedCounts(msgspec.Struct, frozen=True):
-    """What the learner did with a taken step, for the ledger of rollouts and tokens (sums over its groups).
+    """Counts of a trained step, for the ledger of rollouts and tokens (sums over its groups).
 
     Every rollout and every received token of the step is trained or masked (by its first cause).
     """
@@ -166,7 +169,7 @@ class TrainedCounts(msgspec.Struct, frozen=True):
 
 
 class Acked(msgspec.Struct, frozen=True):
-    """Answer to an ack. ``snapshot`` is opaque; the checkpoint keeps it and the next attach gives it back."""
+    """Answer to an ack. ``snapshot`` is opaque: the checkpoint stores it, and the next attach sends it back."""
 
     stats: QueueStats
     snapshot: bytes | None = None
@@ -181,7 +184,7 @@ class EvalResult(msgspec.Struct, frozen=True, eq=False):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What every request says in addition to its own fields, and every reply repeats."""
+    """Fields of every request in addition to its own. Every reply repeats them."""
 
     request_id: Name | None = None
 
@@ -190,7 +193,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True):
-    """Own the queue from here on. The parts are the ``files``, by name in this order, and then the snapshot if any."""
+    """The sender takes over the queue. The parts are the ``files`` in this order, then the snapshot if there is one."""
 
     run_id: str
     lineage: Name
@@ -204,21 +207,21 @@ class Attach(msgspec.Struct, frozen=True):
 
 
 class OfLearner(msgspec.Struct, frozen=True):
-    """A request that says only which learner sends it."""
+    """A request of a learner."""
 
     lineage: str
 
 
 class Alive(OfLearner, frozen=True):
-    """The learner lives. No reply."""
+    """The learner is alive. No reply."""
 
 
 class LearnerGoodbye(OfLearner, frozen=True):
-    """The learner ends; the server waits ``queue.linger_s`` for the next."""
+    """The learner ends. The server waits ``queue.linger_s`` for the next one."""
 
 
 class Evaluate(OfLearner, frozen=True):
-    """Evaluate a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
+    """Evaluate a dataset of ``data.eval``. If ``exclusive``, no training lease is granted until it is done."""
 
     dataset: str
     step: int
@@ -227,17 +230,17 @@ class Evaluate(OfLearner, frozen=True):
 
 
 class GetEvalResults(OfLearner, frozen=True):
-    """Hand over finished evaluations, but for those in ``received``, which may be forgotten."""
+    """Send the finished evaluations except those in ``received``, which the server may delete."""
 
     received: tuple[tuple[str, int], ...] = ()
 
 
 class AwaitEval(OfLearner, frozen=True):
-    """Wait for a finished evaluation that was not handed over yet."""
+    """Wait for a finished evaluation that was not delivered yet."""
 
 
 class Take(OfLearner, frozen=True):
-    """The groups of the step after ``step`` done ones, trained first at ``version``."""
+    """Take the groups of the next step. ``step`` steps are done; the groups are trained first at ``version``."""
 
     step: int
     version: int
@@ -246,8 +249,8 @@ class Take(OfLearner, frozen=True):
 class StepAck(msgspec.Struct, frozen=True):
     """The step that was taken as ``step`` is done, and the learner is at ``version``.
 
-    ``lease_bound`` is the staleness bound of leases from here on; if unset, ``queue.max_staleness``. With ``snapshot``
-    the answer carries the queue's snapshot for a checkpoint.
+    ``lease_bound`` is the staleness bound of new leases; if unset, ``queue.max_staleness``. If ``snapshot``, the answer
+    carries the queue's snapshot for a checkpoint.
     """
 
     lineage: str
@@ -259,36 +262,36 @@ class StepAck(msgspec.Struct, frozen=True):
 
 
 class TakeSnapshot(OfLearner, frozen=True):
-    """The queue's state between two steps, for a checkpoint."""
+    """Request the queue's state between two steps, for a checkpoint."""
 
 
 class CheckpointCommitted(OfLearner, frozen=True):
-    """The checkpoint after ``step`` steps is whole: what only older ones need may be forgotten."""
+    """The checkpoint after ``step`` steps is complete. The server may delete what only older ones need."""
 
     step: int
 
 
 class GetProbeAnswers(OfLearner, frozen=True):
-    """Every generator's newest answer to a probe, of version ``since`` or later."""
+    """Request every generator's newest probe answer, of version ``since`` or later."""
 
     since: int
 
 
 class Finish(OfLearner, frozen=True):
-    """The run is over; generators are told to end."""
+    """The run is over. The server notifies the generators."""
 
 
 # Requests of generators.
 
 
 class OfGenerator(msgspec.Struct, frozen=True):
-    """A request that says only which generator sends it."""
+    """A request of a generator."""
 
     generator_id: Name
 
 
 class Hello(OfGenerator, frozen=True):
-    """A generator introduces itself. One that it ``replaces`` is dead: its leases are given out again at once."""
+    """Register a generator. The one that it ``replaces`` is dead: that one's leases are requeued at once."""
 
     host: Name
     backend: Name
@@ -296,7 +299,7 @@ class Hello(OfGenerator, frozen=True):
 
 
 class LeaseRequest(OfGenerator, frozen=True):
-    """Up to ``max_leases`` leases for a generator that samples with ``version`` of ``lineage``."""
+    """Request up to ``max_leases`` leases. The generator samples with ``version`` of ``lineage``."""
 
     lineage: Name
     version: int
@@ -304,7 +307,7 @@ class LeaseRequest(OfGenerator, frozen=True):
 
 
 class Heartbeat(OfGenerator, frozen=True):
-    """Progress by lease: numbers that must grow."""
+    """Progress by lease. A lease whose number does not grow expires."""
 
     progress: dict[str, Count]
     stats: GeneratorStats
@@ -317,7 +320,7 @@ class ReturnGroups(OfGenerator, frozen=True):
 
 
 class FailLease(OfGenerator, frozen=True):
-    """A lease is given back unsampled; ``detail`` is for people."""
+    """A lease is returned unsampled. ``detail`` is for people."""
 
     lease_id: str
     cause: FailureCause
@@ -333,21 +336,21 @@ class AnswerProbe(OfGenerator, frozen=True):
 
 
 class Goodbye(OfGenerator, frozen=True):
-    """A generator leaves: its leases are given out again at once."""
+    """A generator leaves. Its leases are requeued at once."""
 
 
 # Requests of anyone.
 
 
 class Ping(msgspec.Struct, frozen=True):
-    """Which run is served here, by what?"""
+    """Request the run id and the package versions of the server."""
 
 
 class GetStatus(msgspec.Struct, frozen=True):
-    """Everything that a person wants to see of the queue."""
+    """Request the full status of the queue, for people."""
 
 
-# Replies to the learner. ``NotReady`` and ``Acked`` are above; a snapshot travels as the part of an ``Acked``.
+# Replies to the learner. ``NotReady`` and ``Acked`` are above. A snapshot is sent as a part of an ``Acked``.
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -357,7 +360,10 @@ class Attached(msgspec.Struct, frozen=True):
 
 
 class TakenEntry(msgspec.Struct, frozen=True):
-    """What a batch says about a taken group in addition to the encoded group, which is a part; see ``TakenGroup``."""
+    """Metadata of one taken group in a batch reply. The group itself is a separate message part.
+
+    The fields mean the same as in ``TakenGroup``.
+    """
 
     prompt: Prompt
     queued_s: float
@@ -366,9 +372,9 @@ class TakenEntry(msgspec.Struct, frozen=True):
 
 
 class BatchPart(msgspec.Struct, frozen=True):
-    """Some groups of a batch of ``num_groups``, from number ``first`` on. The parts are the encoded groups.
+    """Some groups of a batch of ``num_groups``, starting with number ``first``. The parts are the encoded groups.
 
-    ``more``: further messages of the same reply follow.
+    If ``more``, further messages of the same reply follow.
     """
 
     groups: tuple[TakenEntry, ...]
@@ -399,7 +405,7 @@ class EvalResults(msgspec.Struct, frozen=True):
 
 
 class EvalWait(msgspec.Struct, frozen=True):
-    """What evaluations wait for; empty once one is finished."""
+    """The reason why no evaluation is finished; empty once one is."""
 
     reason: str
 
@@ -434,7 +440,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
 
 
 class ReturnReply(msgspec.Struct, frozen=True):
-    """What became of the returned or failed leases; ``why`` explains those that were refused."""
+    """The outcomes of the returned or failed leases. ``why`` has the reason of each refusal."""
 
     verdicts: dict[str, Verdict]
     why: dict[str, str]
@@ -456,7 +462,7 @@ class Pong(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Plain data for people."""
+    """The status of the queue, as plain data for people."""
 
     status: dict[str, Any]
 

@@ -1,9 +1,9 @@
-"""Whether engine and learner give the same tokens the same log-probabilities by the same weights. No torch.
+"""Check that engine and learner compute the same log-probabilities from the same weights and tokens. No torch.
 
-The learner scores a few given tokens while it holds a version and sends them, as a ``Probe``, with the version's
-announcement; every generator scores the same tokens once it has activated that version, and its ``Answer`` goes back
-through the queue. So nobody waits for anybody, and each generator is compared at one version exactly. What the two
-sides do with it is in ``learner.parity`` and ``generator.parity``; the doctor compares in one process.
+The learner scores a few given tokens while it holds a version. It sends them, as a ``Probe``, with the version's
+announcement. Every generator scores the same tokens once it has activated that version, and returns its ``Answer``
+through the queue. So neither side waits, and each generator is compared at exactly one version. The two sides are in
+``learner.parity`` and ``generator.parity``; the doctor compares in one process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from async_rl.net.wire import Limits, decode, encode
 
 MAX_SEQUENCES = 8
 MAX_CONTEXT = 64
-"""Given tokens before the first that is scored, at most."""
+"""Maximum number of given tokens before the first scored one."""
 MAX_SCORED = 32
-"""Scored tokens of a sequence, at most."""
+"""Maximum number of scored tokens in a sequence."""
 
 _LIMITS = Limits(max_bytes=1 << 20, max_header_bytes=1 << 16, max_arrays=2 * MAX_SEQUENCES, max_items=64, max_depth=4)
 _EXACT_LIMIT = 1e-3
@@ -40,13 +40,13 @@ class ProbeSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """What generators are to score at ``version``, and what the learner found.
+    """The tokens that generators must score at ``version``, and the learner's results.
 
     Attributes:
-        temperature: what logits are divided by. There is no top-p and no top-k.
+        temperature: the divisor of the logits. There is no top-p and no top-k.
         logprobs: the learner's, float32 [num_scored] of every sequence, nats.
-        dtype: what the learner computes in, by torch's name.
-        limit: ``weights.parity_limit``; None: by the dtypes of both sides.
+        dtype: the dtype in which the learner computes, by torch's name.
+        limit: ``weights.parity_limit``; if None, it depends on the dtypes of both sides.
     """
 
     lineage: str
@@ -60,13 +60,13 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What a generator found at the probe's version.
+    """A generator's results at the probe's version.
 
     Attributes:
-        logprobs: float32, all scored tokens one after the other; None: its engine can't score given tokens.
-        backend, dtype: the engine, and what it computes in.
-        cause: the likely cause of a difference above the limit, found by experiments there; empty: none found.
-        excluded: what those experiments excluded.
+        logprobs: float32, of all scored tokens in order; None if its engine can't score given tokens.
+        backend, dtype: the engine, and the dtype in which it computes.
+        cause: the likely cause of a difference above the limit, found by the generator's experiments; empty if unknown.
+        excluded: the causes that those experiments excluded.
     """
 
     version: int
@@ -81,7 +81,7 @@ class Answer:
 class Difference:
     """|engine - learner| over ``tokens`` log-probabilities, nats; ``bias`` is the mean of engine - learner.
 
-    Infinite where one side gives a token no probability at all.
+    A difference is infinite if one side gives a token no probability.
     """
 
     tokens: int
@@ -105,10 +105,10 @@ class Difference:
 
 
 def compare(engine: np.ndarray, learner: np.ndarray) -> Difference:
-    """Log-probabilities [N] of the same tokens.
+    """Compare log-probabilities [N] of the same tokens.
 
     Raises:
-        ValueError: not as many of both, or none.
+        ValueError: the two differ in length, or are empty.
     """
     if engine.shape != learner.shape or not engine.size:
         raise ValueError(
@@ -122,7 +122,7 @@ def compare(engine: np.ndarray, learner: np.ndarray) -> Difference:
 
 
 def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
-    """The mean |difference| above which the two sides are not at one.
+    """The mean |difference| above which the two sides count as different.
 
     Kernels that round to bfloat16 differ by about 0.01 from one another; float32 ones by 1e-6.
     """
@@ -132,9 +132,9 @@ def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
 
 
 def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:
-    """Whether the engine looks like leaving tokens out (top-p, top-k) that the learner counts.
+    """Whether the engine seems to exclude tokens (top-p, top-k) that the learner counts.
 
-    What is left out has no probability, and what is kept has a greater one, every single token.
+    Then every excluded token has no probability, and every other token has a greater one than at the learner.
     """
     delta = engine.astype(np.float64) - learner.astype(np.float64)
     kept = delta[engine > -np.inf]
@@ -145,7 +145,7 @@ def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:
 
 
 def encode_probe(probe: Probe) -> bytes:
-    """As it travels in ``Announcement.probe``."""
+    """Encode a probe for ``Announcement.probe``."""
     fields = {
         "lineage": probe.lineage, "version": probe.version, "temperature": float(probe.temperature),
         "scored": [given.num_scored for given in probe.sequences], "dtype": probe.dtype, "limit": probe.limit,
@@ -181,7 +181,7 @@ def decode_probe(data: bytes) -> Probe:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """As the queue keeps it for the learner."""
+    """Encode an answer. The queue keeps it for the learner."""
     fields = {
         "version": answer.version, "backend": answer.backend, "dtype": answer.dtype, "cause": answer.cause,
         "excluded": list(answer.excluded),

@@ -28,7 +28,7 @@ from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, WIRE_TYPES
 RESEND_S = 5.0
 _RETRY_S = 0.02
 _LIMITS = Limits(max_bytes=1 << 34, max_depth=None)
-"""The server is believed, as far as the types of what is read: keys prove that it is the one."""
+"""Messages of the server have loose limits: its keys prove its identity."""
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class Outstanding:
 
 
 class Connection:
-    """A client's socket to ``address``. It connects in the background, and again after the server was restarted.
+    """A client's socket to ``address``. It connects in the background, and reconnects after a restart of the server.
 
-    ``keys`` are needed where the server has keys; a server that can't prove that it is the one they name gets nothing.
+    ``keys`` are needed if the server has keys. Nothing is sent to a server that can't prove the identity they name.
 
     Raises:
         AddressError: the address is malformed.
@@ -66,7 +66,7 @@ class Connection:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{self._prefix}".encode())
-        # Without a connection nothing is lined up in the socket, so a restarted server is not flooded with repeats.
+        # Without a connection the socket queues nothing, so a restarted server is not flooded with repeats.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
@@ -84,19 +84,22 @@ class Connection:
 
     @property
     def keys_hint(self) -> str:
-        """What may be wrong with the keys where nobody answers: a server says nothing to those it does not know."""
+        """What may be wrong with the keys if no reply comes: a server does not reply to unknown keys."""
         if self._has_keys:
             return "it answers only if its allowed.txt lists this key, and the key file is its own"
         return "a server with keys answers only those who have one (--keys FILE, or queue.keys)"
 
     @property
     def silent_s(self) -> float:
-        """Seconds without any reply while something that should have been answered is outstanding."""
+        """Seconds without any reply while a reply is overdue."""
         return 0.0 if self._waiting_since is None else max(0.0, time.monotonic() - self._waiting_since)
 
     @property
     def is_connected(self) -> bool:
-        """Whether a server is at the other end, as of the last ``poll``; one that is busy or stopped counts."""
+        """Whether the socket was connected at the last ``poll``.
+
+        A busy or suspended server still counts as connected.
+        """
         return self._is_connected
 
     def has_outstanding(self, type_: str) -> bool:
@@ -106,9 +109,9 @@ class Connection:
     def post(
         self, request: msgspec.Struct, parts: Sequence[Frame] = (), *, wait_s: float = 0.0, with_next: bool = False
     ) -> str:
-        """Line up a request of ``messages``; its id. ``wait_s`` is how long the server may hold the answer back.
+        """Add a request of ``messages`` to those to send. Return its id. The server may delay the answer by ``wait_s``.
 
-        ``with_next``: it goes out together with the next one, which wakes the server once for both.
+        If ``with_next``, it is sent together with the next request, which wakes the server once for both.
         """
         request_id = f"{self._prefix}-{next(self._numbers)}"
         now, type_ = time.monotonic(), WIRE_TYPES[type(request)]
@@ -122,7 +125,7 @@ class Connection:
         return request_id
 
     def send_once(self, request: msgspec.Struct) -> bool:
-        """Send something that needs no answer; False without a connection, or after ``close``."""
+        """Send a message that needs no answer. Return False without a connection, or after ``close``."""
         if self._socket.closed:
             return False
         self._follow_link(time.monotonic())
@@ -138,9 +141,9 @@ class Connection:
         self._update_silence(time.monotonic(), has_received=False)
 
     def poll(self, timeout_s: float) -> list[tuple[Outstanding | None, Message]]:
-        """Messages that came within ``timeout_s`` (returns with the first), each with the request it answers.
+        """Receive messages, each with the request that it answers. Return with the first, or after ``timeout_s``.
 
-        An answer that says ``more`` is not the last of its request.
+        An answer with ``more`` set is not the last of its request.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -158,7 +161,7 @@ class Connection:
                 return received
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the socket. It may be called again."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._monitor.close()
@@ -166,7 +169,7 @@ class Connection:
         self._context.term()
 
     def _follow_link(self, now: float) -> None:
-        """After a connection broke, its requests may be lost: with the next one all are due at once."""
+        """Make all requests due at once after a reconnection: those sent before may be lost."""
         while is_readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -186,7 +189,7 @@ class Connection:
             self._try_send(unsent, now)
 
     def _try_send(self, requests: Sequence[Outstanding], now: float) -> None:
-        """Together, as one message of the socket; the server reads them one by one."""
+        """Send requests as one multipart message, which the server reads one by one."""
         frames = [frame for request in requests for frame in self._frames(request)]
         try:
             send_frames(self._socket, frames)
@@ -212,19 +215,19 @@ class Connection:
         while is_readable(self._socket):
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             message = decode(frame.buffer, _LIMITS)
-            # All frames of one multipart message are there once its first is.
+            # All frames of a multipart message arrive together.
             message = message.with_parts(
                 self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)
             )
             request_id = message.fields.get("request_id")
             request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
-            # An answer to a repeat of something answered already says nothing new.
+            # Skip the answer to a repeat of a request that is already answered.
             if request is not None or request_id is None:
                 received.append((request, message))
         return received
 
     def _answered(self, request_id: str, message: Message, now: float) -> Outstanding | None:
-        """The request that this answers, for good unless there is more to come."""
+        """Return the request that this message answers. Remove it unless more messages of the answer follow."""
         if message.fields.get("more") is not True:
             return self._pop(request_id)
         request = self._outstanding.get(request_id)
@@ -233,7 +236,7 @@ class Connection:
         return request
 
     def _update_silence(self, now: float, *, has_received: bool) -> None:
-        """An answer that may be held back by the server counts as missing only after that time."""
+        """Update ``silent_s``. An answer counts as overdue only after the time by which the server may delay it."""
         if not any(o.sent_at is None or now > o.sent_at + o.wait_s for o in self._outstanding.values()):
             self._waiting_since = None
         elif has_received or self._waiting_since is None:
@@ -241,7 +244,7 @@ class Connection:
 
 
 def raise_error(message: Message) -> None:
-    """Raise what an error reply says; other messages pass."""
+    """Raise the error of an error reply. Do nothing for other messages."""
     if message.type == "error":
         text = str(message.fields.get("message", "no reason given"))
         raise LineageError(text) if message.fields.get("kind") == "lineage" else QueueError(text)

@@ -1,7 +1,7 @@
-"""A generator's side of the queue: never blocks beyond the poll it is asked for, everything pipelined.
+"""A generator's client of the queue. Only ``poll`` and ``hello`` block; all requests are pipelined.
 
-Returns and failures are repeated until they are answered, through a restart of the server. Whatever comes back is an
-event of ``poll``.
+Returns and failures are repeated until they are answered, also after a restart of the server. Every answer is an event
+of ``poll``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from async_rl.records import Group
 
 _HELLO_WAIT_S = 5.0
 _HELLO_MARGIN_S = 0.5
-"""The last answer is asked for so long before the wait is over, so that its reason is heard."""
+"""Time before the end of the wait at which the server must answer, so that its reason still arrives."""
 _RETURN_BYTES = 1 << 20
 _RETURN_GROUPS = 16
-"""Groups that finish between two polls share a message, up to so many bytes and groups: most of what a small group
-costs everyone is its message."""
+"""Groups that finish between two polls share a message, up to these limits in bytes and groups. For a small group, most
+of the cost is its message."""
 
 
 class GeneratorQueue:
@@ -58,12 +58,12 @@ class GeneratorQueue:
         self._num_unanswered = 0
 
     def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
-        """Introduce this generator; waits for a queue, and a learner attached to it, up to ``wait_s``.
+        """Register this generator. Wait up to ``wait_s`` for a queue, and for a learner attached to it.
 
-        ``replaces`` names a dead one, whose leases are given out again at once.
+        ``replaces`` names a dead generator, whose leases are requeued at once.
 
         Raises:
-            AddressError: no queue answered. QueueError: a queue did, but no learner has attached.
+            AddressError: no queue answered. QueueError: a queue answered, but no learner has attached.
         """
         deadline = time.monotonic() + wait_s
         reason = ""
@@ -96,7 +96,7 @@ class GeneratorQueue:
 
     @property
     def num_unanswered_returns(self) -> int:
-        """Groups and failures that the queue has not answered yet."""
+        """Number of returned groups and failures that the queue has not answered yet."""
         return self._num_unanswered
 
     @property
@@ -111,7 +111,7 @@ class GeneratorQueue:
 
     @property
     def announcement(self) -> Announcement | None:
-        """The newest version that the queue told of."""
+        """The newest version that the queue announced."""
         return self._announcement
 
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
@@ -121,12 +121,12 @@ class GeneratorQueue:
             self._connection.post(request, wait_s=wait_s)
 
     def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
-        """Report progress by lease: numbers that must grow. Does nothing while one heartbeat is outstanding."""
+        """Report progress by lease, as numbers that must grow. Does nothing while one heartbeat is outstanding."""
         if not self.heartbeat_outstanding:
             self._connection.post(messages.Heartbeat(self.generator_id, dict(progress), stats))
 
     def return_group(self, group: Group) -> None:
-        """Hand a finished group over: sent with the next ``poll``. A ``Returned`` event says what became of it."""
+        """Send a finished group with the next ``poll``. A ``Returned`` event has its outcome."""
         self._returning[group.lease_id] = encode_group(group)
         self._num_unanswered += 1
         num_bytes = sum(map(len, self._returning.values()))
@@ -134,17 +134,17 @@ class GeneratorQueue:
             self._send_returns()
 
     def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
-        """Give a lease back unsampled; a ``Returned`` event answers."""
+        """Return a lease unsampled. A ``Returned`` event answers."""
         self._num_unanswered += 1
         self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail[:2000]))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
-        """What became of a probe, for the learner to ask for; repeated until the queue has it."""
+        """Send the answer to a probe. The learner requests it from the queue. It is repeated until the queue has it."""
         data = encode_answer(answer)
         self._connection.post(messages.AnswerProbe(self.generator_id, lineage, answer.version, data))
 
     def poll(self, timeout_s: float) -> list[GeneratorEvent]:
-        """What the queue said; returns with the first of it, or after ``timeout_s``.
+        """Receive the queue's messages as events. Return with the first, or after ``timeout_s``.
 
         Raises:
             QueueError: the server refused a request.
@@ -156,7 +156,7 @@ class GeneratorQueue:
         return events
 
     def close(self) -> None:
-        """Leave: leases still held are given out again at once."""
+        """Leave the queue. It requeues the remaining leases at once."""
         if self._is_known:
             self._connection.send_once(messages.Goodbye(self.generator_id))
         self._connection.close()
@@ -191,7 +191,7 @@ class GeneratorQueue:
         return events
 
     def _notice(self, message: Message) -> list[GeneratorEvent]:
-        """What any message may carry besides its answer."""
+        """The events in a message's notice, which any message may carry."""
         events: list[GeneratorEvent] = []
         announced = message.fields.get("announcement")
         if announced is not None:

@@ -1,6 +1,6 @@
-"""The learner's side of the queue: synchronous, every request repeated until it is answered.
+"""The learner's client of the queue. It is synchronous, and repeats every request until it is answered.
 
-``GeneratorQueue``, the generators' side, lives next door and is offered from here too.
+It also exports the generators' client, ``GeneratorQueue``.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 ALIVE_EVERY_S = 5.0
 _LOOK_EVERY_S = 0.25
 _LOST_AFTER_S = 1.0
-"""A connection that is away for so long is no hiccup, and is said."""
+"""A connection that is lost for this long is logged."""
 _MAX_RESTARTS = 5
-"""For one request: a server that dies of it each time is not to be started for ever."""
+"""Restarts of the server for one request. The request itself may crash the server."""
 
 
 class _KeepAlive:
-    """Says on a socket of its own that the learner lives, also while its main thread trains."""
+    """Reports on its own socket that the learner is alive, even while the main thread trains."""
 
     def __init__(self, address: str, lineage: str, keys: ClientKeys | None) -> None:
         self._address, self._lineage, self._keys = address, lineage, keys
@@ -72,11 +72,11 @@ class _KeepAlive:
 class LearnerQueue:
     """The queue as the learner's rank 0 uses it. Methods block until answered.
 
-    ``revive`` is called now and then while there is no connection to the server; it may start a dead one again, and
-    says so with True. ``while_waiting`` is called now and then while an answer is awaited.
+    ``revive`` is called repeatedly while there is no connection to the server. It may restart a dead server; it returns
+    True if it did. ``while_waiting`` is called repeatedly while an answer is awaited.
 
-    Raises (all methods): ``LineageError`` when a newer learner owns the queue, ``QueueError`` when the server refuses,
-    or does not answer within ``timeout_s`` (beyond the wait that was asked for).
+    Raises (all methods): ``LineageError`` if a newer learner owns the queue. ``QueueError`` if the server refuses, or
+    does not answer within ``timeout_s`` (plus the requested wait).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LearnerQueue:
         self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
         config_toml: str, files: Mapping[str, bytes], snapshot: bytes | None,
     ) -> None:  # fmt: skip
-        """Own the queue from here on, in the state that ``snapshot`` says (none: empty)."""
+        """Take over the queue. Its state is restored from ``snapshot``; if None, it is empty."""
         names = tuple(sorted(files))
         parts = [files[name] for name in names]
         if snapshot is not None:
@@ -115,11 +115,11 @@ class LearnerQueue:
         self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
 
     def announce(self, announcement: Announcement) -> None:
-        """A version was published. Returns at once; if the queue refuses it, the next method that blocks raises."""
+        """Announce a published version. Return at once; if the queue refuses it, the next method that blocks raises."""
         self._unawaited.add(self._connection.post(announcement))
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
-        """Every generator's newest answer to a probe, of version ``since`` or later, by generator."""
+        """Request every generator's newest probe answer, of version ``since`` or later, by generator."""
         reply = self._call(messages.GetProbeAnswers(lineage, since))
         names = read_as(reply.fields, messages.ProbeAnswers).generators
         if len(names) != len(reply.parts):
@@ -127,13 +127,13 @@ class LearnerQueue:
         return {name: decode_answer(bytes(part)) for name, part in zip(names, reply.parts, strict=True)}
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
-        """Ask for an evaluation of a dataset of ``data.eval``; ``exclusive``: before any further training lease."""
+        """Start an evaluation of a set of ``data.eval``. If ``exclusive``, training leases wait until it is done."""
         self._call(messages.Evaluate(lineage, dataset, step, min_version, exclusive))
 
     def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
-        """Finished evaluations, each until it is named in ``received``.
+        """Request the finished evaluations. Each is sent again until ``received`` names it.
 
-        A row that could not be sampled comes with a group without rollouts.
+        A row that could not be sampled has a group without rollouts.
         """
         reply = self._call(messages.GetEvalResults(lineage, tuple(received)))
         payloads = iter(reply.parts)
@@ -141,16 +141,19 @@ class LearnerQueue:
         return [_eval_result(entry, payloads, lineage) for entry in results]
 
     def await_eval(self, lineage: str, wait_s: float) -> str:
-        """Wait for a finished evaluation that was not handed over yet: empty if there is one, else the reason."""
+        """Wait for a finished evaluation that was not delivered yet. Return the reason if there is none, else empty."""
         return read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait).reason
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
-        """Send the request that the next ``take`` of the same step and version waits for; returns at once."""
+        """Send the request of the next ``take`` of the same step and version ahead. Return at once."""
         request = Take(lineage, step, version)
         self._begun_take = (request, self._connection.post(request, wait_s=wait_s))
 
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
-        """The groups of the step after ``step`` done ones, trained first at ``version``; waits up to ``wait_s``."""
+        """Take the groups of the next step. Wait up to ``wait_s``.
+
+        ``step`` steps are done; the groups are trained first at ``version``.
+        """
         begun, self._begun_take = self._begun_take, None
         request = Take(lineage, step, version)
         if begun is not None and begun[0] == request:
@@ -161,34 +164,34 @@ class LearnerQueue:
             groups = self._arrived.pop(request_id)
             if len(groups) == read_as(reply.fields, BatchPart).num_groups:
                 return Batch(tuple(groups))
-            # A part of it was lost with its connection. The queue hands the same batch over again.
+            # A part was lost with its connection. The queue sends the same batch again.
             request_id = self._connection.post(request, wait_s=wait_s)
         return read_as(reply.fields, NotReady)
 
     def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
-        """Report a trained step. With ``next_take_s``, also begin the take of the next step, which waits so long."""
+        """Report a trained step. With ``next_take_s``, also begin the next step's take, which waits up to that long."""
         request_id = self._connection.post(ack, with_next=next_take_s is not None)
         if next_take_s is not None:
             self.begin_take(ack.lineage, ack.step + 1, ack.version, next_take_s)
         return _acked(self._await(request_id, "ack", 0.0))
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
-        """The checkpoint after ``step`` steps is whole: the queue may forget what only older ones need."""
+        """Report that the checkpoint after ``step`` steps is complete. The queue may delete older snapshots."""
         self._call(messages.CheckpointCommitted(lineage, step))
 
     def snapshot(self, lineage: str) -> bytes:
-        """The queue's state between two steps, for a checkpoint."""
+        """Request the queue's state between two steps, for a checkpoint."""
         payload = _acked(self._call(messages.TakeSnapshot(lineage))).snapshot
         if payload is None:
             raise WireError("expected a snapshot, got none")
         return payload
 
     def finish(self, lineage: str) -> None:
-        """The run is over; generators are told to end."""
+        """End the run. The queue notifies the generators."""
         self._call(messages.Finish(lineage))
 
     def status(self) -> dict[str, Any]:
-        """Everything a person wants to see of the queue, as plain data."""
+        """The full status of the queue for people, as plain data."""
         return read_as(self._call(messages.GetStatus()).fields, messages.Status).status
 
     def ping(self) -> str:
@@ -196,11 +199,11 @@ class LearnerQueue:
         return read_as(self._call(messages.Ping()).fields, messages.Pong).run_id
 
     def versions(self) -> dict[str, str]:
-        """What is installed where the server runs, name -> version."""
+        """The packages that are installed where the server runs, name -> version."""
         return read_as(self._call(messages.Ping()).fields, messages.Pong).versions
 
     def close(self) -> None:
-        """Leave. Unless the run is finished, the server ends ``queue.linger_s`` later."""
+        """Leave the queue. Unless the run is finished, the server ends ``queue.linger_s`` later."""
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._lineage is not None:
@@ -212,7 +215,7 @@ class LearnerQueue:
         return self._await(request_id, WIRE_TYPES[type(request)], wait_s)
 
     def _await(self, request_id: str, type_: str, wait_s: float) -> Message:
-        """The answer to this request; answers to others that come meanwhile are kept for them."""
+        """Wait for the answer to this request. Keep the answers to other requests that arrive meanwhile."""
         deadline = time.monotonic() + self._timeout_s + wait_s
         while (message := self._answers.pop(request_id, None)) is None:
             left_s = deadline - time.monotonic()
@@ -240,13 +243,13 @@ class LearnerQueue:
         return message
 
     def _note(self, request_id: str, answer: Message) -> None:
-        """Keep an answer, or a part of a batch: decoded at once, while the next part is on its way."""
+        """Keep an answer. A part of a batch is decoded at once, while the next part is being sent."""
         if answer.type == "batch":
             part = read_as(answer.fields, BatchPart)
             if len(part.groups) != len(answer.parts):
                 raise WireError(f"expected {len(part.groups)} encoded groups of a batch, got {len(answer.parts)}")
             arrived = self._arrived.setdefault(request_id, [])
-            # A batch that was asked for twice may arrive twice; both are the same from their first group on.
+            # A batch that was requested twice may arrive twice. Both copies are equal.
             del arrived[part.first :]
             if part.first == len(arrived):
                 arrived += [
@@ -258,7 +261,7 @@ class LearnerQueue:
         self._answers[request_id] = answer
 
     def _watch_connection(self, type_: str, left_s: float) -> bool:
-        """Say that the server is away, once, and let ``revive`` see to it; whether it started one."""
+        """Log once that the connection is lost, and call ``revive``. Return whether it restarted the server."""
         if self._connection.is_connected:
             return False
         now = time.monotonic()

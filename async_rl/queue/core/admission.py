@@ -1,14 +1,14 @@
-"""The admission rule: how many groups may be under way, and how old their tokens may be. Pure.
+"""The admission rule: how many groups may be outstanding, and how old their tokens may be. Pure.
 
-``BufferSettings`` is what the queue needs of the config; the scheduler of leases, the ingest and the batches ask it.
+``BufferSettings`` holds the config values that the queue needs. The lease scheduler, the ingest and the batches use it.
 
-With ``k`` optimizer steps a batch, a batch that is taken at version ``v`` is trained last at ``v + k - 1``, the batch
-after it at ``v + 2k - 1``, and so on. A group sampled at ``m`` is within the bound ``eta = queue.max_staleness`` while
-that is at most ``m + eta``.
+With ``k`` optimizer steps a batch, the last step on a batch taken at version ``v`` is made at version ``v + k - 1``;
+the last step on the batch after it at ``v + 2k - 1``, and so on. A group sampled at version ``m`` is within the bound
+``eta = queue.max_staleness`` if that last version is at most ``m + eta``.
 
-New leases are granted by the learner's own staleness bound, which is at most ``eta``; groups that exist are trained as
-long as ``eta`` allows. So lowering the bound (``queue.adaptive``) costs no sample: new leases wait until the number of
-groups under way is within it.
+New leases follow the learner's own staleness bound, which is at most ``eta``. Existing groups are trained as long as
+``eta`` allows. So a lower bound (``queue.adaptive``) loses no sample: new leases wait until few enough groups are
+outstanding.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BYTES_PER_WORD = 4
 _ROLLOUT_OVERHEAD = 1024
 _GROUP_OVERHEAD = 4096
 GENERATOR_TIMEOUT_S = 30.0
-"""A generator that sent nothing for so long does not count as alive."""
+"""A generator that sent nothing for this long does not count as alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    """What the queue's core needs of the config, which owns the defaults: ``from_config`` builds it.
+    """The config values that the queue's core needs. ``from_config`` builds them; the config owns the defaults.
 
     Raises:
         ConfigError: no step fits into ``max_bytes``, or generators could never be fresh enough, or nothing limits the
@@ -114,9 +114,9 @@ class BufferSettings:
 
     @property
     def worst_case_bytes(self) -> int:
-        """The largest payload that a training lease may bring back.
+        """Bytes of the largest payload that a training lease may return.
 
-        In a rollout of several turns each may begin a token sequence of its own, with the whole text so far.
+        In a rollout of several turns, each turn may start a new token sequence that repeats the whole text so far.
         """
         sampling = self.sampling
         tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
@@ -130,7 +130,7 @@ class BufferSettings:
         return min(bound for bound in bounds if bound is not None)
 
     def sampling_at(self, version: int) -> Sampling:
-        """How ``version`` samples: its temperature lies on a line from ``sampling.temperature`` to the end."""
+        """The sampling settings of ``version``. Its temperature is interpolated from ``sampling.temperature``."""
         if self.temperature_end is None:
             return self.sampling
         done, start = min(1.0, version / self.temperature_steps), self.sampling.temperature
@@ -158,17 +158,17 @@ class BufferSettings:
         return self.oldest_trainable(version + self.updates_per_batch)
 
     def oldest_for_lease(self, *, version: int, outstanding: int, bound: int) -> int:
-        """The oldest version for the next lease, with ``outstanding`` groups before it, at its expected batch."""
+        """The oldest version that may sample the next lease, with ``outstanding`` groups trained before it."""
         batches_before = outstanding // self.groups_per_step
         return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
 
     def lease_seed(self, kind: LeaseKind, dataset: str, position: int) -> int:
-        """As ``lease_seed``, of this run."""
+        """As ``lease_seed``, with this run's seed."""
         return lease_seed(self.seed, kind, dataset, position)
 
 
 def lease_seed(run_seed: int, kind: LeaseKind, dataset: str, position: int) -> int:
-    """63 bits that depend on nothing but the run's seed and the prompt's place."""
+    """A seed of 63 bits that depends only on the run's seed and on the prompt's position."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}/{kind}/{dataset}/{position}".encode()) >> 1
 
 
@@ -178,7 +178,7 @@ def train_sampling(config: Config) -> Sampling:
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:
-    """How the set of ``data.eval`` called ``name`` is answered."""
+    """The sampling settings of the evaluation set ``name`` of ``data.eval``."""
     s, chosen = config.sampling, config.eval.of(name)
     longest = chosen.max_new_tokens or s.max_new_tokens
     return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, longest, s.max_prompt_tokens, s.stop)

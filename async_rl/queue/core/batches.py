@@ -1,7 +1,7 @@
-"""What the learner takes and acknowledges: exactly the groups of one step, checked against the bound. Pure.
+"""Take and acknowledge batches: exactly the groups of one step, checked against the staleness bound. Pure.
 
-A take hands over groups in the order of (named version, stream position), none above its bound; taken again, the same
-groups. Under ``on_stale = "wait"`` it first waits for leases that this step would make stale.
+A take returns groups in the order of (named version, stream position), none above its bound. A repeated take returns
+the same groups. Under ``on_stale = "wait"`` a take first waits for the leases that its step would make stale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def take(
     """As ``Buffer.take``."""
     learner = state.attached(lineage)
     if state.taken and step == learner.step + 1:
-        # Sent right behind the ack, which was held up on its way: it will come again.
+        # The take overtook the ack that precedes it. The client repeats it.
         return NotReady(f"waits for the ack of step {learner.step}", report.stats(state))
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
@@ -70,7 +70,7 @@ def lacks_groups(state: QueueState, lineage: str, step: int, num_groups: int) ->
 
 
 def ack(state: QueueState, ack: StepAck) -> bytes | None:
-    """As ``Buffer.ack``; the snapshot that was asked for."""
+    """As ``Buffer.ack``. Return the snapshot if the ack requested one."""
     learner, settings = state.attached(ack.lineage), state.settings
     if learner.acked is not None and learner.acked[0] == ack.step:
         return learner.acked[1]
@@ -89,7 +89,7 @@ def ack(state: QueueState, ack: StepAck) -> bytes | None:
 
 
 def wait_deadline(state: QueueState) -> float | None:
-    """When a waiting step goes on without the leases that it waits for; None if none waits."""
+    """The time at which a waiting step stops waiting for leases; None if no step waits."""
     learner = state.learner
     if learner is None or state.waits_since is None:
         return None
@@ -97,7 +97,7 @@ def wait_deadline(state: QueueState) -> float | None:
 
 
 def stop_waiting(state: QueueState) -> None:
-    """Cancel what a step has waited for long enough; the step would make it stale."""
+    """Cancel the leases that a step has waited for long enough; the step would make them stale."""
     deadline, learner = wait_deadline(state), state.learner
     if learner is None or deadline is None or state.now < deadline:
         return
@@ -109,9 +109,9 @@ def stop_waiting(state: QueueState) -> None:
 def _cancel_left_behind(state: QueueState, learner: LearnerSide) -> None:
     """Cancel the leases that the step at the learner's version makes stale and that are not in its batch.
 
-    That is certain once the batch is taken. Sampling on while it trains would keep slots and room in the bound from
-    what the next steps need: at a bound of 1, a tenth of the steps/s (``benchmarks/on_stale.py``). Should the optimizer
-    step be skipped, they were cancelled for nothing, and come again.
+    Once the batch is taken, these leases can't be trained. If they were sampled further, they would occupy slots and
+    count in admission: at a bound of 1 this cost a tenth of the steps/s (``benchmarks/on_stale.py``). If the optimizer
+    step is then skipped, the leases were cancelled needlessly; their prompts are requeued.
     """
     if state.settings.on_stale != "mask":
         for active in state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
@@ -119,7 +119,7 @@ def _cancel_left_behind(state: QueueState, learner: LearnerSide) -> None:
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
-    """Whether a batch that could go must wait for leases that it would make stale."""
+    """Whether a complete batch must wait for leases that its step would make stale."""
     if state.settings.on_stale != "wait":
         return False
     if not state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
@@ -130,7 +130,7 @@ def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
 
 
 def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> None:
-    """Book the taken groups: trained as the counts say, or dropped with a skipped optimizer step."""
+    """Record the taken groups in the ledger: trained by ``counts``, or dropped if the optimizer step was skipped."""
     taken = state.taken
     if counts.stepped:
         rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)

@@ -39,7 +39,7 @@ from async_rl.records import Lease, Prompt, Sampling
 
 @dataclass(frozen=True, slots=True)
 class EvalPayloads:
-    """One finished evaluation, still encoded: every row's prompt and payload, None where it could not be sampled."""
+    """One finished evaluation, still encoded: every row's prompt and payload. A row that failed has None as payload."""
 
     dataset: str
     step: int
@@ -47,10 +47,10 @@ class EvalPayloads:
 
 
 class Buffer:
-    """The queue. ``instance`` tells the lease ids of two server processes of one run apart.
+    """The queue. ``instance`` makes the lease ids of two server processes of one run differ.
 
-    ``data_digest`` names the training rows. ``payloads`` keeps the payloads (if unset: in memory), and ``changes``
-    collects what the journal is to write (if unset: nothing).
+    ``data_digest`` identifies the training rows. ``payloads`` stores the payloads (if unset, in memory). ``changes``
+    collects the records for the journal (if unset, none are collected).
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Buffer:
         )
 
     def save(self) -> bytes:
-        """Everything small that is not noted in ``changes``, for the journal."""
+        """The part of the state that is not recorded in ``changes``, encoded for the journal."""
         return persistence.save(self._state)
 
     def load(
         self, entries: Mapping[Kind, Mapping[str, Any]], saved: bytes, eval_rows: Mapping[str, Sequence[Row]],
         eval_samplings: Mapping[str, Sampling], now: float,
     ) -> list[PayloadRef]:  # fmt: skip
-        """Go on from what an earlier process wrote down, on an empty buffer; the places of the payloads in use.
+        """Load the state that an earlier process saved into this empty buffer. Return the refs of the payloads in use.
 
         Raises:
-            QueueError: it is not understood.
+            QueueError: the state can't be decoded.
         """
         return persistence.load(self._state, entries, saved, eval_rows, eval_samplings, now)
 
@@ -102,7 +102,7 @@ class Buffer:
         snapshot: bytes | None,
         now: float,
     ) -> None:
-        """A learner starts: leases become void, and the queue is what ``snapshot`` says (none: empty).
+        """Attach a learner: void all leases, and restore the queue from ``snapshot`` (if None, empty it).
 
         Raises:
             LineageError: this lineage was already replaced by a newer one.
@@ -125,10 +125,10 @@ class Buffer:
         state.revision += 1
 
     def announce(self, announcement: Announcement) -> None:
-        """A version is published. Older ones than the newest announced are ignored.
+        """Note that a version is published. Versions older than the newest announced one are ignored.
 
         Raises:
-            LineageError: of another learner. QueueError: the version was not acked yet.
+            LineageError: another learner owns the queue. QueueError: the version was not acked yet.
         """
         learner = self._state.attached(announcement.lineage)
         if announcement.version > learner.version:
@@ -144,14 +144,14 @@ class Buffer:
         self, dataset: str, step: int, rows: Sequence[Row], num_samples: int, sampling: Sampling, min_version: int,
         exclusive: bool,
     ) -> None:  # fmt: skip
-        """Ask for an evaluation. ``exclusive``: no training lease until it is done."""
+        """Start an evaluation. If ``exclusive``, no training lease is granted until it is done."""
         record = EvaluationRecord(dataset, step, num_samples, min_version, exclusive)
         evaluation = Evaluation(record, rows, sampling)
         if evaluation.key not in self._state.received_evals and self._state.evals.add(evaluation):
             self._state.revision += 1
 
     def eval_results(self, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalPayloads]:
-        """Finished evaluations; those that the learner says it has are forgotten."""
+        """Return the finished evaluations. Those listed in ``received`` are deleted."""
         state = self._state
         state.attached(lineage)
         for key in received:
@@ -168,7 +168,7 @@ class Buffer:
         return [self._payloads(evaluation) for evaluation in state.evals.finished]
 
     def eval_wait(self, lineage: str) -> str:
-        """What the learner's evaluations wait for; empty once one is finished that was not yet handed over."""
+        """The reason why no evaluation can be delivered yet; empty if a finished one has not been delivered."""
         state = self._state
         state.attached(lineage)
         if any(not e.delivered for e in state.evals.finished) or not state.evals.unfinished:
@@ -178,25 +178,26 @@ class Buffer:
     def take(
         self, lineage: str, step: int, version: int, num_groups: int, now: float
     ) -> tuple[TakenPayload, ...] | NotReady:
-        """Exactly ``num_groups`` groups for the step after ``step`` done ones, trained first at ``version``.
+        """Return exactly ``num_groups`` groups for the next step.
+
+        ``step`` steps are done, and the learner trains the groups first at ``version``.
 
         Raises:
-            LineageError: of another learner. QueueError: not the next step, or not the acked version.
+            LineageError: another learner owns the queue.
+            QueueError: ``step`` is not the next step, or ``version`` is not the acked one.
         """
         self.expire(now)
         return batches.take(self._state, lineage, step, version, num_groups)
 
     def lacks_groups(self, lineage: str, step: int, num_groups: int) -> bool:
-        """Whether this take could only be told to wait for more groups. Far cheaper than ``take``, whose answer has
-        a reason and statistics.
-        """
+        """Whether too few groups are ready for this take. Much cheaper than ``take``, which builds statistics."""
         return batches.lacks_groups(self._state, lineage, step, num_groups)
 
     def ack(self, ack: StepAck, now: float) -> Acked:
-        """The taken step is trained, or its optimizer step was skipped.
+        """Record that the taken step was trained, or that its optimizer step was skipped.
 
         Raises:
-            LineageError: of another learner.
+            LineageError: another learner owns the queue.
             QueueError: the step is not the taken one, the version or bound is out of range, or the counts don't add up.
         """
         self._state.at(now)
@@ -204,10 +205,10 @@ class Buffer:
         return Acked(self.stats(), snapshot)
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
-        """The checkpoint after ``step`` steps is whole: nobody goes back behind it, so older snapshots are released.
+        """Release the snapshots older than ``step``: the checkpoint after ``step`` steps is complete.
 
         Raises:
-            LineageError: of another learner.
+            LineageError: another learner owns the queue.
         """
         state = self._state
         state.attached(lineage)
@@ -217,7 +218,7 @@ class Buffer:
             state.revision += 1
 
     def finish(self, lineage: str, now: float) -> None:
-        """The run is over: what is left is unused, and generators are told."""
+        """End the run: drop the remaining groups as unused, and notify the generators."""
         state = self._state
         state.at(now)
         learner = state.attached(lineage)
@@ -233,7 +234,7 @@ class Buffer:
         state.revision += 1
 
     def snapshot(self, lineage: str, now: float) -> bytes:
-        """The queue as bytes for a checkpoint of the acked step. What is taken counts as queued."""
+        """Encode the queue for a checkpoint of the acked step. Taken groups count as queued."""
         state = self._state
         state.at(now)
         learner = state.attached(lineage)
@@ -243,7 +244,7 @@ class Buffer:
     # The generators.
 
     def hello(self, generator_id: str, host: str, backend: str, now: float, *, replaces: str | None = None) -> None:
-        """A generator introduces itself. One that it ``replaces`` is dead: its leases have expired."""
+        """Register a generator. The one that it ``replaces`` is dead: expire that one's leases."""
         state = self._state
         state.at(now)
         entry = state.generators.seen(generator_id, state.now)
@@ -255,7 +256,7 @@ class Buffer:
             state.revision += 1
 
     def lease(self, generator_id: str, active: tuple[str, int], max_leases: int, now: float) -> LeasesGranted:
-        """Up to ``max_leases`` leases for a generator that samples with ``active`` (lineage, version)."""
+        """Grant up to ``max_leases`` leases to a generator that samples with ``active`` (lineage, version)."""
         state = self._state
         state.at(now)
         state.generators.seen(generator_id, state.now).active = active
@@ -265,7 +266,7 @@ class Buffer:
     def heartbeat(
         self, generator_id: str, progress: Mapping[str, int], stats: GeneratorStats, now: float
     ) -> tuple[str, ...]:
-        """A generator's progress by lease; the ids it is to stop sampling."""
+        """Record a generator's progress by lease. Return the ids of the leases that it must stop sampling."""
         state = self._state
         state.at(now)
         state.generators.seen(generator_id, state.now).stats = stats
@@ -280,29 +281,29 @@ class Buffer:
         return tuple(sorted(void | state.generators.pop_cancelled(generator_id)))
 
     def pop_cancelled(self, generator_id: str) -> tuple[str, ...]:
-        """Leases that this generator was not yet told to stop sampling."""
+        """Return the cancelled leases of which this generator was not notified yet, and mark them as sent."""
         return tuple(sorted(self._state.generators.pop_cancelled(generator_id)))
 
     def put(self, generator_id: str, group: GroupSummary, payload: Payload, now: float) -> Verdict:
-        """A returned group: what was read of it, and its ``payload``, which is kept."""
+        """Take in a returned group: its summary, and its ``payload``, which is stored."""
         return self.put_explained(generator_id, group, payload, now)[0]
 
     def put_explained(
         self, generator_id: str, group: GroupSummary, payload: Payload, now: float
     ) -> tuple[Verdict, str]:
-        """``put``, with a line that says why a group was refused."""
+        """As ``put``, and also return the reason if the group was refused."""
         self._state.at(now)
         self._state.generators.seen(generator_id, self._state.now)
         return ingest.receive(self._state, generator_id, group, payload)
 
     def fail(self, generator_id: str, lease_id: str, cause: FailureCause, now: float) -> Verdict:
-        """A lease given back unsampled."""
+        """Close a lease that the generator returned unsampled."""
         self._state.at(now)
         self._state.generators.seen(generator_id, self._state.now)
         return ingest.fail(self._state, generator_id, lease_id, cause)
 
     def refuse(self, generator_id: str, lease_id: str, now: float) -> Verdict:
-        """A return that can't be decoded; its prompt comes again."""
+        """Refuse a returned group that can't be decoded, and requeue its prompt."""
         self._state.at(now)
         active = self._state.leases.get(lease_id)
         if active is not None and active.generator_id == generator_id:
@@ -310,7 +311,7 @@ class Buffer:
         return "refused"
 
     def goodbye(self, generator_id: str, now: float) -> None:
-        """A generator leaves in good order; its leases are given out again at once."""
+        """Remove a generator that shuts down, and requeue its leases at once."""
         state = self._state
         state.at(now)
         for active in state.leases:
@@ -322,7 +323,10 @@ class Buffer:
     # Time and reports.
 
     def expire(self, now: float) -> int:
-        """Give up leases without progress, and waiting for leases that a step would make stale; how many leases."""
+        """Expire leases without progress, and stop waits under ``on_stale = "wait"`` that are over.
+
+        Return the number of expired leases.
+        """
         state = self._state
         state.at(now)
         batches.stop_waiting(state)
@@ -334,13 +338,13 @@ class Buffer:
 
     @property
     def next_deadline(self) -> float | None:
-        """Before then ``expire`` has nothing to do; None if it never has."""
+        """The time at which ``expire`` next has something to do; None if there is none."""
         deadlines = (self._state.leases.next_deadline, batches.wait_deadline(self._state))
         return min((d - self._state.clock_ahead_s for d in deadlines if d is not None), default=None)
 
     @property
     def revision(self) -> int:
-        """Grows with every change that may answer a waiting request."""
+        """A counter that grows with every change that may answer a waiting request."""
         return self._state.revision
 
     @property
@@ -358,21 +362,21 @@ class Buffer:
         return self._state.learner is not None and self._state.learner.finished
 
     def require(self, lineage: str) -> None:
-        """Raises LineageError, or QueueError without a learner, unless ``lineage`` owns the queue."""
+        """Check that ``lineage`` owns the queue. Raises LineageError; without a learner QueueError."""
         self._state.attached(lineage)
 
     def lease_of(self, lease_id: str) -> Lease | None:
-        """A lease in flight."""
+        """The lease in flight with this id; None if there is none."""
         active = self._state.leases.get(lease_id)
         return None if active is None else active.lease
 
     def alive_generators(self, now: float) -> tuple[str, ...]:
-        """Generators that were seen lately."""
+        """The ids of the generators that sent a message recently."""
         self._state.at(now)
         return tuple(entry.generator_id for entry in self._state.generators.alive(self._state.now))
 
     def generators_to_notify(self) -> tuple[str, ...]:
-        """Generators with leases that they were not yet told to stop sampling."""
+        """The ids of the generators that were not yet notified of all their cancelled leases."""
         return tuple(self._state.generators.to_notify())
 
     def check(self) -> None:
@@ -380,15 +384,15 @@ class Buffer:
         report.check(self._state)
 
     def ledger_file(self) -> dict[str, Any]:
-        """What ``ledger.json`` holds. ``broken`` names an identity that does not hold (a bug of ours)."""
+        """The content of ``ledger.json``. ``broken`` names an identity that does not hold (a bug of ours)."""
         return report.ledger_file(self._state)
 
     def stats(self) -> QueueStats:
-        """The queue at the last ``now`` it was told."""
+        """Queue statistics at time ``state.now``, set by the latest call."""
         return report.stats(self._state)
 
     def status(self, now: float) -> dict[str, Any]:
-        """Everything a person wants to see, as plain data."""
+        """The full status of the queue for people, as plain data."""
         self._state.at(now)
         return report.status(self._state)
 

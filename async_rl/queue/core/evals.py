@@ -33,7 +33,10 @@ EvalKey = tuple[str, int]
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
-    """One row's group: where its payload lies, and what the ledger counts. Without a ``ref`` it was given up."""
+    """The answer to one row: the ref of its group's payload, and its counts for the ledger.
+
+    Without a ``ref`` the row was given up.
+    """
 
     ref: PayloadRef | None
     rollouts: int = 0
@@ -44,7 +47,10 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
 
 
 class EvaluationRecord(msgspec.Struct):
-    """What was asked for, and how often each row was lost. ``exclusive``: no training lease until it is done."""
+    """An evaluation in the journal, with the number of failed attempts by row.
+
+    If it is ``exclusive``, no training lease is granted until it is done.
+    """
 
     dataset: str
     step: int
@@ -56,7 +62,7 @@ class EvaluationRecord(msgspec.Struct):
 
 @dataclass(slots=True)
 class Evaluation:
-    """One dataset at one step. ``todo`` are rows without lease or answer."""
+    """The evaluation of one dataset at one step. ``todo`` lists the rows without lease or answer."""
 
     request: EvaluationRecord
     rows: Sequence[Row]
@@ -77,11 +83,11 @@ class Evaluation:
         return Prompt(row, row, 0, self.rows[row].messages, self.rows[row].reward_data)
 
     def give_back(self, row: int) -> None:
-        """A row's lease ended by nobody's fault."""
+        """Requeue a row whose lease ended without a failure, so that no attempt is counted."""
         heapq.heappush(self.todo, row)
 
     def lose(self, row: int, *, max_attempts: int, requeue: bool) -> bool:
-        """A row's lease ended without an answer; whether it is to be given up."""
+        """Count a failed attempt at a row. Return whether the row must be given up."""
         attempts = self.request.attempts[row] = self.request.attempts.get(row, 0) + 1
         if requeue and attempts < max_attempts:
             heapq.heappush(self.todo, row)
@@ -102,7 +108,7 @@ def entry_key(key: EvalKey, row: int | None = None) -> str:
 
 
 class EvalBook:
-    """The evaluations that were asked for and not yet received."""
+    """The evaluations that the learner requested and has not received yet."""
 
     def __init__(self, changes: Changes, payloads: PayloadStore) -> None:
         self._changes, self._payloads = changes, payloads
@@ -113,7 +119,7 @@ class EvalBook:
         return iter(self._open.values())
 
     def add(self, evaluation: Evaluation) -> bool:
-        """Ask for an evaluation; whether it is new."""
+        """Add an evaluation. Return whether it is new."""
         if evaluation.key in self._open:
             return False
         evaluation.todo = [row for row in range(len(evaluation.rows)) if row not in evaluation.answers]
@@ -125,17 +131,17 @@ class EvalBook:
         return self._open.get(key)
 
     def note(self, evaluation: Evaluation) -> None:
-        """Write its attempts down."""
+        """Record the evaluation's attempts in the journal."""
         self._changes.put("evaluation", entry_key(evaluation.key), evaluation)
 
     def answer(self, evaluation: Evaluation, row: int, answer: Answer) -> None:
-        """A row is answered, or given up."""
+        """Store a row's answer, which may say that the row was given up."""
         evaluation.answers[row] = answer
         self.num_bytes += answer.ref.length if answer.ref is not None else 0
         self._changes.put("answer", entry_key(evaluation.key, row), answer)
 
     def confirm(self, key: EvalKey) -> Evaluation | None:
-        """The learner has it: forget it. None if it is not here (any more)."""
+        """Delete and return an evaluation that the learner has received. None if it is unknown or already deleted."""
         evaluation = self._open.get(key)
         if evaluation is None or not evaluation.done:
             return None
@@ -143,7 +149,7 @@ class EvalBook:
         return evaluation
 
     def clear(self) -> None:
-        """A new learner asks anew."""
+        """Delete all evaluations; a new learner requests its own."""
         for evaluation in list(self._open.values()):
             self._forget(evaluation)
 
@@ -157,7 +163,7 @@ class EvalBook:
 
     @property
     def exclusive(self) -> Evaluation | None:
-        """An unfinished evaluation that no training lease may overtake."""
+        """An unfinished exclusive evaluation: until it is done, no training lease is granted. None if there is none."""
         return next((e for e in self.unfinished if e.request.exclusive), None)
 
     def _forget(self, evaluation: Evaluation) -> None:

@@ -1,8 +1,7 @@
 """Take in a returned group: read its summary, check it, filter it, then store it or drop it. Pure.
 
-A frame comes in with its ``GroupSummary``, which ``read_summary`` reads without taking the frame apart; a verdict
-leaves. The tokens are looked at as four flat columns: numpy runs a fixed number of times a group, however many its
-rollouts.
+A frame enters with its ``GroupSummary``; a verdict leaves. ``read_summary`` reads the summary without decoding the
+frame. It treats the tokens as four flat columns, so the number of numpy calls does not depend on that of rollouts.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from async_rl.records import NO_VERSION, Lease, LeaseKind
 from async_rl.sampling_mask import contains
 
 _RETURNED = "returned"
-"""ClosedLease of a lease whose group came; a second one is a duplicate."""
+"""Status of a closed lease whose group arrived. A second group for it is a duplicate."""
 
 
 class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     """One returned group.
 
-    ``num_tokens`` counts those under the mask; ``oldest_version`` and ``newest_version`` are among them, both
-    ``NO_VERSION`` if there is none, and meaningless if versions don't go with the mask. ``reward`` and ``accuracy`` are
-    sums over rollouts. ``unfit`` says why no learner could train on it whatever the lease and the version; empty if
-    nothing speaks against it. ``has_sampling_mask`` says whether it tells what top-p and top-k left to be sampled.
+    ``num_tokens`` counts the tokens under the mask. ``oldest_version`` and ``newest_version`` are of these tokens:
+    ``NO_VERSION`` if there is none, and meaningless if versions and mask disagree. ``reward`` and ``accuracy`` are sums
+    over rollouts. ``unfit`` is the reason why the group can't be trained whatever its lease and version; empty if it
+    can be. ``has_sampling_mask``: the group lists the tokens that top-p and top-k left to be sampled.
     """
 
     lease_id: str
@@ -90,7 +89,7 @@ def _version_range(group: FlatGroup) -> tuple[int, int]:
     """The oldest and the newest version of a group with a sampled token."""
     versions, sampled = group.versions, group.loss_mask.tobytes()
     first = int(versions[sampled.find(1)])
-    # Most groups know only one. To see that costs a third of two reductions.
+    # Most groups have only one version. This comparison costs a third of two reductions.
     if np.equal(versions, first).tobytes() == sampled:
         return first, first
     # NO_VERSION, off the mask, is the largest of unsigned numbers and the smallest of signed ones.
@@ -98,14 +97,14 @@ def _version_range(group: FlatGroup) -> tuple[int, int]:
 
 
 def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
-    """Of its rewards, then of the first rollout with one; empty if there is none."""
-    # A sum is finite only if all its terms are; and if it overflows, none of them means anything.
+    """The first fault in the rewards or else in the rollouts; empty if there is none."""
+    # A sum is finite only if all its terms are. A sum that overflows is refused, too.
     if not math.isfinite(sum_of_scores):
         return "a reward is not finite, or too large"
     fields, accuracy = group.fields, group.fields.accuracy
     if group.num_rollouts and not 0.0 <= min(accuracy) <= max(accuracy) <= 1.0:
         return f"expected accuracies in 0..1, got {min(accuracy)} to {max(accuracy)}"
-    # As byte strings, searched in C: a numpy call for each rollout costs ten times as much.
+    # Searching byte strings runs in C; a numpy call for each rollout costs ten times as much.
     sampled = group.loss_mask.tobytes()
     if np.greater_equal(group.versions, 0).tobytes() != sampled:
         return f"expected a version from 0 on for every sampled token, and {NO_VERSION} for all others"
@@ -132,7 +131,7 @@ def _rollout_lengths(group: FlatGroup) -> list[int]:
 
 
 def why_unfit(group: GroupSummary, lease: Lease, *, newest_version: int) -> str:
-    """Why a returned group can't be what its lease asked for; empty if it can.
+    """The reason why a returned group does not fit its lease; empty if it does.
 
     ``newest_version`` is the learner's. A group in which no rollout has a sampled token, or every rollout failed, is
     unfit too.
@@ -149,7 +148,7 @@ def why_unfit(group: GroupSummary, lease: Lease, *, newest_version: int) -> str:
     sampling = lease.sampling
     if group.temperature != sampling.temperature:
         return f"expected samples at temperature {sampling.temperature}, got {group.temperature}"
-    # Logprobs of a renormalised distribution mean nothing without what it was renormalised over.
+    # Log-probabilities after top-p or top-k are meaningless without the set of tokens that was left.
     if group.num_tokens and group.has_sampling_mask != lease.wants_sampling_mask:
         wanted = "" if lease.wants_sampling_mask else "no "
         return (
@@ -166,13 +165,13 @@ def why_unfit(group: GroupSummary, lease: Lease, *, newest_version: int) -> str:
 
 
 def receive(state: QueueState, generator_id: str, group: GroupSummary, payload: Payload) -> tuple[Verdict, str]:
-    """Take in a group: its summary and its ``payload``. The verdict, and a line that says why it was refused."""
+    """Take in a group: its summary and its ``payload``. Return the verdict, and the reason if it was refused."""
     active, learner = state.leases.get(group.lease_id), state.learner
     if active is None or learner is None or active.generator_id != generator_id:
         return _receive_late(state, group), ""
     unfit = why_unfit(group, active.lease, newest_version=learner.version)
     free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
-    # A larger one could leave no room for the rest of its step, for ever.
+    # A larger group could forever leave too little room for the rest of its step.
     room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
     if not unfit and active.evaluation is None and len(payload) > max(active.reserved, room):
         unfit = f"{len(payload)} bytes are more than the {active.reserved} reserved, and queue.max_bytes has no room"
@@ -185,7 +184,7 @@ def receive(state: QueueState, generator_id: str, group: GroupSummary, payload: 
 
 
 def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause) -> Verdict:
-    """A generator gives a lease back unsampled."""
+    """Close a lease that a generator returned unsampled."""
     active = state.leases.get(lease_id)
     if active is None or active.generator_id != generator_id:
         return "duplicate" if state.leases.status_of(lease_id) is not None else "unknown_lease"
@@ -202,7 +201,7 @@ def _receive_late(state: QueueState, group: GroupSummary) -> Verdict:
         return "unknown_lease"
     if status == _RETURNED:
         return "duplicate"
-    # Tokens that were sampled for nothing are counted once, under the cause that closed their lease.
+    # Tokens that can't be trained are counted once, under the cause that closed their lease.
     ledger = state.ledger if group.kind == "train" else state.eval_ledger
     ledger.late(status, group.num_tokens)
     state.leases.set_status(group.lease_id, _RETURNED)

@@ -1,6 +1,6 @@
 """Grant leases: for evaluations first, then for training while the staleness bound and the memory have room. Pure.
 
-A generator's request comes in through ``Buffer.lease``; leases leave, or the reason why there is none. The rule is in
+A generator's request enters through ``Buffer.lease``; leases leave, or the reason why there is none. The rule is in
 ``admission``.
 """
 
@@ -16,10 +16,9 @@ from async_rl.records import Lease, LeaseKind
 
 
 def grant(state: QueueState, generator_id: str, active: tuple[str, int], max_leases: int) -> LeasesGranted:
-    """Up to ``max_leases`` for a generator whose active weights are ``active`` (lineage, version).
+    """Grant up to ``max_leases`` to a generator whose active weights are ``active`` (lineage, version).
 
-    Without a lease, ``reason`` says what is waited for, and ``activate`` names a version if only an older one is in
-    the way.
+    Without a lease, ``reason`` is the reason. ``activate`` names a version if the generator must activate it first.
     """
     learner = state.learner
     if learner is None:
@@ -40,7 +39,7 @@ def grant(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     elif len(leases) < max_leases:
         more, answer_train = _grant_training(state, learner, generator_id, version, max_leases - len(leases))
         leases += more
-        # An evaluation that waits for a version to come must not hide that training goes on with one that is there.
+        # An evaluation may wait for a future version while training continues with an available one.
         if answer is None or (answer_train is not None and answer_train.activate is not None):
             answer = answer_train
     if leases:
@@ -151,10 +150,10 @@ def build_lease(
     state: QueueState, evaluation: Evaluation | None, position: int, *, lease_id: str, lineage: str, min_version: int,
     attempt: int, version: int,
 ) -> Lease:  # fmt: skip
-    """A lease of a training prompt at ``position``, or of an evaluation's row.
+    """Build a lease of the training prompt at ``position``, or of an evaluation's row.
 
-    ``version`` is the one that the generator had active when it asked. The oldest that can sample decides about the
-    temperature, so that it is the same whoever samples and whenever the lease is built.
+    ``version`` is the one that the generator had active at its request. The temperature is that of the oldest version
+    that may sample the lease, so it does not depend on the generator or on the time.
     """
     settings = state.settings
     kind: LeaseKind = "train" if evaluation is None else "eval"

@@ -15,13 +15,13 @@ from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
 _REMEMBERED = 65_536
-"""Closed leases that are remembered, to tell a repeated return from an unknown one."""
+"""Number of closed leases that are kept, to distinguish a repeated return from an unknown one."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
-    """What the journal keeps of a lease in flight: what does not follow from the settings and the rows.
+    """A lease in flight as the journal stores it: the fields that do not follow from the settings and the rows.
 
-    Its progress is left out: after a restart every lease may grow anew.
+    Its progress is not stored: after a restart the progress of every lease starts at 0.
     """
 
     position: int
@@ -36,7 +36,10 @@ class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class ActiveLease:
-    """A lease in flight. ``version`` is the generator's active one when it asked; ``reserved`` bytes."""
+    """A lease in flight.
+
+    ``version`` is the one that the generator had active at its request. ``reserved`` is in bytes.
+    """
 
     lease: Lease
     generator_id: str
@@ -49,7 +52,7 @@ class ActiveLease:
 
     @property
     def oldest_version(self) -> int:
-        """No token of it can be older: a generator activates the lease's oldest version before it samples."""
+        """The oldest version that a token of it can have. A generator activates that version before it samples."""
         return max(self.version, self.lease.min_version)
 
     def record(self) -> LeaseRecord:
@@ -61,9 +64,9 @@ class ActiveLease:
 
 
 class ClosedLease(msgspec.Struct, frozen=True, gc=False):
-    """A lease that ended. ``status`` says how: ``"returned"``, or the cause it was dropped for.
+    """A lease that ended. ``status`` is ``"returned"``, or the cause for which it was dropped.
 
-    ``number`` counts them, so that the oldest can be forgotten first.
+    ``number`` counts closed leases, so that the oldest is removed first.
     """
 
     status: str
@@ -74,7 +77,7 @@ class ClosedLease(msgspec.Struct, frozen=True, gc=False):
 
 
 class LeaseTable:
-    """Leases by id. One that did not grow for ``timeout_s`` is expired."""
+    """Leases by id. A lease expires when its progress has not grown for ``timeout_s``."""
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
         self._timeout_s, self._changes = timeout_s, changes
@@ -107,7 +110,7 @@ class LeaseTable:
         self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
 
     def close(self, lease_id: str, status: str) -> ActiveLease:
-        """Take a lease out of flight; ``status`` says why, for returns that come late or repeatedly."""
+        """Close a lease. ``status`` is kept to answer late or repeated returns."""
         active = self._active.pop(lease_id)
         self._changes.delete("lease", lease_id)
         self.reserved -= active.reserved
@@ -130,12 +133,12 @@ class LeaseTable:
         self._num_closed = known.number
 
     def status_of(self, lease_id: str) -> str | None:
-        """How a closed lease ended; None if it was never known, or too long ago."""
+        """The status of a closed lease; None if it is unknown, or closed too long ago."""
         known = self._closed.get(lease_id)
         return None if known is None else known.status
 
     def training_older_than(self, oldest: int) -> list[ActiveLease]:
-        """Training leases of which a token may be older than ``oldest``; they stay until they are closed."""
+        """Training leases that may have a token older than ``oldest``. They stay in the table until they are closed."""
         heap, older = self._by_version, []
         while heap and (heap[0][0] < oldest or heap[0][1] not in self._active):
             entry = heapq.heappop(heap)
@@ -146,18 +149,18 @@ class LeaseTable:
         return [self._active[lease_id] for _, lease_id in older]
 
     def grow(self, lease_id: str, progress: int, now: float) -> None:
-        """A heartbeat's progress; only growth keeps a lease alive."""
+        """Record the progress that a heartbeat reported. A lease expires unless its progress grows."""
         active = self._active[lease_id]
         if progress > active.progress:
             active.progress, active.grown_at = progress, now
 
     @property
     def next_deadline(self) -> float | None:
-        """No lease expires before; None without leases."""
+        """The time at which the next lease may expire; None without leases."""
         return self._check_at
 
     def expired(self, now: float) -> list[ActiveLease]:
-        """Those without growth for the timeout. They stay until they are closed."""
+        """Leases whose progress has not grown for the timeout. They stay in the table until they are closed."""
         if self._check_at is None or now < self._check_at:
             return []
         late = [h for h in self._active.values() if now - h.grown_at >= self._timeout_s]
@@ -168,7 +171,7 @@ class LeaseTable:
 
 @dataclass(slots=True)
 class GeneratorEntry:
-    """A generator as the queue sees it. ``cancelled`` are leases it has not yet been told to stop."""
+    """The queue's entry of one generator. ``cancelled`` holds the cancelled leases of which it was not notified yet."""
 
     generator_id: str
     seen_at: float
@@ -180,7 +183,7 @@ class GeneratorEntry:
 
 
 class GeneratorTable:
-    """Generators by id; silent ones count as gone after ``timeout_s`` and are forgotten after ten times that."""
+    """Generators by id. A silent one counts as gone after ``timeout_s`` and is removed after ten times that."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -200,7 +203,10 @@ class GeneratorTable:
         self._to_notify.discard(generator_id)
 
     def forget_silent(self, now: float) -> None:
-        """Asked on every request, so it looks at them all only when one may be due."""
+        """Remove generators that were silent for too long.
+
+        It is called on every request, so it looks at all generators only when one may be due.
+        """
         if now < self._forget_at:
             return
         for entry in list(self._entries.values()):
@@ -212,7 +218,7 @@ class GeneratorTable:
         return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
 
     def cancel(self, active: ActiveLease) -> None:
-        """Note that the holder is to stop sampling this lease."""
+        """Note that the lease's generator must stop sampling it."""
         entry = self._entries.get(active.generator_id)
         if entry is not None:
             entry.cancelled.add(active.lease.lease_id)
@@ -230,7 +236,7 @@ class GeneratorTable:
         return list(self._to_notify)
 
     def total(self, now: float) -> GeneratorStats:
-        """The sum of the stats of those alive."""
+        """The sum of the stats of the generators that are alive."""
         names = GeneratorStats.__struct_fields__
         alive = self.alive(now)
         return GeneratorStats(**{name: sum(getattr(e.stats, name) for e in alive) for name in names})

@@ -1,8 +1,8 @@
-"""The ledger: where every group, rollout and sampled token is or went. True at every instant. Pure.
+"""The ledger: counts where every group, rollout and sampled token is or how it ended. Exact at every instant. Pure.
 
 Groups and rollouts are issued with a lease and end trained (or delivered, in an evaluation), filtered or dropped with
 one cause; inside trained groups a rollout is trained, masked with a cause, or failed. Tokens exist from the moment
-they are received. The buffer moves amounts; nothing else writes here.
+they are received. Only the buffer moves amounts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Account(msgspec.Struct, array_like=True):
 
     @property
     def accounted(self) -> int:
-        """The sum of the right-hand side of the identity."""
+        """The sum of the right side of the identity, which must equal ``entered``."""
         places = self.in_flight + self.queued + self.taken
         return places + self.done + self.filtered + self.failed + self.masked.total() + self.dropped.total()
 
@@ -45,20 +45,20 @@ class Account(msgspec.Struct, array_like=True):
         setattr(self, source, getattr(self, source) - amount)
 
     def void(self) -> None:
-        """What was in flight is rolled back; what was taken is queued again."""
+        """Roll back what is in flight, and move what is taken to queued."""
         self.dropped["rolled_back"] += self.in_flight
         self.queued += self.taken
         self.in_flight = self.taken = 0
 
     def roll_back(self, entered: int) -> None:
-        """Account for what entered, up to ``entered``, after the state that is restored here."""
+        """Count as rolled back what entered after the restored state, up to ``entered``."""
         lost = max(0, entered - self.entered)
         self.entered += lost
         self.dropped["rolled_back"] += lost
 
 
 class Ledger(msgspec.Struct, array_like=True):
-    """Groups, rollouts and tokens. ``final`` names the good end: ``trained``, or ``delivered`` for evaluations."""
+    """Groups, rollouts and tokens. ``final`` is the successful end: ``trained``, or ``delivered`` for evaluations."""
 
     final: str = "trained"
     groups: Account = msgspec.field(default_factory=Account)
@@ -66,42 +66,42 @@ class Ledger(msgspec.Struct, array_like=True):
     tokens: Account = msgspec.field(default_factory=Account)
 
     def issue(self, rollouts: int) -> None:
-        """A lease is given out."""
+        """Count a granted lease."""
         for account, amount in ((self.groups, 1), (self.rollouts, rollouts)):
             account.entered += amount
             account.in_flight += amount
 
     def arrive(self, to: Literal["queued", "filtered"], rollouts: int, tokens: int) -> None:
-        """A group in flight is returned and kept, or filtered."""
+        """Move a returned group from in flight to queued or filtered."""
         self._leave("in_flight", rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             setattr(account, to, getattr(account, to) + amount)
 
     def drop(self, source: Place, cause: DropCause, rollouts: int, tokens: int) -> None:
-        """A group is dropped. From in flight, ``tokens`` are those received with it (0 if it never came)."""
+        """Drop a group. From in flight, ``tokens`` are those received with it (0 if it was not returned)."""
         self._leave(source, rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             account.dropped[cause] += amount
 
     def late(self, cause: str, tokens: int) -> None:
-        """Tokens that came after their group was dropped for ``cause``."""
+        """Count tokens that arrived after their group was dropped for ``cause``."""
         self.tokens.entered += tokens
         self.tokens.dropped[cause] += tokens
 
     def take(self, rollouts: int, tokens: int) -> None:
-        """A queued group is handed to the learner."""
+        """Move a queued group to taken by the learner."""
         self._leave("queued", rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             account.taken += amount
 
     def deliver(self, rollouts: int, tokens: int) -> None:
-        """A queued group has reached its reader (evaluations)."""
+        """Move a queued group of an evaluation to delivered."""
         self._leave("queued", rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             account.done += amount
 
     def train(self, groups: int, rollouts: int, tokens: int, counts: TrainedCounts) -> None:
-        """Taken groups were trained on, as ``counts`` say.
+        """Move taken groups to trained and masked, by ``counts``.
 
         Raises:
             QueueError: the counts don't add up to what was taken.
@@ -125,7 +125,7 @@ class Ledger(msgspec.Struct, array_like=True):
         self.tokens.masked += masked_tokens
 
     def restored_over(self, live: Ledger) -> Ledger:
-        """This ledger (a snapshot's) as the history goes on from it; what ``live`` saw since is rolled back."""
+        """Return this ledger (a snapshot's), with what ``live`` counted since then added as rolled back."""
         after = copy.deepcopy(self)
         for name in ("groups", "rollouts", "tokens"):
             account: Account = getattr(after, name)
@@ -191,7 +191,7 @@ def _by_cause(account: Account) -> dict[str, int]:
 
 
 class Sums(msgspec.Struct, array_like=True):
-    """Over groups; ``reward`` and ``accuracy`` are summed over their rollouts."""
+    """Sums over groups. ``reward`` and ``accuracy`` are summed over their rollouts."""
 
     groups: int = 0
     rollouts: int = 0
@@ -201,9 +201,9 @@ class Sums(msgspec.Struct, array_like=True):
 
 
 class Outcomes(msgspec.Struct, array_like=True):
-    """Sums over groups by what became of them, so that a bias in what is dropped can be seen. Additive.
+    """Sums over groups by outcome. They show whether the dropped groups are biased. Additive.
 
-    What is ``cancelled`` was not received: its tokens are those reported before, its reward and accuracy are unknown.
+    A ``cancelled`` group was not received: its tokens are those last reported; its reward and accuracy are unknown.
     """
 
     received: Sums = msgspec.field(default_factory=Sums)
@@ -213,7 +213,7 @@ class Outcomes(msgspec.Struct, array_like=True):
     cancelled: Sums = msgspec.field(default_factory=Sums)
 
     def add(self, outcome: Outcome, *, rollouts: int, tokens: int, reward: float, accuracy: float) -> None:
-        """One group; ``reward`` and ``accuracy`` are sums over its rollouts."""
+        """Add one group. ``reward`` and ``accuracy`` are sums over its rollouts."""
         sums: Sums = getattr(self, outcome)
         sums.groups += 1
         sums.rollouts += rollouts

@@ -1,11 +1,11 @@
 """The queue's state as bytes and back: for the journal of a queue server, and for the snapshot in a checkpoint. Pure.
 
-Both hold one record, ``PersistedState``, written by ``_encode`` and read by ``_decode``. The journal has it beside its
-own records of groups, leases and evaluations (``Changes``), and a restarted server goes on with all of it. A snapshot
-has it with the groups that it names; ``restore`` says what of it a new learner brings back.
+Both hold one record, ``PersistedState``, written by ``_encode`` and read by ``_decode``. The journal also holds records
+of groups, leases and evaluations (``Changes``), and a restarted server restores all of them. A snapshot also holds the
+groups that it refers to. ``restore`` defines which fields a snapshot replaces.
 
-The checkpoint wins: what the queue did after the snapshot is rolled back, its leases are void, and its prompts come
-again in stream order. Only the ledger remembers it, as ``rolled_back``.
+The checkpoint wins: work that the queue did after the snapshot is rolled back, leases are void, and prompts are drawn
+again in stream order. Only the ledger keeps these amounts, as ``rolled_back``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from async_rl.records import Sampling
 Entries = Mapping[Kind, Mapping[str, Any]]
 
 KEPT_AT_RESTORE = frozenset({"now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals"})
-"""Fields that a restored snapshot leaves as they are: the clock, the rows, what is known of learners and of groups."""
+"""Fields that a restored snapshot does not replace: the clock, the rows, the learners, and the outcomes of groups."""
 
 _FIELDS = tuple(field.name for field in fields(PersistedState))
 _DIGEST_BYTES = 16
@@ -87,13 +87,13 @@ def load(
 ) -> list[PayloadRef]:  # fmt: skip
     """Fill an empty state from a journal's records (``entries``) and ``data``, which ``save`` wrote.
 
-    Time goes on as if none had passed while no server ran, and every lease may grow anew.
+    The queue's clock does not count the time without a server, and the progress of every lease starts at 0.
 
     Returns:
-        Where the payloads in use lie.
+        The refs of the payloads in use.
 
     Raises:
-        QueueError: they were written for other training rows, or by another version of this code.
+        QueueError: the journal was written for other training rows, or by another version of this code.
     """
     try:
         saved = decode_state(data)
@@ -155,7 +155,7 @@ def _load_leases(state: QueueState, entries: Entries) -> None:
 
 
 def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) -> ActiveLease:
-    """The lease that ``record`` was made of, growing anew."""
+    """Rebuild the lease from ``record``, with no progress."""
     evaluation = None if record.evaluation is None else state.evals.get(record.evaluation)
     lease = lease_scheduler.build_lease(
         state, evaluation, record.position, lease_id=lease_id, lineage=record.lineage,
@@ -172,9 +172,9 @@ def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) ->
 
 
 def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
-    """The state after the last ack; its groups stay readable.
+    """Encode the state after the last ack, and keep its groups readable.
 
-    What is taken counts as queued, what is in flight as not yet drawn.
+    Taken groups count as queued. Leases in flight count as not yet drawn.
     """
     in_flight = [active.lease.prompt.position for active in state.leases if active.evaluation is None]
     groups = sorted([*state.taken, *state.queued], key=lambda g: g.order)
@@ -187,10 +187,10 @@ def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
 
 
 def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) -> Snapshot:
-    """The snapshot in ``data``.
+    """Decode the snapshot in ``data``.
 
     Raises:
-        QueueError: it is damaged, or of another step or version than the learner says, or of other training rows.
+        QueueError: it is damaged, or its step, version or training rows differ from the learner's.
     """
     digest, frame = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(frame) != digest:
@@ -216,7 +216,7 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
 
 
 def restore(state: QueueState, found: Snapshot | None) -> None:
-    """Make the state what a snapshot says; without one, empty. Prompts whose group's payload is gone come again."""
+    """Restore the state from a snapshot; without one, empty it. Prompts of groups without a payload are requeued."""
     saved = PersistedState() if found is None else found.state
     kept = {name: getattr(state, name) for name in KEPT_AT_RESTORE}
     ledger, eval_ledger = saved.ledger.restored_over(state.ledger), saved.eval_ledger.restored_over(state.eval_ledger)
@@ -226,7 +226,7 @@ def restore(state: QueueState, found: Snapshot | None) -> None:
 
 
 def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
-    """Queue the snapshot's groups that are still here, keep them for another return to it, let go of all others."""
+    """Queue the snapshot's groups that are still stored, keep the snapshot's refs to them, drop all other groups."""
     here = {group.lease_id: group for group in (*state.queued, *state.taken)}
     wanted = [] if found is None else found.groups
     stored = [here.get(group.lease_id) or state.snapshot_refs.get(group.lease_id) for group in wanted]
@@ -252,7 +252,7 @@ def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
 
 
 def drop_undelivered(state: QueueState, cause: DropCause) -> None:
-    """Answers that no learner received are dropped; the evaluations are forgotten."""
+    """Drop the answers that no learner received, and delete the evaluations."""
     state.evals.clear()
     state.received_evals = set()
     for account in (state.eval_ledger.groups, state.eval_ledger.rollouts, state.eval_ledger.tokens):

@@ -13,9 +13,9 @@ import numpy as np
 
 
 class StreamCursor(msgspec.Struct):
-    """How far a stream was drawn.
+    """The state of a stream.
 
-    ``position`` is the next one that was never drawn; ``requeued`` is a heap of those to draw again first.
+    ``position`` is the next one that was never drawn. ``requeued`` is a heap of positions to draw again first.
     """
 
     position: int = 0
@@ -23,10 +23,10 @@ class StreamCursor(msgspec.Struct):
 
 
 class PromptStream:
-    """Positions to sample, in order. ``epochs`` none is endless.
+    """Positions to sample, in order. If ``epochs`` is None, the stream is endless.
 
     Raises:
-        ValueError: there is no row.
+        ValueError: ``num_rows`` is below 1.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
@@ -68,7 +68,7 @@ class PromptStream:
         return int(self._order(epoch)[index]), epoch
 
     def draw(self) -> int | None:
-        """The next position; None at the end of the last epoch."""
+        """Draw the next position; None at the end of the last epoch."""
         if self.cursor.requeued:
             return heapq.heappop(self.cursor.requeued)
         if self.exhausted:

@@ -9,7 +9,7 @@ from async_rl.queue.core.state import LEARNER_STATUS, LearnerSide, QueueState
 from async_rl.queue.messages import NotReady, QueueStats
 
 _ANNOUNCED = ("lineage", "version", "digest", "channel")
-"""Of the announcement, for people."""
+"""The fields of the announcement that the status shows."""
 
 
 def ledger_dict(state: QueueState) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
 
 
 def stats(state: QueueState) -> QueueStats:
-    """The queue at the last time it was told."""
+    """Queue statistics at time ``state.now``, set by the latest call."""
     alive = state.generators.alive(state.now)
     return QueueStats(
         depth=len(state.queued),
@@ -132,12 +132,12 @@ def not_ready(state: QueueState, learner: LearnerSide, num_groups: int) -> NotRe
 
 
 def who_samples(state: QueueState) -> str:
-    """A warning to put before what is waited for, if nobody samples."""
+    """A warning that no generator samples; empty if one does. It precedes the reason for a wait."""
     return "" if state.generators.alive(state.now) else "no generator is connected: "
 
 
 def status(state: QueueState) -> dict[str, Any]:
-    """Everything a person wants to see, as plain data."""
+    """The full status of the queue for people, as plain data."""
     learner = state.learner
     announced = learner.announcement if learner else None
     return {
@@ -166,7 +166,10 @@ def status(state: QueueState) -> dict[str, Any]:
 
 
 def excluded(state: QueueState) -> list[dict[str, Any]]:
-    """The prompts that were given up last, with the row of the data set (counted from 0, bad rows left out)."""
+    """The prompts that were excluded most recently (at most 100).
+
+    ``row`` is the row's index in the loaded data set. It starts at 0 and does not count malformed rows.
+    """
     found: list[dict[str, Any]] = []
     for position, cause in state.last_excluded.items():
         row, epoch = state.stream.locate(position)

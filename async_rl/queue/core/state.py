@@ -27,17 +27,17 @@ from async_rl.queue.storage.payloads import PayloadStore
 from async_rl.records import Prompt
 
 _NAMED = 100
-"""So many excluded prompts are named at most; all are counted."""
+"""Number of excluded prompts that are listed at most. All are counted."""
 
 
 LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound")
-"""Of the learner, in the status of the queue."""
+"""The fields of the learner that the status shows."""
 
 
 class LearnerSide(msgspec.Struct):
     """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken_ids`` belong to ``step``.
 
-    ``acked`` is the last acked step with the snapshot that its ack asked for. ``lease_bound`` is the staleness bound
+    ``acked`` is the last acked step with the snapshot that its ack requested. ``lease_bound`` is the staleness bound
     of new leases, as of the last ack: ``max_staleness``, or less.
     """
 
@@ -63,7 +63,7 @@ class LearnerSide(msgspec.Struct):
         return settings.oldest_for_lease(version=self.version, outstanding=outstanding, bound=self.lease_bound)
 
     def check(self, ack: StepAck, settings: BufferSettings) -> None:
-        """Raises QueueError: the ack is of another step, or its version or bound is out of range."""
+        """Check an ack. Raises QueueError: it is of another step, or its version or bound is out of range."""
         if ack.step != self.step:
             raise QueueError(f"expected an ack of step {self.step}, taken before, got one of step {ack.step}")
         oldest = self.version + ack.trained.stepped
@@ -75,7 +75,7 @@ class LearnerSide(msgspec.Struct):
             raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {ack.lease_bound}")
 
     def advance(self, ack: StepAck, settings: BufferSettings) -> None:
-        """Be where the learner is after the acked step, which was checked before."""
+        """Set step, version and bound to those after the acked step, which was checked before."""
         self.step, self.version = ack.step + 1, ack.version
         self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
 
@@ -89,7 +89,7 @@ class LearnerSide(msgspec.Struct):
 
 
 class Attempts(msgspec.Struct):
-    """How often a prompt was lost: by failing (poison at the limit) and by being too late (too slow at the limit)."""
+    """How often a prompt failed (poison at the limit), and how often it was too late (too slow at the limit)."""
 
     failed: int = 0
     stale: int = 0
@@ -110,10 +110,10 @@ class _Counted(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class PersistedState:
-    """What outlives a queue server: the journal and the checkpoint's snapshot hold all fields (``persistence.py``).
+    """The state that outlives a queue server: journal and snapshot hold all these fields (``persistence.py``).
 
-    ``now`` is the queue's clock. ``data_digest`` names the training rows, so that a snapshot of other rows is never
-    restored. ``excluded`` counts an epoch's excluded prompts; ``last_excluded`` names the last of them by
+    ``now`` is the queue's clock. ``data_digest`` identifies the training rows, so that a snapshot of other rows is
+    never restored. ``excluded`` counts an epoch's excluded prompts; ``last_excluded`` has the most recent ones by
     position, with the cause. ``received_evals`` are the evaluations whose answers the learner has.
     """
 
@@ -136,10 +136,10 @@ class PersistedState:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueueState(PersistedState):
-    """Everything that changes. ``revision`` grows with every change, so that waiting requests are tried again.
+    """The whole mutable state. ``revision`` grows with every change, so that waiting requests are retried.
 
-    ``taken`` are the groups of the learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, when the next
-    batch could have been handed over but for leases that it would make stale.
+    ``taken`` are the groups of the learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, the time at
+    which the next batch was complete but began to wait for leases that its step would make stale.
     """
 
     settings: BufferSettings
@@ -164,13 +164,13 @@ class QueueState(PersistedState):
         self.stream.cursor = self.cursor
 
     def adopt(self, saved: PersistedState) -> None:
-        """Make every persisted field that of ``saved``."""
+        """Replace every persisted field by that of ``saved``."""
         for persisted in fields(PersistedState):
             setattr(self, persisted.name, getattr(saved, persisted.name))
         self.stream.cursor = self.cursor
 
     def set_taken(self, groups: tuple[StoredGroup, ...]) -> tuple[StoredGroup, ...]:
-        """``groups`` are taken from here on; those that were before."""
+        """Replace the taken groups by ``groups``. Return the ones taken before."""
         before, self.taken = self.taken, groups
         self.taken_bytes = sum(group.ref.length for group in groups)
         if self.learner is not None:
@@ -178,14 +178,14 @@ class QueueState(PersistedState):
         return before
 
     def at(self, now: float) -> None:
-        """Time never runs backwards here, whatever order the callers' clocks were read in.
+        """Advance the queue's clock; it never runs backwards, even if ``now`` does.
 
-        ``now`` is of the callers' clock; ``clock_ahead_s`` is how far this one, which outlives processes, is ahead.
+        ``now`` is from the caller's clock. The queue's clock outlives processes and is ``clock_ahead_s`` ahead of it.
         """
         self.now = max(self.now, now + self.clock_ahead_s)
 
     def attached(self, lineage: str) -> LearnerSide:
-        """The learner, if ``lineage`` is its.
+        """The learner, which must have this ``lineage``.
 
         Raises:
             LineageError: another learner owns the queue.
@@ -226,9 +226,9 @@ class QueueState(PersistedState):
         stop_sampling: bool = True,
         requeue: bool = True,
     ) -> None:
-        """A lease ends without a usable group; its prompt is requeued, or excluded.
+        """End a lease without a usable group, and requeue or exclude its prompt.
 
-        ``requeue`` False (evaluations only) gives the row up at once.
+        If ``requeue`` is False (evaluations only), the row is given up at once.
         """
         rollouts = active.lease.group_size
         if stop_sampling:
@@ -250,12 +250,12 @@ class QueueState(PersistedState):
             self.leases.close(active.lease.lease_id, final)
             self.ledger.drop("in_flight", final, rollouts, tokens)
             if cause == "cancelled":
-                # Its answers are at least as long as the last heartbeat said; what they are worth, nobody knows.
+                # Its answers are at least as long as in the last heartbeat. Their reward is unknown.
                 self.outcomes.add("cancelled", rollouts=rollouts, tokens=active.progress, reward=0.0, accuracy=0.0)
         self.revision += 1
 
     def give_back(self, active: ActiveLease) -> None:
-        """A generator that leaves gives a lease back; its prompt is requeued and no attempt is counted."""
+        """End the lease of a generator that leaves. Its prompt is requeued, and no attempt is counted."""
         rollouts = active.lease.group_size
         self.leases.close(active.lease.lease_id, "cancelled")
         if active.evaluation is not None:
@@ -271,20 +271,20 @@ class QueueState(PersistedState):
     def start_learner(
         self, lineage: str, step: int, num_steps: int, fork_version: int, before: LearnerSide | None
     ) -> None:
-        """A learner goes on from ``before``, the one of its snapshot, or from nothing."""
+        """Attach a learner that continues from ``before``, the learner in its snapshot, or starts without one."""
         bound = self.settings.max_staleness if before is None else before.lease_bound
         self.learner = LearnerSide(lineage, step, num_steps, fork_version, fork_version, bound)
         self.waits_since = None
         self.drop_too_old(self.learner)
 
     def void_leases(self) -> None:
-        """Every lease ends here, rolled back; the ledger is the caller's."""
+        """End every lease as rolled back. The caller updates the ledger."""
         for active in self.leases:
             self.generators.cancel(active)
             self.leases.close(active.lease.lease_id, "rolled_back")
 
     def refuse_prompt(self, active: ActiveLease) -> None:
-        """A prompt is too long: exclude it."""
+        """Exclude a prompt that is too long."""
         if active.evaluation is not None:
             self.lose_lease(active, "refused", stop_sampling=False, requeue=False)
             return
@@ -295,13 +295,13 @@ class QueueState(PersistedState):
         self.revision += 1
 
     def add_group(self, group: StoredGroup) -> None:
-        """A new group is queued."""
+        """Queue a new group."""
         self.queued.add(group)
         self.changes.put("group", group.lease_id, GroupRecord(group), is_new=True)
         self.revision += 1
 
     def drop_group(self, group: StoredGroup, source: ledgers.Place, cause: DropCause, *, requeue: bool = False) -> None:
-        """Drop a group that the caller removed from the ready or taken ones."""
+        """Drop a group that the caller has removed from the ready or taken groups."""
         final = self._requeue_or_exclude(group.position, cause) if requeue else cause
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
@@ -309,7 +309,7 @@ class QueueState(PersistedState):
         self.revision += 1
 
     def forget_group(self, group: StoredGroup) -> None:
-        """Forget a group that left, unless a snapshot still refers to it."""
+        """Delete a group that is no longer ready or taken, unless a snapshot still refers to it."""
         if group.lease_id in self.snapshot_refs:
             self.changes.put("group", group.lease_id, GroupRecord(group, is_live=False))
         else:
@@ -321,7 +321,7 @@ class QueueState(PersistedState):
         return lease_id in self.queued or any(group.lease_id == lease_id for group in self.taken)
 
     def release_refs(self, groups: Iterable[StoredGroup]) -> None:
-        """No snapshot refers to these groups any more: forget those that left meanwhile."""
+        """Delete these groups, to which no snapshot refers now, unless they are still ready or taken."""
         for group in groups:
             if not self.is_live(group.lease_id):
                 self.forget_group(group)
@@ -336,17 +336,17 @@ class QueueState(PersistedState):
         )
 
     def drop_too_old(self, learner: LearnerSide) -> None:
-        """After the version moved: queued groups and leases that can't be trained any more are dropped."""
+        """Drop the queued groups and leases that can't be trained at the new version."""
         oldest = self.settings.oldest_trainable(learner.version)
         for group in self.queued.pop_older_than(oldest):
             self.drop_group(group, "queued", "stale", requeue=True)
-        # Under "mask" a lease can always make it: its newer tokens will be young enough.
+        # Under "mask" a lease can always be trained: its newer tokens will be within the bound.
         if self.settings.on_stale != "mask":
             for active in self.leases.training_older_than(oldest):
                 self.lose_lease(active, "cancelled")
 
     def end_training(self) -> None:
-        """No further step: what is queued or in flight for training is unused."""
+        """Drop queued groups and training leases as unused, because no further step follows."""
         for group in self.queued.pop_all():
             self.drop_group(group, "queued", "unused_at_end")
         for active in self.leases:
@@ -360,7 +360,7 @@ class QueueState(PersistedState):
         return self.attempts.get(position, Attempts())
 
     def stop_diagnosis(self) -> str:
-        """Why the run can't go on; empty if it can."""
+        """The reason why the run can't continue; empty if it can."""
         if self.filtered_since_step >= self.settings.max_filtered:
             right = self.filtered_right_since_step
             wrong = self.filtered_since_step - right
@@ -379,7 +379,7 @@ class QueueState(PersistedState):
         return ""
 
     def _requeue_or_exclude(self, position: int, cause: DropCause) -> DropCause:
-        """Requeue the prompt, or exclude it if it used up its attempts; the cause to count."""
+        """Requeue the prompt, or exclude it if it has no attempt left. Return the cause to count."""
         attempts = self.attempts.setdefault(position, Attempts())
         if cause in ("stale", "cancelled"):
             attempts.stale += 1

@@ -1,7 +1,7 @@
 """The groups that the queue stores: those ready for the learner, and those that a snapshot still refers to. Pure.
 
-A group is stored as a ``StoredGroup``: where its payload lies, and the few numbers that were read at arrival. It is
-added by ``ingest``, taken by ``batches``, and forgotten by ``QueueState.forget_group``.
+A group is stored as a ``StoredGroup``: the ref of its payload, and a few numbers that were read at arrival. ``ingest``
+adds it, ``batches`` takes it, and ``QueueState.forget_group`` deletes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from async_rl.queue.storage.payloads import PayloadRef
 class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     """One group that is ready or taken, or that a snapshot refers to.
 
-    ``named_version`` is the version its lease was asked with: with ``position`` the order of delivery.
-    ``oldest_version`` and ``newest_version`` are those that sampled a token of it; ``bound_version`` is the one of the
-    two that ``queue.on_stale`` compares with the staleness bound. ``reward`` and ``accuracy`` are sums over rollouts.
+    ``named_version`` is the generator's active version in its lease request. With ``position`` it gives the order of
+    delivery. ``oldest_version`` and ``newest_version`` sampled its tokens; ``bound_version`` is the one of the two that
+    ``queue.on_stale`` compares with the staleness bound. ``reward`` and ``accuracy`` are sums over rollouts.
     """
 
     lease_id: str
@@ -45,7 +45,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupRecord(msgspec.Struct, frozen=True, gc=False):
-    """A group in the journal. ``is_live``: it is ready or taken; otherwise only a snapshot refers to it."""
+    """A group in the journal. If it is not ``is_live`` (ready or taken), only a snapshot refers to it."""
 
     group: StoredGroup
     is_live: bool = True
@@ -57,7 +57,7 @@ class GroupRecord(msgspec.Struct, frozen=True, gc=False):
 class ReadyGroups:
     """Groups by lease id, with one heap by order of delivery and one by age. Adding and removing cost log n.
 
-    A removed group stays in the heaps until it comes to their top.
+    A removed group stays in the heaps until it reaches the top.
     """
 
     def __init__(self, groups: Iterable[StoredGroup] = ()) -> None:
@@ -79,7 +79,7 @@ class ReadyGroups:
         return lease_id in self._groups
 
     def add(self, group: StoredGroup) -> None:
-        """Add a group; its lease id must be new here."""
+        """Add a group. Its lease id must not be present."""
         self._groups[group.lease_id] = group
         heapq.heappush(self._by_order, (*group.order, group.lease_id))
         heapq.heappush(self._by_bound, (group.bound_version, group.lease_id))
@@ -93,7 +93,7 @@ class ReadyGroups:
         return group
 
     def pop_first(self, count: int) -> tuple[StoredGroup, ...]:
-        """Remove the first ``count`` groups by (named version, stream position); there must be as many."""
+        """Remove and return the first ``count`` groups by (named version, stream position). So many must be present."""
         popped: list[StoredGroup] = []
         while len(popped) < count:
             lease_id = heapq.heappop(self._by_order)[-1]
@@ -102,7 +102,7 @@ class ReadyGroups:
         return tuple(popped)
 
     def pop_older_than(self, oldest: int) -> list[StoredGroup]:
-        """Remove every group whose bound version is below ``oldest``."""
+        """Remove and return every group whose bound version is below ``oldest``."""
         popped: list[StoredGroup] = []
         while self._by_bound and (self._by_bound[0][0] < oldest or self._by_bound[0][1] not in self._groups):
             lease_id = heapq.heappop(self._by_bound)[1]
@@ -111,7 +111,7 @@ class ReadyGroups:
         return popped
 
     def pop_all(self) -> list[StoredGroup]:
-        """Remove every group, in order of delivery."""
+        """Remove and return every group, in order of delivery."""
         return list(self.pop_first(len(self)))
 
 
@@ -130,10 +130,10 @@ class SnapshotRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class SnapshotRefs:
-    """The snapshots that a learner may go back to, by name, and the groups that they refer to.
+    """The snapshots that a learner may restore, by name, and the groups that they refer to.
 
-    Payloads of these groups stay in the store until a newer checkpoint is committed, also after they were trained. So
-    a checkpoint needs no copy of them. The caller forgets the groups that a release returns.
+    Payloads of these groups stay stored until a newer checkpoint is committed, even after the groups were trained. So
+    a checkpoint needs no copy of them. The caller deletes the groups that a release returns.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -164,7 +164,7 @@ class SnapshotRefs:
         """Add a snapshot, or replace the one of this name.
 
         Returns:
-            The groups that the replaced snapshot referred to, and that no snapshot refers to now.
+            The groups of the replaced snapshot to which no snapshot refers now.
         """
         before, found = self._snapshots.get(key), list(groups)
         self._snapshots[key] = added = SnapshotRecord(tuple(group.lease_id for group in found))
@@ -174,7 +174,7 @@ class SnapshotRefs:
         return [] if before is None else self._uncount(before)
 
     def release_all_but(self, key: str | None) -> list[StoredGroup]:
-        """Remove every other snapshot; the groups that no snapshot refers to now."""
+        """Remove every other snapshot. Return the groups to which no snapshot refers now."""
         released: list[StoredGroup] = []
         for name in [name for name in self._snapshots if name != key]:
             self._changes.delete("snapshot", name)
