@@ -62,12 +62,12 @@ def pack_ids(counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer], *, v
 
 
 def join(parts: Sequence[SamplingMask]) -> SamplingMask:
-    """The sets of all ``parts``, in order; at least one."""
+    """The sets of all ``parts``, in order. There must be at least one part."""
     return SamplingMask(np.concatenate([p.sizes for p in parts]), np.concatenate([p.words for p in parts]))
 
 
 def split(mask: SamplingMask, counts: Sequence[int]) -> list[SamplingMask]:
-    """The inverse of ``join``: views of so many sets each."""
+    """The inverse of ``join``. Part i is a view of the next ``counts[i]`` sets."""
     ends = np.cumsum(counts)
     word_ends = np.concatenate([[0], np.cumsum(np.abs(mask.sizes))])[ends]
     parts = zip(np.split(mask.sizes, ends), np.split(mask.words, word_ends), strict=True)

@@ -31,8 +31,8 @@ class BackendCapabilities:
         offline: it can load the weights in a model's directory, for evaluations without a learner.
         reports_sampling_mask: it obeys ``sampling.top_p`` and ``top_k``, and says which tokens they left.
         recomputes_kv: it obeys ``generator.kv_after_update = "recompute"``.
-        has_model: it samples from the run's model. Without one its log-probabilities are made up: nothing is compared,
-            and no device is needed.
+        has_model: it samples from the run's model. Without a model its log-probabilities are artificial, so the parity
+            check is skipped, and no device is needed.
         min_temperature: the lowest ``sampling.temperature`` that it applies exactly.
         package: the Python package that it needs, beyond those of async-rl; empty: none.
         package_version: the version of ``package`` that it is made for, a prefix such as ``0.32``.

@@ -231,7 +231,10 @@ class Config(Section):
 
     @property
     def cache_length(self) -> int:
-        """Tokens before ``max_new_tokens`` over which the over-long punishment grows."""
+        """Length in tokens of the interval below ``max_new_tokens`` in which the overlong penalty grows.
+
+        It is DAPO's L_cache.
+        """
         return self.reward.cache_length or max(1, min(1024, self.sampling.max_new_tokens // 4))
 
     @property

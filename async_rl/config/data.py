@@ -54,7 +54,7 @@ class DataConfig(Section):
         "[split@]owner/name[:config] on the Hugging Face hub; every command but sft needs it.",
     )
     eval: dict[str, str] = Field(
-        default={}, description="Evaluation sets: a table from a name to rows, which are given as in data.train."
+        default={}, description="Evaluation sets: a table of NAME = SOURCE. A source has the same form as data.train."
     )
     columns: ColumnsConfig = Field(default=ColumnsConfig(), description="Names of the columns, where they differ.")
     prompt_format: PromptFormat = Field(

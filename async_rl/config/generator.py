@@ -135,8 +135,8 @@ class EnvironmentConfig(Section):
 
     name: str = Field(
         default="",
-        description="Environment as file.py, file.py:name, module or module:name, which generator.allow_code must "
-        "list; if empty, a rollout is one answer that reward.type scores.",
+        description="The environment: file.py, file.py:name, module or module:name. Every generator must list it in "
+        "generator.allow_code. If empty, a rollout is one answer, scored by reward.type.",
     )
     max_turns: int = Field(
         default=8, ge=1, le=1024, description="Maximum number of answers of the model in one rollout."
@@ -147,7 +147,9 @@ class EnvironmentConfig(Section):
         description="Maximum number of tokens of one answer; if unset, whatever is left of sampling.max_new_tokens.",
     )
     timeout_s: float = Field(
-        default=30.0, gt=0, description="Maximum seconds for one reset or step; a rollout that takes longer has failed."
+        default=30.0,
+        gt=0,
+        description="Time limit in seconds for one call of reset or step. A rollout whose call exceeds it fails.",
     )
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="Maximum seconds for importing the environment's code."

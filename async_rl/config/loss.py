@@ -46,7 +46,11 @@ class Advantage(NamedTuple):
 
 
 class SkipStatistic(NamedTuple):
-    """A statistic of a sequence's tokens. ``is_ratio``: it is 1 where pi equals mu (else 0)."""
+    """A statistic over the tokens of a sequence.
+
+    ``is_ratio``: it is an average or maximum of ratios, so it is 1 when pi equals mu. Otherwise it is a divergence and
+    is 0 then.
+    """
 
     description: str
     is_ratio: bool = True

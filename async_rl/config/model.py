@@ -93,6 +93,5 @@ class WeightsConfig(Section):
     )
     trusted_network: bool = Field(
         default=False,
-        description="Whether the network is free of strangers, so that weights may travel unencrypted between "
-        "machines.",
+        description="Whether all machines on the network are trusted, so that weights may travel unencrypted.",
     )

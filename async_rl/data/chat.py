@@ -98,9 +98,9 @@ def _tokenizer_class(directory: Path) -> str:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-    """Token ids, int32 [P], of the chat so far with the opening of the assistant's turn.
+    """Render a prompt to token ids, int32 [P], with the chat template and its generation prompt.
 
-    A message of ``TEXT_ROLE`` alone is text to be continued: no template, only what the tokenizer puts before a text.
+    A single ``TEXT_ROLE`` message is tokenized as plain text, without a template.
 
     Raises:
         ModelError: the template refuses the messages (such as an unknown role), or renders to nothing.

@@ -12,7 +12,11 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. With an ``error``, a text for the model, the call can't be carried out and the rest means nothing."""
+    """One tool call that the model wrote.
+
+    If ``error`` is not empty, the call is malformed: ``error`` is a message for the model, and the other fields have no
+    meaning.
+    """
 
     name: str
     arguments: dict[str, Any]

@@ -126,14 +126,14 @@ class Backend(Protocol):
 
 @runtime_checkable
 class PreparingBackend(Protocol):
-    """What a backend has beside ``Backend`` if it can make a version ready while it samples on with another."""
+    """Additional methods of a backend that can prepare a version while it samples with another."""
 
     def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
-        """Whether ``activate`` of this version is short by now; called between steps, again and again, until it is.
+        """Prepare this version, and return whether it is ready, so that ``activate`` takes little time.
 
-        The first call begins, and others may go on with other things meanwhile. ``weights`` is the same object each
-        time, and of no use any more once the first call has returned False. Another version, or another object, takes
-        the place of the one before. Without any call ``activate`` does this, too.
+        It is called between decode steps, repeatedly, until it returns True. The first call starts the preparation.
+        ``weights`` is the same object each time; it is not read after the first call that returned False. A call with
+        another version or object replaces the preparation. Without any call, ``activate`` prepares the version itself.
 
         Raises:
             WeightsError: a tensor is missing, unknown, or of another shape, or the engine could not take it.

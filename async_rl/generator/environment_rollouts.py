@@ -140,7 +140,7 @@ class EnvironmentRollouts:
         return done
 
     def progress(self) -> dict[str, int]:
-        """Includes steps that a turn spends in line: it moves on as long as those before it do."""
+        """Progress by lease. It also grows while a turn waits for a slot and the turns before it are sampled."""
         sampled = self._backend.progress()
         moved = self._num_steps > self._steps_at_progress
         self._steps_at_progress = self._num_steps
@@ -152,7 +152,10 @@ class EnvironmentRollouts:
         return progress
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The row's messages as the first state; a ``prompt`` that is no chat as it stands."""
+        """The environment's first state: the row's messages, rendered with the chat template.
+
+        A plain-text prompt is returned unchanged.
+        """
         is_text = len(messages) == 1 and messages[0]["role"] == TEXT_ROLE
         return messages[0]["content"] if is_text else self._text.render(messages)
 
@@ -250,10 +253,11 @@ class EnvironmentRollouts:
 
 
 def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[str, Any]:
-    """What an environment is told: ``environment.extra``, the row's other keys, its ``extra_info``, and these below.
+    """The ``extra`` dict passed to an environment.
 
-    ``idx`` (the row's number), ``seed`` (the same for every rollout of the group, another for every prompt), ``index``
-    (which of the group's rollouts), ``messages``. Those of the same name in the row win.
+    It has ``idx`` (the row's number), ``seed`` (one per prompt, equal for all rollouts of the group), ``index`` (the
+    rollout's number in its group), ``messages``, the keys of ``environment.extra``, the row's other keys and those of
+    its ``extra_info``. A later one in this list overrides an earlier one of the same name.
     """
     row = dict(lease.prompt.reward_data)
     own = row.pop("extra_info", None)

@@ -153,7 +153,10 @@ class Worker:
             self._check_waits()
 
     def _receive_weights(self) -> None:
-        """Activate the newest staged version, between two decode steps; beside them, what can be prepared first."""
+        """Activate the newest staged version between two decode steps.
+
+        Prepare it first, while decoding, if the backend can.
+        """
         trouble = self._receiver.error
         if trouble != self._receiver_trouble:
             self._receiver_trouble = trouble

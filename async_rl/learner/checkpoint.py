@@ -340,7 +340,10 @@ def _read_random_state(directory: Path, ranks: Ranks) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns that a single process saves without a process group, which is what we mean."""
+    """Suppress torch's warning that one process saves without a process group. That is intended here.
+
+    FutureWarnings are suppressed too.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(single process|torch.distributed is).*")
         warnings.filterwarnings("ignore", category=FutureWarning)

@@ -246,7 +246,10 @@ class LocalFolder(str):
 
 
 def search_folder(source: Path) -> Path:
-    """The folder of the top-level local modules that ``source`` may import."""
+    """The folder in which the top-level imports of ``source`` are looked up.
+
+    It is the module's own folder, or the one that contains its outermost package.
+    """
     folder = source.resolve().parent
     while (folder / _PACKAGE_FILE).is_file():
         folder = folder.parent

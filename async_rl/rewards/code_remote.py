@@ -196,7 +196,8 @@ def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:
     host, port = check_address(f"tcp://{bind}")
     if not insecure and not is_loopback(host):
         raise AddressError(
-            f"--bind {bind}: nothing authenticates who asks; bind to 127.0.0.1, or add --insecure on a trusted network"
+            f"--bind {bind}: the verifier does not authenticate clients; bind to 127.0.0.1, or add --insecure on a "
+            f"trusted network"
         )
     for override in overrides:
         if not override.strip().startswith("reward.code."):

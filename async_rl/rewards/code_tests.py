@@ -32,9 +32,10 @@ _MOST_TIMES_LONGER, _SPARE_CHARS = 4, 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """One test. Of a script: ``given`` is its standard input, ``expected`` the output it must print, both text.
+    """One test.
 
-    Of a function: ``given`` is the JSON list of its arguments, ``expected`` the value it must return, plain data.
+    For a program, ``given`` is standard input and ``expected`` standard output, both text. For a function, ``given`` is
+    a JSON list of arguments and ``expected`` the return value.
     """
 
     given: str

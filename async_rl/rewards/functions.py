@@ -1,8 +1,8 @@
-"""A reward made of the user's own function: plain or async, for one rollout or for a whole group.
+"""Wraps the user's reward function. It may be sync or async, and may score one rollout or a group.
 
-The names of its parameters decide what the function gets: ``item`` is one ``RewardInput``; ``items`` is the list of
-them for one prompt, in order; ``completions`` and ``solutions`` are lists of texts and answers (DistRL-LLM's form,
-which returns ``[format, accuracy]`` for each). It returns a number or a ``RewardOutput``, for a group a list of them.
+Its parameter names select the form: ``item`` is one ``RewardInput``; ``items`` is the list for one prompt;
+``completions, solutions`` are lists of answer texts and reference answers. A form for one rollout returns a number or a
+``RewardOutput``. A form for a group returns a list of these; DistRL-LLM's returns ``[format, accuracy]`` per rollout.
 """
 
 from __future__ import annotations

@@ -310,7 +310,9 @@ def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
     while b"\n" not in data:
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
-            raise _LauncherLostError("the launcher did not report how a program ended")
+            raise _LauncherLostError(
+                "the sandbox's launcher process did not report a program's result within the time limit"
+            )
         chunk = os.read(reply, 1 << 16)
         if not chunk:
             raise _LauncherLostError("the launcher ended while a program ran")

@@ -98,7 +98,7 @@ class LayoutPlan:
             WeightsError: the dtype is not in ``ITEM_SIZES``.
         """
         if dtype not in ITEM_SIZES:
-            raise WeightsError(f"expected tensor {name!r} to be one of {sorted(ITEM_SIZES)}, got {dtype}")
+            raise WeightsError(f"tensor {name!r}: expected a dtype in {sorted(ITEM_SIZES)}, got {dtype}")
         size = math.prod(shape) * ITEM_SIZES[dtype]
         offset = -(-self._end // ALIGNMENT) * ALIGNMENT
         if self._end and offset + size > self._bucket_bytes:
@@ -180,7 +180,7 @@ def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
 
 def _check_place(spec: TensorSpec, bucket_sizes: Sequence[int]) -> None:
     if spec.dtype not in ITEM_SIZES:
-        raise WireError(f"expected tensor {spec.name!r} to be one of {sorted(ITEM_SIZES)}, got {spec.dtype[:80]!r}")
+        raise WireError(f"tensor {spec.name!r}: expected a dtype in {sorted(ITEM_SIZES)}, got {spec.dtype[:80]!r}")
     size = spec.size_bytes
     is_inside = spec.bucket < len(bucket_sizes) and spec.offset + size <= bucket_sizes[spec.bucket]
     if not is_inside or spec.offset % ALIGNMENT:

@@ -136,7 +136,7 @@ def test_pieces_of_an_answer_add_up_and_finite_logprobs_are_the_sampling_mask():
 
 def test_a_sampling_mask_that_may_go_on_beyond_the_list_is_an_error():
     # Three tokens listed and all kept: a fourth with the logit of the third would not be seen.
-    with pytest.raises(EngineError, match=r"all 3 likeliest tokens.*raise sampling\.top_k"):
+    with pytest.raises(EngineError, match=r"the 3 most likely tokens.*raise sampling\.top_k"):
         Gathered(vocab_size=64).add([7], FlatLogprobs([[(7, -0.5), (3, -1.0), (9, -2.0)]]))
     # Of a vocabulary of three nothing is left to be seen.
     whole = Gathered(vocab_size=3)

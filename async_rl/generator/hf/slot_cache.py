@@ -122,7 +122,10 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one token a row, [R, H, 1, D]; everything up to the longest row, [R, H, length, D]."""
+        """Store keys and values [R, H, 1, D] of one new token per row.
+
+        Return the cached keys and values [R, H, length, D]; ``length`` is that of the longest row.
+        """
         if not self._windows:
             self._windows = self._opened(key_states, value_states)
         window = self._windows[layer_idx]

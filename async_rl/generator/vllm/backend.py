@@ -257,10 +257,10 @@ class VllmBackend:
                 logger.warning("vLLM is paused while it loads a version, which it can't prepare: %s", obstacle)
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
-        """See ``backend.Backend``; what is not prepared yet, is prepared first.
+        """See ``backend.Backend``. Prepares the version first if necessary.
 
-        The pause is how long vLLM's engine core was kept from running a decode step: see ``VllmEngine.swap``, and
-        ``VllmEngine.load_paused`` for an engine that does not prepare.
+        Returns the pause: the seconds in which vLLM's engine core could not run a decode step (see ``VllmEngine.swap``
+        and ``load_paused``).
         """
         while not self.prepare(version, weights):
             self._early += self._engine.poll(0.0)
@@ -286,10 +286,11 @@ class VllmBackend:
     def score_tokens(
         self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
     ) -> np.ndarray | None:
-        """See ``parity.ScoringBackend``: a request of one token for each, through the sampler of the rollouts.
+        """See ``parity.ScoringBackend``. Each scored token is one request with its prefix as prompt.
 
-        ``cached_decode`` takes prefixes from the cache, as new rollouts do; ``full_forward`` takes none. None
-        while a running rollout uses top-p or top-k: vLLM would not list masks for requests in a step with these.
+        It is sampled as in rollouts. ``cached_decode`` may use the prefix cache; ``full_forward`` does not. Returns
+        None while a running rollout uses top-p or top-k: in a step with such a rollout vLLM would not return all
+        log-probabilities.
 
         Raises:
             EngineError: the engine has died, or does not answer.

@@ -1,14 +1,14 @@
-"""A version made ready in a vLLM worker while it decodes: a thread that fills a double buffer.
+"""Prepare a version in a vLLM worker while it decodes: a thread fills a double buffer.
 
-The worker's own thread serves one call of vLLM after the other, decode steps among them. The thread of ``Preparer``
-serves the generator's commands (``worker_link``), so a preparation holds no step up but by the processor time, the
-memory bandwidth and Python's lock that it takes. Only ``swap`` is called between two steps; it swaps pointers.
+The worker's own thread runs vLLM's calls, decode steps among them, one after the other. The thread of ``Preparer``
+serves the generator's commands (``worker_link``). So a preparation does not block decode steps; it only competes for
+processor time, memory bandwidth and Python's lock. Only ``swap`` is called between two steps; it exchanges pointers.
 
-A ``DoubleBuffer`` is a second set of the model's tensors, on the CPU only. vLLM's CPU build computes with weights that
-it has packed for its kernels, which passes over the bytes several times. The buffer is the model's tree of layers once
-more, without their tensors: it gets fresh ones in the layout that a checkpoint has, is loaded and packed by vLLM's own
-code, layer by layer, while the model itself decodes on, and hands its tensors and kernels over in ``swap``. The layers
-that are called stay the same objects, and so do their parameters. The names are those of vLLM 0.32.
+A ``DoubleBuffer`` is a second set of a vLLM model's tensors (CPU only). It is loaded while the model decodes; then
+pointers are exchanged. vLLM's CPU build repacks weights for its kernels, which is slow. ``DoubleBuffer`` copies the
+model's module tree without tensors, allocates new tensors in checkpoint layout, and lets vLLM load and pack them layer
+by layer. ``swap`` then moves the new tensors and kernels into the existing layer and parameter objects. The names are
+those of vLLM 0.32.
 """
 
 from __future__ import annotations

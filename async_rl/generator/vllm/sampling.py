@@ -22,7 +22,7 @@ PROGRESS_TOKENS = 16
 """vLLM reports a running sequence after this many new tokens."""
 
 _SPARE = 8
-"""Tokens with exactly the k-th logit stay beside the top k; so many more are asked for, to be seen."""
+"""Tokens that tie with the k-th logit stay, too; this many further log-probabilities are requested to detect them."""
 _MAX_LISTED = 4096
 """Logprobs a token that are asked for at most."""
 
@@ -34,7 +34,7 @@ def seeds(lease: Lease) -> list[int]:
 
 
 def num_listed(sampling: Sampling, vocab_size: int) -> int:
-    """Logprobs to ask for beside the sampled token's: enough to list every sampling mask whole.
+    """Number of logprobs to request in addition to the sampled token's: enough to list every sampling mask completely.
 
     Raises:
         ModelError: top-p alone may keep any number of a large vocabulary.
@@ -84,7 +84,7 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
 
 
 def scoring_parameters(temperature: float, token_id: int) -> Any:
-    """For one token, whatever it will be, with the log-probability of ``token_id`` in its place; no top-p or top-k."""
+    """Parameters to sample any one token, and report the log-probability of ``token_id``. No top-p or top-k."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
@@ -153,8 +153,8 @@ class Gathered:
         kept = np.unique(ids[logprobs > -np.inf])
         if len(kept) == listed < vocab_size:
             raise EngineError(
-                f"all {listed} likeliest tokens that vLLM listed were kept, so there may be more with the same logit "
-                f"as the last; raise sampling.top_k"
+                f"vLLM returned log-probabilities of the {listed} most likely tokens, and all are in the sampling "
+                f"mask. More tokens may tie with the last one, so the mask may be incomplete; raise sampling.top_k"
             )
         self._counts.append(len(kept))
         self._allowed_ids.append(kept)

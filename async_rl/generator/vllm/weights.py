@@ -1,8 +1,8 @@
 """Our weight transfer inside vLLM's worker processes: from the generator's shared memory into the model.
 
-Built by vLLM, by the name that ``plugin`` registers. The bytes are there before the engine is paused, received
-and verified by the generator. There are two ways to take them over: *prepared* beside decoding and swapped in by
-pointers (``prepare``; on the CPU), or *loaded* by vLLM's own update while the engine is paused.
+vLLM builds it, by the name that ``plugin`` registers. The generator has received and verified the bytes before the
+engine is paused. The model gets them in one of two ways: *prepared* while it decodes and swapped in by pointers
+(``prepare``; on the CPU), or *loaded* by vLLM's own update while the engine is paused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from async_rl.weights.manifest import digest_bytes
 
 
 class WorkerCalls:
-    """Mixed into vLLM's workers: what ``vllm_core`` and the generator call in them."""
+    """Mixed into vLLM's workers: the methods that ``plugin`` and the generator call in them."""
 
     def preparing_obstacle(self) -> str:
         """Why versions can't be prepared here; empty: they can."""
@@ -68,7 +68,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """Where the memory is and what lies in it, and the pipes (see ``worker_link``)."""
+    """The path, size and tensors of the shared memory, and the pipes (see ``worker_link``)."""
 
     path: str
     size_bytes: int
@@ -79,7 +79,7 @@ class SharedInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedUpdate(WeightTransferUpdateInfo):
-    """Everything that lies in the memory is one version; there is nothing else to say."""
+    """An update without fields: the shared memory holds exactly one version."""
 
 
 class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):

@@ -1,13 +1,13 @@
-"""What a generator shares with vLLM's worker processes: memory for one version's tensors, pipes for commands. No torch.
+"""Share memory for one version's tensors, and pipes for commands, with vLLM's worker processes. No torch.
 
-Neither has a name in any file system: the workers, processes of the same user, open them through ``/proc``.
+Memory and pipes have no name in any file system. The workers run as the same user and open them through ``/proc``.
 
-``SharedStaging`` is the memory. The generator writes a version there, outside the engine's step; every worker maps the
-same pages once (``map_tensors``), so that a swap is a copy. The memory is an anonymous file of the generator and goes
-with the last process that holds it, however that one ends.
+``SharedStaging`` is the memory. The generator writes a version there while the engine decodes; every worker maps the
+same pages once (``map_tensors``), so that a swap is a copy. The memory is an anonymous file of the generator. The
+kernel frees it when the last process that uses it ends.
 
-``PrepareChannel`` is the pipes to the threads that prepare versions in the workers. What vLLM's own calls carry is
-served between two decode steps and holds them up; these pipes go past its engine. Commands are the lines
+``PrepareChannel`` is the pipes to the threads that prepare versions in the workers. vLLM serves its own calls between
+two decode steps, which delays the next step; these pipes bypass its engine. Commands are the lines
 ``prepare NUMBER`` and ``release``. A report is a line of JSON, ``{"rank", "number", "error"}``, written at once.
 """
 
@@ -34,7 +34,10 @@ LONGEST_ERROR = 1500
 
 
 class SharedStaging:
-    """Room for one version. The layout is that of the first ``write``; later versions have the same tensors."""
+    """Shared memory for the tensors of one version.
+
+    The first ``write`` fixes names, dtypes and shapes. Later writes must have the same ones and overwrite the memory.
+    """
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("async-rl-weights", os.MFD_CLOEXEC)

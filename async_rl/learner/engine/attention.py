@@ -141,7 +141,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
-            f"{name} can't be trained on packed rows: expected a decoder whose only mixing of tokens is attention by "
+            f"{name} can't be trained on packed rows: all mixing between tokens must be attention that runs through "
             "transformers' AttentionInterface; choose a model such as Qwen2, Qwen3 or Llama (model.path)"
         )
     AttentionInterface.register(ATTENTION_NAME, packed_attention_forward)

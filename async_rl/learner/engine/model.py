@@ -142,9 +142,9 @@ def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
 
 
 class PolicyModel(nn.Module):
-    """A causal LM that gives log-probabilities of chosen tokens of a packed row.
+    """A causal LM that computes log-probabilities of given tokens in a packed row.
 
-    Dropout is off, for a ratio pi/mu means nothing under it.
+    Dropout is disabled, because it would make the ratio pi/mu meaningless.
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:

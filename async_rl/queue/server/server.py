@@ -1,10 +1,10 @@
 """The queue server: one ROUTER socket around the buffer, one thread, one loop.
 
-It waits for nobody. Requests that can't be answered yet are pending and tried again after every change; malformed ones
-are counted and answered. The changes of a turn are committed to the journal before its replies are sent, so a crash
-never loses what a client has been sent. ``queue.json`` says where the server is, ``ledger.json`` what became of every
-group. The server ends when the run is finished and its generators know it, when its learner is gone for
-``queue.linger_s``, when its parent dies (the parent watch), or on SIGTERM.
+Requests that can't be answered yet wait and are retried after every change. Changes are committed before replies go
+out, so a crash can't undo an answered request. Malformed requests are counted and answered with an error.
+``queue.json`` has the server's address and process, ``ledger.json`` the outcome of every group. The server ends when
+the run is finished and its generators know it, when its learner is gone for ``queue.linger_s``, when its parent dies
+(the parent watch), or on SIGTERM.
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ class _Bundle:
 
 
 class Endpoint:
-    """A ROUTER socket at ``config.address`` that limits what it accepts to ``rates``.
+    """A ROUTER socket bound to ``config.address``, with rate limits from ``rates``.
 
-    ``last_port`` is tried first where the config leaves the port open.
+    If the config sets no port, ``last_port`` is tried first.
 
     Raises:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.

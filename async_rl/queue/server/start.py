@@ -180,7 +180,10 @@ def answering_run(address: str, timeout_s: float, keys: ClientKeys | None = None
 
 
 def _running(config: Config, run_id: str) -> str | None:
-    """A live server of this run (or of no run yet): the recorded one, or the one at a fixed address."""
+    """Return the address of a live server that serves this run, or no run yet; None if there is none.
+
+    Try the recorded address, then a fixed ``queue.address``.
+    """
     record, keys = read_record(Path(config.run.dir)), client_keys_of(config.queue.keys)
     if record is not None and _is_alive(record.pid) and answering_run(record.address, _PING_S, keys) in (run_id, ""):
         return record.address

@@ -89,7 +89,10 @@ class Changes:
         self._fresh: set[tuple[Kind, str]] = set()
 
     def put(self, kind: Kind, key: str, source: Any, *, is_new: bool = False) -> None:
-        """A record is there now; ``source.record()`` is called at the drain. ``is_new``: it never was before."""
+        """Add or replace a record. The next ``drain`` calls ``source.record()`` to get its fields.
+
+        ``is_new``: no earlier commit holds this key, so deleting the record before the drain writes nothing.
+        """
         if self._is_wanted:
             if is_new:
                 self._fresh.add((kind, key))
@@ -123,9 +126,9 @@ class Saved:
 class Journal:
     """Small records and payloads that outlive the process; a ``PayloadStore``. One directory, one owner.
 
-    ``identity`` says whose records these are; the directory keeps the first that is given, and one who gives none may
-    have it, too (a server that was started by hand is told its run by the learner). After a start: ``load``,
-    then ``adopt`` if there was anything, then ``commit`` as often as wanted. Never from two threads at once.
+    ``identity`` names the run of these records. The directory keeps the first one that is given, and an
+    owner without an identity may open it, too: a server started by hand learns its run id from the learner. After a
+    start: ``load``, then ``adopt`` if ``load`` returned something, then ``commit`` repeatedly. It is not thread-safe.
 
     Raises:
         ConfigError: the directory can't be made, or lies on a network file system.

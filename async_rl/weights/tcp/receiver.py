@@ -116,7 +116,10 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 class _VersionPull:
-    """One version on its way into ``buffer``. ``base``: buckets of the weights from which the deltas start."""
+    """Receives one version into ``buffer``.
+
+    ``base`` holds the buckets of the weights to which deltas are applied; None without deltas.
+    """
 
     def __init__(
         self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, base: Sequence | None, connection: _KeptConnection
