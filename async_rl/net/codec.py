@@ -1,4 +1,4 @@
-"""Records to messages and back: the only place that knows how a ``Group`` looks on the wire."""
+"""Encode records as messages, and decode them. Only this module defines the wire format of a ``Group``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TurnFields(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a group's message says beside its arrays. R rollouts of S sequences with T tokens in all.
+    """The fields of a group's message in addition to its arrays. R rollouts of S sequences with T tokens in all.
 
     Attributes:
         num_sequences: [R], adds up to S.
@@ -109,10 +109,10 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def encode_group(group: Group) -> bytes:
-    """The group as a frame of its own, so that the queue can keep and hand on its bytes unread.
+    """Encode the group as a separate frame, so that the queue can store and send its bytes without decoding them.
 
-    Rollouts travel as columns, as ``FlatGroup`` has them: a fixed number of lists is packed, checked and summed up
-    much faster than a map for each.
+    Rollouts are sent as columns, as in ``FlatGroup``: packing, checking and summing a fixed number of lists is much
+    faster than one map per rollout.
     """
     rollouts = group.rollouts
     sequences = [s for r in rollouts for s in r.sequences]
@@ -249,7 +249,7 @@ def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
 
 
 def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
-    """The group in ``frame``, not taken apart: for whoever needs only a few facts of it.
+    """The group in ``frame``, as flat columns: for callers that need only a summary of it.
 
     Raises:
         WireError: where ``decode_group`` does.

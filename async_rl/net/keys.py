@@ -1,7 +1,7 @@
-"""CURVE keys: who may talk to a run's sockets, and what makes the talk unreadable to others.
+"""CURVE keys: they define who may connect to a run's sockets, and encrypt the messages.
 
 ``async-rl keys new DIR`` makes a directory: ``queue.key`` (the server's pair), a file for every client (its pair, with
-the server's public key: all that a client needs) and ``allowed.txt``, the public keys that are let in. Servers
+the server's public key: all that a client needs) and ``allowed.txt``, the public keys that are admitted. Servers
 ``guard`` their socket with it; clients ``identify`` themselves on theirs.
 """
 
@@ -90,7 +90,7 @@ class ServerKeys:
     def guard(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> Guard:
         """Set the keys on ``socket``, before ``bind``: only listed clients get in. The caller stops the guard last."""
         guard = _start_guard(context, AllowList(self.allowed))
-        # With a domain the guard must be asked: without an answer from it nobody gets in.
+        # With a domain the guard must be asked: without its answer no client is admitted.
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         return guard
@@ -127,7 +127,7 @@ class AllowList:
             if stamp != self._stamp:
                 self._names, self._stamp = read_allowed(self._path), stamp
         except (OSError, KeyFileError):
-            # A list that can't be read lets nobody in.
+            # If the list can't be read, no client is admitted.
             self._names, self._stamp = {}, None
 
 

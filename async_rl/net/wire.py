@@ -8,9 +8,9 @@ The header is ``[schema, type, fields, [[dtype, shape, offset], ...], number of 
 the padded header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits``, and
 against the bytes that are really there, before anything is allocated; messages of a type that comes often are read by
 a ``TypedReader``, which checks their fields in C. Arrays are read-only views into the frame.
-*Parts* are byte strings that travel behind the frame as frames of their own, for whoever passes them on unread: nobody
-on the way has to copy them. Who sends and receives frames sees to them; here they are only counted.
-Errors quote through ``reprlib``: what they quote may be huge, or nested deeper than ``repr`` can go.
+*Parts* are byte strings that follow the frame as separate frames, so that a process can forward them without a copy or
+decoding. The code that sends and receives frames handles them; this module only counts them.
+Errors quote through ``reprlib``: the quoted data may be huge, or nested deeper than ``repr`` supports.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Limits:
     """What a frame may claim.
 
     ``max_items`` bounds every list and every map of its fields; ``max_depth`` how deep they lie inside one another, the
-    header's own list counted. None: who sends it is believed, and its fields are not looked through for these two, nor
-    for what is no plain data.
+    header's own list counted. If None, the sender is trusted: its fields are not checked for these two limits, nor for
+    being plain data.
     """
 
     max_bytes: int = 1 << 30
@@ -70,10 +70,10 @@ class Message(msgspec.Struct, frozen=True, eq=False):
     parts: tuple[Frame, ...] = ()
 
     def with_parts(self, parts: Iterable[Frame]) -> Message:
-        """This message, whole.
+        """Return this message with its parts.
 
         Raises:
-            WireError: not as many as it says.
+            WireError: the number of parts is not ``num_parts``.
         """
         found = tuple(parts)
         if len(found) != self.num_parts:
@@ -82,7 +82,7 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
 
 Piece = bytes | memoryview
-"""Of a frame. A view is one of plain bytes, so that its length is its size."""
+"""A piece of a frame. A view must be of plain bytes, so that its length is its size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,7 +210,7 @@ class TypedReader(Generic[_F]):
         try:
             header: _TypedHeader[_F] = self._decoder.decode(raw)
         except (ValueError, RecursionError) as error:
-            # What is wrong with any message, its schema say, is the better answer.
+            # An error that applies to any message, such as its schema, is the better report.
             decode(frame, limits)
             raise WireError(f"not the fields of a {self._type!r} message: {error}") from error
         if (header.schema, header.type, header.num_parts) != (SCHEMA_VERSION, self._type, 0):
@@ -258,7 +258,7 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
 
 
 def _unpacked(raw: memoryview) -> Any:
-    """Nothing is allocated for items that are only claimed, and nothing nested beyond what the stack can carry."""
+    """Unpack msgpack. It allocates nothing for items that are only claimed, and limits the nesting."""
     try:
         return _DECODER.decode(raw)
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What one version of the weights consists of, and its digests. No torch.
+"""The manifest of one version of the weights: its tensors, layout and digests. No torch.
 
 A version is a list of buckets: flat byte strings of about ``bucket_bytes`` each. Tensors lie in them one after the
 other, aligned to ``ALIGNMENT``, with zeros between. Staging writes manifests; receivers verify what they received
@@ -47,7 +47,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where every tensor lies; the same for all versions of a run."""
+    """The place of every tensor. It is the same for all versions of a run."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_sizes: tuple[int, ...]

@@ -186,7 +186,7 @@ class Publisher:
 
     @property
     def address(self) -> str:
-        """What goes into ``Announcement.channel``."""
+        """The value of ``Announcement.channel``."""
         return self._socket.address
 
     def publish(self, staged: StagedVersion) -> None:
@@ -341,7 +341,7 @@ class Publisher:
             self._scheduler.leave(member_id)
 
     def _update_stats(self) -> None:
-        """Show other threads how things are."""
+        """Update the counters that other threads read."""
         pull = self._pull.stats
         stats = PublisherStats(
             members=len(self._scheduler.members),

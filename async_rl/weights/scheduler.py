@@ -1,4 +1,4 @@
-"""Decides who receives which version, when, how and with whom. A pure state machine: no sockets, threads or clock.
+"""Decides which members receive which version, when, and by which transport. Pure: no sockets, threads or clock.
 
 The publisher reports events (``join``, ``ack``, ...) and carries out the actions that ``advance`` returns. A member
 (a generator that joined the weights channel) gets the wanted version in one of two ways:
@@ -263,7 +263,7 @@ class SyncScheduler:
 
     @property
     def awaited(self) -> set[bytes]:
-        """Members whose answer is waited for now."""
+        """Members whose answer is awaited now."""
         pulling = {m.member_id for m in self.members.values() if m.pull is not None}
         return pulling | (self._unanswered if self._phase == "sending" else self._invited - self._ready)
 

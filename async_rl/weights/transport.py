@@ -48,7 +48,7 @@ class TransportSender(Protocol):
     """The learner's side of a transport. Only the publisher's thread calls it; no method waits."""
 
     def deliver(self, delivery: Delivery, send: Send) -> None:
-        """Send each member what it has to know, and start."""
+        """Send each member its instructions, and start."""
         ...
 
     def end(self, attempt: int, *, intact: bool) -> None:
@@ -83,7 +83,7 @@ class PullSender(TransportSender, Protocol):
         ...
 
     def poll(self) -> None:
-        """Do what there is to do. Called when something that the sender registered with the poller is readable."""
+        """Handle pending events. Called when a socket that the sender registered with the poller is readable."""
         ...
 
 
@@ -123,8 +123,8 @@ class TransportReceiver(Protocol, Generic[OrderT]):
         Call the fault point ``generator.receiving`` after each bucket, where tests let a generator die.
 
         Raises:
-            CorruptWeightsError: what came does not match its digests.
-            WeightsError: it did not come.
+            CorruptWeightsError: the received bytes do not match their digests.
+            WeightsError: the version could not be received.
         """
         ...
 
@@ -135,7 +135,7 @@ class TransportReceiver(Protocol, Generic[OrderT]):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSettings:
-    """What the sender of a collective is made with.
+    """The arguments of a collective's sender.
 
     Args:
         bind_host: where rendezvous stores listen; may be a wildcard.
@@ -156,7 +156,7 @@ class CollectiveSettings:
 
 @dataclass(frozen=True, slots=True)
 class PullSettings:
-    """What the sender of a pull transport is made with.
+    """The arguments of a pull transport's sender.
 
     Args:
         bind_host: where it listens; may be a wildcard.

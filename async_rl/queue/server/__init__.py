@@ -2,5 +2,5 @@
 
 Requests of learner and generators enter at one socket; replies, notices and batches leave. ``start`` starts a server or
 finds the one that runs (called by the command ``async-rl queue``, ``launch`` and the learner); ``server`` is its loop,
-``sockets`` the socket with its limits, ``clients`` what is known of the peers, ``handlers`` a function a request.
+``sockets`` the socket with its limits, ``clients`` the state of each peer, ``handlers`` one function per request.
 """

@@ -1,4 +1,4 @@
-"""What the server keeps about its clients: the generators that it knows, and the requests that wait for a reply.
+"""The server's state about its clients: the known generators, and the requests that wait for a reply.
 
 Generator ids come from peers, so everything that is stored by id is stored in ``GeneratorRegistry``, with one limit on
 their number. A handler returns a ``Reply``, or a ``Deferred`` where the answer has to wait (a long poll);
@@ -20,7 +20,7 @@ from async_rl.queue.messages import LeasesGranted
 
 MAX_GENERATORS = 4096
 FORGET_S = 300.0
-"""A generator that was silent for so long, or that left, is removed when another needs its place."""
+"""A generator that was silent for this long, or that left, is removed when another needs its place."""
 MAX_ANSWER_BYTES = 32 << 10
 
 
@@ -35,12 +35,12 @@ class ProbeAnswer:
 
 @dataclass(slots=True)
 class Generator:
-    """What the server knows about one generator.
+    """The server's state about one generator.
 
     Attributes:
         peer: the routing id of its connection; None if unknown.
         granted: the id of its last lease request, and the answer.
-        told: the version it had active and the one it was last told to activate.
+        told: its active version, and the version that the last reply asked it to activate.
         answer: its newest probe answer. Not journaled: after a restart the learner asks again at a later version.
     """
 
@@ -66,13 +66,13 @@ class GeneratorRegistry:
         return len(self._generators)
 
     def seen(self, generator_id: str, now: float, peer: bytes | None = None) -> Generator:
-        """The generator that sent a message, registered if it is new. With ``peer``, its answers go there from now on.
+        """Return the generator that sent a message. Register a new one. With ``peer``, its answers are sent there.
 
         Raises:
-            WireError: that connection belongs to another generator. QueueError: there is no place for a new one.
+            WireError: the connection belongs to another generator. QueueError: the registry is full.
         """
         if peer is not None and (known := self._by_peer.get(peer, generator_id)) != generator_id:
-            # Otherwise one peer could fill the registry, and be sent every notice once for each of its names.
+            # Otherwise one peer could fill the registry, and get every notice once for each of its ids.
             raise WireError(f"expected messages of generator {known!r} on this connection, got one of {generator_id!r}")
         generator = self._generators.get(generator_id)
         if generator is None:
@@ -105,7 +105,7 @@ class GeneratorRegistry:
         return {name: a.data for name, a in answers.items() if a.lineage == lineage and a.version >= version}
 
     def leave(self, generator_id: str) -> None:
-        """The generator said goodbye, or is replaced."""
+        """Mark a generator as gone: it sent ``Goodbye``, or is replaced."""
         generator = self._generators.get(generator_id)
         if generator is not None:
             self._unbind(generator)
@@ -117,7 +117,7 @@ class GeneratorRegistry:
         return generator is not None and generator.has_left
 
     def forget_answers(self) -> None:
-        """A new learner attached: do not repeat lease answers of the last one's time."""
+        """Delete the kept lease answers, because a new learner attached."""
         for generator in self._generators.values():
             generator.granted = generator.told = None
         self.num_changes += 1
@@ -142,12 +142,12 @@ class GeneratorRegistry:
 
 
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
-"""A hello and a lease request of every generator. Beyond, requests are answered at once."""
+"""A hello and a lease request of every generator. Above this number, requests are answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Who asked for what. ``generator_id`` is None for messages that no generator sent."""
+    """The sender and type of a request. ``generator_id`` is None for messages that no generator sent."""
 
     peer: bytes
     request_id: str | None
@@ -205,7 +205,7 @@ class PendingRequests:
         self.answer(now)
 
     def answer(self, now: float) -> None:
-        """Try all in order of arrival, again and again until no answer changes the queue any more."""
+        """Try all requests in order of arrival. Repeat until no answer changes the queue."""
         revision = None
         while revision != self._revision():
             revision = self._revision()
@@ -223,7 +223,7 @@ class PendingRequests:
         return (pending.deadline for pending in self._pending)
 
     def waits(self, now: float) -> list[dict[str, Any]]:
-        """Who waits for what, and for how long, as plain data for ``async-rl status``."""
+        """The pending requests with their peers and waiting times, as plain data for ``async-rl status``."""
         return [
             {"who": p.request.generator_id or "learner", "for": p.request.type, "since_s": now - p.since}
             for p in self._pending

@@ -1,8 +1,8 @@
 """One request in, one reply out: messages become calls of the buffer. The server calls it; it owns no socket.
 
 A handler gets the request as its record and returns a ``Reply``, or a ``Deferred`` that the server tries again after
-every change until the request's time is up. Anything wrong with a message raises ``WireError`` or ``QueueError``, which
-the server answers.
+every change until the request's time is up. A malformed or refused message raises ``WireError`` or ``QueueError``,
+which the server sends as the reply.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from async_rl.queue.server.clients import MAX_ANSWER_BYTES, Deferred, GeneratorR
 from async_rl.queue.storage.payloads import Payload
 
 MAX_WAIT_S = 60.0
-"""A request waits no longer for its reply; its client asks again."""
+"""Maximum seconds that a request waits for its reply. Then its client repeats it."""
 _MESSAGE_BYTES = 1 << 20
 _MAX_MESSAGES = 64
-"""Of one batch: well below the number that a socket queues for a peer before it drops some."""
+"""Maximum messages of one batch: well below the number that a socket queues for a peer before it drops some."""
 
 
 @dataclass(frozen=True, slots=True)
 class WelcomePack:
-    """What the learner brought for generators."""
+    """The data for generators that the learner sent when it attached."""
 
     config_toml: str
     names: tuple[str, ...]
@@ -56,7 +56,7 @@ class WelcomePack:
 
 
 class Handlers:
-    """Requests by type. ``run_id`` is that of the first learner, unless it was given."""
+    """Handles requests by type. ``run_id`` is that of the first learner, unless it was given."""
 
     def __init__(self, buffer: Buffer, config: Config, eval_rows: Mapping[str, Sequence[Row]], run_id: str) -> None:
         self.buffer, self.run_id = buffer, run_id
@@ -66,7 +66,7 @@ class Handlers:
         self.learner_gone = False
 
     def handle(self, message: Message, now: float) -> Reply | Deferred | None:
-        """The reply; None if the request wants none.
+        """Return the reply; None if the request needs none.
 
         Raises:
             WireError: the message is malformed. QueueError: it is refused.
@@ -80,7 +80,7 @@ class Handlers:
         """The id of the generator that sent this, registered with its connection; None for messages of others.
 
         Raises:
-            WireError: the id is malformed. QueueError: there is no place for another generator.
+            WireError: the id is malformed. QueueError: the registry of generators is full.
         """
         if message.type not in GENERATOR_REQUESTS:
             return None
@@ -117,7 +117,7 @@ class Handlers:
             now=now,
         )
         if self.buffer.learner is not before:
-            # Lease answers of another learner's time may name versions that this one does not have.
+            # Lease answers given under another learner may name versions that this one does not have.
             self.registry.forget_answers()
         self.run_id, self.learner_gone = request.run_id, False
         self.welcome = WelcomePack(request.config_toml, request.files, tuple(map(bytes, parts[:num_files])))
@@ -224,7 +224,7 @@ class Handlers:
         def attempt(now: float, last: bool) -> Reply | None:
             granted = self.buffer.lease(generator_id, active, request.max_leases, now)
             told = (active, granted.activate)
-            # A generator that has not yet activated the version it was told waits; else it would ask in a loop.
+            # A generator that has not yet activated the requested version must wait; else it would ask in a loop.
             is_news = granted.activate is not None and generator.told != told
             if not (granted.leases or is_news or last or self.buffer.finished):
                 return None
@@ -280,11 +280,11 @@ class Handlers:
 
     @property
     def saved_key(self) -> tuple[Any, ...]:
-        """Changes when the result of ``save`` does."""
+        """A key that changes whenever the result of ``save`` does."""
         return self.run_id, self.learner_gone, self.registry.num_changes
 
     def save(self) -> dict[str, Any]:
-        """Everything but the welcome."""
+        """The state of the handlers without the welcome, as plain data."""
         granted = {
             generator_id: (request_id, [lease.lease_id for lease in answer.leases])
             for generator_id, (request_id, answer) in self.registry.granted().items()
@@ -311,12 +311,12 @@ class Handlers:
 
     @property
     def news(self) -> tuple[Announcement | None, bool]:
-        """What every generator must know: the newest version, and whether the run is over."""
+        """The notice for all generators: the newest version, and whether the run is over."""
         learner = self.buffer.learner
         return None if learner is None else learner.announcement, self.buffer.finished
 
     def notice(self, generator_id: str) -> dict[str, Any]:
-        """What any message to a generator may carry in addition: the news, and its cancelled leases."""
+        """The notice for one generator, which any message to it may carry: the news, and its cancelled leases."""
         announcement, finished = self.news
         notice: dict[str, Any] = {}
         if announcement is not None:

@@ -52,25 +52,25 @@ from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 logger = logging.getLogger(__name__)
 
 LEARNER_SILENCE_S = 20.0
-"""A learner that said nothing for so long, not even that it is alive, is gone."""
+"""A learner that sent nothing for this long, not even ``Alive``, counts as gone."""
 FINISH_GRACE_S = 10.0
-"""After the end, generators have so long to hear of it."""
+"""Time after the end of the run in which generators are notified."""
 _DRAIN_S = 0.003
-"""Messages are handled for so long before their replies go out. Longer, and the learner waits behind generators'
-returns; shorter, and every message pays for a commit of its own."""
+"""Messages are handled for this long before their replies are sent. If it were longer, the learner would wait behind
+generators' returns; if shorter, each message would need its own commit."""
 _MAX_DRAIN = 256
 _RECENT_BYTES = 256 << 20
-"""Groups in memory beside the journal."""
+"""Size limit of the groups that are kept in memory in addition to the journal."""
 
 
 class QueueServer:
-    """Binds at once; ``run`` serves until the end. ``orphan_s``: ends if no learner attaches for so long.
+    """Binds at once; ``run`` serves until the end. It ends if no learner attaches within ``orphan_s``.
 
     Raises:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
         KeyFileError: the keys of ``queue.keys`` are missing or unfit.
         ConfigError: the queue can't hold one step.
-        ModelError: how much room a step needs depends on the model, which is not there.
+        ModelError: the size of a step depends on the model, which is not there.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class QueueServer:
         )
         settings = BufferSettings.from_config(config, vocab_size=_vocabulary_size(config))
         run_dir = Path(config.run.dir)
-        # A server that is refused its address leaves no journal behind.
+        # Bind first: a server that can't bind its address must not create a journal.
         self._endpoint = Endpoint(
             config.queue, config.experimental, insecure=insecure, last_port=last_port(run_dir, run_id)
         )
@@ -136,11 +136,11 @@ class QueueServer:
         os.write(self._wake_write, b"x")
 
     def run(self) -> str:
-        """Serve; the reason why it ended."""
+        """Serve until the end. Return the reason for it."""
         self._files.record(self._handlers.run_id)
         if self._on_ready is not None:
             self._on_ready(self.address)
-        # The rows stay for good: no collection needs to look at them again.
+        # The rows are never freed, so the garbage collector need not scan them.
         gc.freeze()
         logger.info("the queue serves %s", self.address)
         try:
@@ -191,13 +191,13 @@ class QueueServer:
         self._endpoint.note_refused(now)
 
     def _receive(self, peer: bytes, frames: list[memoryview]) -> None:
-        """What a client sent together: one message, or some behind one another, each with its parts."""
+        """Handle one multipart message: one or several messages, each followed by its parts."""
         left = self._receive_first(peer, frames)
         while left and self._endpoint.admits_another(peer, time.monotonic()):
             left = self._receive_first(peer, left)
 
     def _receive_first(self, peer: bytes, frames: list[memoryview]) -> list[memoryview]:
-        """Handle the first message; the frames behind it, none if it did not tell where it ends."""
+        """Handle the first message. Return the frames after it; none if its number of parts is unknown."""
         request_id: str | None = None
         left: list[memoryview] = []
         try:
@@ -216,7 +216,7 @@ class QueueServer:
         return left
 
     def _failed(self, peer: bytes, error: Exception) -> Reply:
-        """The server outlives bad requests, and its own bugs: the request is refused, and the log has the place."""
+        """Return the error reply for an exception. The server continues; its own bugs are logged with a traceback."""
         if isinstance(error, WireError):
             self._endpoint.note_malformed(peer, time.monotonic())
         if not isinstance(error, AsyncRLError):
@@ -254,7 +254,7 @@ class QueueServer:
             self._endpoint.send(request.peer, [frame, *message.parts])
 
     def _whole_status(self, status: Status) -> Status:
-        """The status with what the server knows in addition to the buffer."""
+        """The status of the buffer, extended by the server's own."""
         waits = self._pending.waits(time.monotonic())
         extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
         return Status({**status.status, **extra})
@@ -272,7 +272,7 @@ class QueueServer:
     # Durability.
 
     def _commit(self) -> None:
-        """Write down what changed since the last turn."""
+        """Commit the changes since the last turn to the journal."""
         if self._journal is None or self._committed == self._buffer.revision:
             return
         state = {"queue": self._buffer.save()}
@@ -287,7 +287,7 @@ class QueueServer:
         fault_point("queue.journaled")
 
     def _load(self, journal: Journal) -> None:
-        """Go on where the last server of this journal stopped."""
+        """Restore the state that the last server of this journal committed."""
         found = journal.load()
         if found is None:
             return
@@ -297,14 +297,14 @@ class QueueServer:
         journal.adopt(self._buffer.load(found.entries, found.state["queue"], rows, samplings, now))
         self._handlers.load(unpack(found.state["handlers"]), welcome, now)
         self._saved_welcome = self._handlers.welcome
-        # Loading is no change of its own.
+        # Loading must not count as a change.
         self._changes.drain()
         self._committed = self._buffer.revision
         stats = self._buffer.stats()
         logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
 
     def _push_notices(self) -> None:
-        """Tell generators unasked of a new version, the end, and leases to stop."""
+        """Notify generators of a new version, the end of the run, and cancelled leases."""
         news = self._handlers.news
         everyone = news != self._last_news and news != (None, False)
         self._last_news = news
@@ -360,7 +360,7 @@ def _error(error: Exception) -> Reply:
 
 
 def _vocabulary_size(config: Config) -> int | None:
-    """That of the tokens that are sampled, where the room to reserve depends on it: top-p without top-k."""
+    """The size of the model's vocabulary, if the memory to reserve depends on it: top-p without top-k. Else None."""
     if config.sampling.top_p == 1 or config.sampling.top_k:
         return None
     return config.own_vocab_size or vocabulary_size(config.model.path)

@@ -1,10 +1,11 @@
 """The server's socket: bound, guarded by keys, with limits on rates and sizes. Raw frames enter and leave.
 
-A peer is one connection, known by its routing id, and not a key or a host: by default all roles of a run share those,
-and a faulty client must not silence the others.
+A peer is one connection, identified by its routing id, not by key or host: by default all roles of a run share those,
+and a faulty client must not block the others.
 
-It does not know what messages mean; the server's loop, which owns it, reports the malformed ones. Outgoing messages are
-collected until ``flush``, which the loop calls once the journal has committed what they say.
+This module does not decode messages; the server's loop, which owns the socket, reports malformed ones. Outgoing
+messages are collected until ``flush``, which the loop calls after the journal has committed the changes that they
+report.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 
 
 BLOCKED_S = 60.0
-"""A peer that sent too many malformed messages is ignored for so long."""
+"""A peer that sent too many malformed messages is ignored for this long."""
 MAX_PEERS = 8192
-"""Peers whose rates are kept. Beyond, the one that has been silent longest is forgotten."""
+"""Maximum number of peers whose rates are kept. Above it, the one that was silent longest is removed."""
 _ATTACH_BYTES = 256 << 20
-"""An attach may be larger than the queue by this: it carries tokenizer files beside a snapshot."""
+"""An attach may be larger than the queue by this: it carries tokenizer files in addition to a snapshot."""
 _SMALL_BYTES = 1 << 20
 _LARGEST = 2**53
 _HEADER_BYTES = 256 << 10
@@ -67,7 +68,7 @@ class _LoggedCount:
 
 @dataclass(slots=True)
 class _Bundle:
-    """Messages that leave as one multipart message."""
+    """Messages that are sent as one multipart message."""
 
     frames: list[Frame] = field(default_factory=list)
     num_bytes: int = 0
@@ -164,11 +165,11 @@ class Endpoint:
             logger.warning("refused %d handshakes (%d in all): %s", new, self._refused.count, why)
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
-        """Line up one message, its frame and its parts, for the next ``flush``.
+        """Collect one message, its frame and its parts, for the next ``flush``.
 
-        Small messages to one peer leave as one bundle, which wakes the socket's thread and the peer once; the peer
-        reads them one by one. A bundle arrives whole or not at all, so large messages leave in bundles of their own:
-        the peer can work on the first while the next is on its way.
+        Small messages to one peer are sent as one bundle, which wakes the socket's thread and the peer once; the peer
+        reads them one by one. A bundle arrives completely or not at all. So each large message is its own bundle: the
+        peer can work on the first while the next is being sent.
         """
         bundles = self._outgoing.setdefault(peer, [])
         if not bundles or bundles[-1].num_bytes >= _BUNDLE_BYTES:
@@ -177,7 +178,7 @@ class Endpoint:
         bundles[-1].num_bytes += sum(map(len, frames))
 
     def flush(self) -> None:
-        """Hand all messages to the socket. What a peer does not read is dropped: the peer will ask again."""
+        """Send all messages. Messages that a peer does not read are dropped; the peer repeats its request."""
         outgoing, self._outgoing = self._outgoing, {}
         for peer, bundles in outgoing.items():
             for bundle in bundles:

@@ -29,7 +29,7 @@ from async_rl.run.queue_files import read_record
 logger = logging.getLogger(__name__)
 
 _PING_S = 10.0
-"""A recorded server whose process lives may be busy; a second one beside it would split the run."""
+"""A recorded server whose process is alive may be busy. A second server would split the run."""
 _START_S = 60.0
 _LOOK_AGAIN_S = 0.2
 
@@ -40,9 +40,9 @@ def run_queue(
 ) -> None:  # fmt: skip
     """Load the data, bind, and serve until the end; what ``async-rl queue CONFIG`` does.
 
-    It goes on from the journal that an earlier server left, unless it is to start ``fresh``.
-    With a ``run_id`` only that run's learner may attach, and the server ends if none does in time. ``on_ready`` gets
-    the address. SIGTERM and SIGINT end it in good order.
+    It continues from the journal of an earlier server, unless ``fresh``. With a ``run_id`` only that run's learner may
+    attach, and the server ends if none attaches in time. ``on_ready`` gets the address. SIGTERM and SIGINT end it
+    cleanly.
 
     Raises:
         DataError: a data set is wrong. AddressError: the address can't be bound. ConfigError: the config does not fit.
@@ -63,7 +63,7 @@ def run_queue(
 
 
 def journal_directory(config: Config) -> Path:
-    """Where this run's queue writes down what it holds."""
+    """The directory of this run's journal."""
     return Path(config.queue.journal_dir or Path(config.run.dir) / "queue")
 
 
@@ -75,7 +75,7 @@ def _open_journal(config: Config, run_id: str, *, fresh: bool) -> Journal:
 
 
 def serve_until_signal(server: QueueServer) -> str:
-    """Serve; SIGTERM and SIGINT end it. The reason why it ended."""
+    """Serve until SIGTERM, SIGINT or the server's own end. Return the reason for the end."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _: server.stop(signal.Signals(got).name))
@@ -121,8 +121,8 @@ def ensure_queue(
 class QueueRestarter:
     """Starts this run's queue server again, at the port it had and from its journal, if its process is gone.
 
-    For a learner that owns the server: called while it has no connection to ``address``. A process that lives is left
-    to itself, for it may be busy or stopped.
+    The learner that owns the server calls it while it has no connection to ``address``. A living process is not
+    replaced, because it may be busy or suspended.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class QueueRestarter:
         """Whether a server was started.
 
         Raises:
-            QueueError: it ended at once, or could not have its port back.
+            QueueError: the server ended at once, or its port was taken.
         """
         record = read_record(Path(self._config.run.dir))
         if record is None or record.address != self._address or _is_alive(record.pid):
@@ -153,7 +153,7 @@ class QueueRestarter:
 
 
 def finish_queue(config: Config, run_id: str) -> None:
-    """Tell this run's server, if there still is one, that the run is over: its learner died before it could."""
+    """Notify this run's server, if one is running, that the run is over. Its learner died before it could."""
     address = _running(config, run_id)
     if address is None:
         return

@@ -1,11 +1,11 @@
-"""What the queue holds, on disk: payloads in segment files, and an SQLite index of small records over them.
+"""The queue's state on disk: payloads in segment files, and an SQLite index of small records over them.
 
-The server keeps payloads as they come, and once a turn commits what changed before it sends that turn's replies. All
-that was committed survives the death of any process. It goes to the operating system, which writes it in its own time
-(nothing is synced): a power cut may lose or damage it, which shows as an error, never as wrong bytes.
+The server appends payloads as they arrive. Once a turn it commits the changes, before it sends that turn's replies.
+Committed data survives the death of any process. The operating system writes it to disk later (nothing is synced): a
+power cut may lose or damage it, which is reported as an error, never read as wrong bytes.
 
-A directory has one owner at a time, by a lock that ends with its process, and lies on this machine: on a network file
-system neither locks nor the order of writes can be relied on.
+A directory has one owner at a time, by a lock that ends with its process. It must be on a local disk: on a network file
+system neither locks nor the order of writes are reliable.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NETWORK_FILE_SYSTEMS = frozenset({
 })  # fmt: skip
 """Not 9p and virtiofs: they carry the disk of the host into a virtual machine or a sandbox."""
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs"})
-"""The rest of what runs under FUSE mostly reaches over the network, and is refused with it."""
+"""Other FUSE file systems are mostly network file systems, and are refused."""
 
 _ELSEWHERE = "choose another queue.journal_dir, or start over with --fresh"
 _FORMAT = 2
-"""To be raised with every change of the tables, or of the kinds and fields of records."""
+"""Raise it with every change of the tables, or of the kinds and fields of records."""
 _PRAGMAS = (
     # One owner: no shared-memory file, and no file locks to take in every transaction.
     "locking_mode = EXCLUSIVE",
@@ -69,7 +69,7 @@ By name: ``snapshot`` (the groups it refers to), ``evaluation``, and ``answer`` 
 
 
 class Change(NamedTuple):
-    """A record as it is now; ``fields`` None: it is gone."""
+    """The current fields of a changed record; ``fields`` is None if it was deleted."""
 
     kind: Kind
     key: str
@@ -77,10 +77,10 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """What the queue's core changed since the last commit: the last state of every changed record.
+    """The records that the queue's core changed since the last commit, each in its latest state.
 
-    The server drains them once a turn and commits them before any reply of that turn is sent. A record that came and
-    went in between is never written. Without ``is_wanted`` (no journal) nothing is kept.
+    The server drains them once a turn and commits them before any reply of that turn is sent. A record that was added
+    and deleted in between is never written. Without ``is_wanted`` (no journal) nothing is collected.
     """
 
     def __init__(self, *, is_wanted: bool = True) -> None:
@@ -99,7 +99,7 @@ class Changes:
             self._noted[kind, key] = source
 
     def delete(self, kind: Kind, key: str) -> None:
-        """The record is gone."""
+        """Delete a record."""
         if not self._is_wanted:
             return
         if (kind, key) in self._fresh:
@@ -109,7 +109,7 @@ class Changes:
             self._noted[kind, key] = None
 
     def drain(self) -> list[Change]:
-        """What changed since the last drain."""
+        """Return and clear the changes since the last drain."""
         noted, self._noted = self._noted, {}
         self._fresh.clear()
         return [Change(kind, key, None if s is None else s.record()) for (kind, key), s in noted.items()]
@@ -117,7 +117,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the last commit left behind. Every kind has its map of fields by key; tuples have become lists."""
+    """The content of the last commit. Every kind has a map from key to fields; tuples have become lists."""
 
     entries: Mapping[Kind, Mapping[str, Mapping[str, Any]]]
     state: Mapping[str, bytes]
@@ -153,21 +153,21 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """On disk, in segment files, but for at most two files' worth that is written over next."""
+        """Bytes on disk in segment files, without the at most two files that are overwritten next."""
         return self._segments.num_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Of ``num_bytes``, those of payloads that were not released, with their headers."""
+        """The part of ``num_bytes`` of payloads that were not released, with their headers."""
         return self._segments.live_bytes
 
     # Payloads.
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Append a payload. After a restart it is there if a committed record names it.
+        """Append a payload. After a restart it is present if a committed record refers to it.
 
         Raises:
-            QueueError: the disk refuses it (full, say).
+            QueueError: the disk refuses it, for example because it is full.
         """
         return self._segments.keep(payload)
 
@@ -176,7 +176,10 @@ class Journal:
         return self._segments.read(ref)
 
     def release(self, ref: PayloadRef) -> None:
-        """``ref`` is never read again. Its bytes stay until a commit: the committed records may name them still."""
+        """Release ``ref``, which is never read again.
+
+        Its bytes stay until a commit, because a committed record may refer to them.
+        """
         if ref in self._segments.moved:
             self._obsolete.append((ref.segment, ref.offset))
         self._segments.release(ref)
@@ -205,7 +208,7 @@ class Journal:
         self._segments.settle(moves)
 
     def load(self) -> Saved | None:
-        """Everything as of the last commit; None if there never was one."""
+        """Load everything as of the last commit; None if there never was one."""
         if self._last_segment is None:
             return None
         entries: dict[Kind, dict[str, Mapping[str, Any]]] = {kind: {} for kind in get_args(Kind)}
@@ -215,10 +218,10 @@ class Journal:
             return Saved(entries, dict(self._index.execute("SELECT name, value FROM state")))
 
     def adopt(self, refs: Iterable[PayloadRef]) -> None:
-        """After ``load``: of earlier processes' payloads only these are live. The others go at the next commit.
+        """After ``load``: keep only these payloads of earlier processes. The next commit deletes the others.
 
         Raises:
-            QueueError: a payload is not there.
+            QueueError: a payload is missing.
         """
         with _database_errors(self._directory):
             rows = self._index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
@@ -230,7 +233,7 @@ class Journal:
         self._is_adopted = True
 
     def close(self) -> None:
-        """Give the directory back."""
+        """Close the files and release the directory."""
         self._opened.close()
 
     def _write_entries(self, changes: Iterable[Change]) -> None:

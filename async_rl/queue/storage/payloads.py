@@ -18,7 +18,7 @@ _COPY_BELOW_BYTES = 32 << 10
 
 
 class PayloadRef(msgspec.Struct, frozen=True, gc=False):
-    """Where one payload lies; ``segment`` and ``offset`` are the store's. ``digest``: its xxh3_64, 0 in memory."""
+    """The place of one payload in its store. ``digest`` is its xxh3_64, or 0 in memory."""
 
     segment: int
     offset: int
@@ -37,19 +37,19 @@ class PayloadStore(Protocol):
         """The payload at ``ref``.
 
         Raises:
-            QueueError: they are gone or damaged.
+            QueueError: the payload is gone or damaged.
         """
         ...
 
     def release(self, ref: PayloadRef) -> None:
-        """``ref`` is never read again."""
+        """Release ``ref``, which is never read again."""
         ...
 
 
 def owned(payload: Payload) -> Payload:
-    """``payload`` in memory that may be kept: its own where it fills all of it, else a copy.
+    """Return ``payload`` in memory that may be kept: the payload itself if it fills its buffer, else a copy.
 
-    A part would keep its whole message. So may a small message: libzmq lets several share a buffer.
+    A view of a part would keep the whole message in memory. So may a small message: libzmq lets several share a buffer.
     """
     whole = payload.obj if isinstance(payload, memoryview) else payload
     is_whole = len(payload) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(payload)
@@ -84,7 +84,7 @@ class MemoryPayloads:
 
 
 class RecentPayloads:
-    """Another store's payloads, of which up to ``max_bytes`` are in memory besides: most are read once, and soon."""
+    """Another store's payloads, with up to ``max_bytes`` of them in memory too: most are read once, and soon."""
 
     def __init__(self, store: PayloadStore, max_bytes: int) -> None:
         self._store, self._max_bytes = store, max_bytes

@@ -4,11 +4,11 @@ Payloads enter and refs leave. Only ``journal.Journal`` calls this module, and i
 every payload follows a header with magic, length and xxh3_64. File numbers are never used twice, and every process
 starts a file of its own, so nothing is ever written behind a tail that SIGKILL tore.
 
-One removed file is kept as ``spare`` and becomes the next segment, written over from its beginning: pages that exist
-cost the system a third of new ones. Behind the end of such a segment lies what it held before; no ref names that.
+One removed file is kept as ``spare`` and becomes the next segment, overwritten from its beginning: existing pages cost
+a third of new ones. After the end of such a segment its old bytes remain; no ref points to them.
 
-A ref says where its payload was *first* written, and never changes. A few long-lived payloads would keep every file
-they lie in, so they are copied into the open file, and ``moved`` says where they are now.
+A ref has the place where its payload was *first* written, and never changes. A few long-lived payloads would keep every
+file that contains them, so they are copied into the open file, and ``moved`` has their new places.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPARE = "spare"
 
 
 class Spot(NamedTuple):
-    """Where a header and its payload lie now."""
+    """The current place of a header and its payload."""
 
     segment: int
     offset: int
@@ -108,10 +108,10 @@ class Segments:
         return payload
 
     def release(self, ref: PayloadRef) -> None:
-        """The ref is not live any more; its file stays for now.
+        """Mark the ref as no longer live. Its file stays until ``settle``.
 
         Raises:
-            QueueError: it was not live.
+            QueueError: the ref was not live.
         """
         segment, _ = self._find(ref)
         self._leave(ref, segment)
@@ -156,7 +156,7 @@ class Segments:
         return moves
 
     def settle(self, moves: Iterable[Move]) -> None:
-        """Nothing committed needs the old copies any more, nor what was released: give up the files with only those."""
+        """Remove the files that contain only moved or released payloads, which no committed record needs now."""
         for ref, spot in moves:
             self._leave(ref, self._find(ref)[0])
             self.moved[ref] = spot
@@ -269,7 +269,7 @@ class Segments:
 
 
 def disk_error(directory: Path, error: Exception) -> QueueError:
-    """What to raise when the disk refuses."""
+    """The error to raise when the disk refuses a write or read."""
     return QueueError(
         f"the queue's journal in {directory} can't go on: {error}; if the disk is full, free some of it, else choose "
         f"another queue.journal_dir"

@@ -1,4 +1,4 @@
-"""What the stream server and a generator that pulls send each other: requests one way, bytes the other. No torch.
+"""The protocol between the stream server and a generator that pulls: requests one way, bytes the other. No torch.
 
 A request names a session, by the token that the publisher sent the generator over the control channel, and items of the
 session by number. The answer is the bytes of those items, one after the other, with nothing between them: both sides

@@ -1,4 +1,4 @@
-"""The learner's side of ``tcp``: who may pull what from the stream server, and which deltas there are.
+"""The learner's side of ``tcp``: sessions that permit pulls from the stream server, and the chain of deltas.
 
 Every pull is a session of the server with a token of its own (and a key, if the stream is encrypted). When a version is
 published, the server computes the deltas from the version before; a member that holds a version of the chain of deltas

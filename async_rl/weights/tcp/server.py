@@ -57,7 +57,7 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What one generator may pull. ``chain[l][b]``: the delta of bucket b in link l, if there is one."""
+    """The items that one generator may pull. ``chain[l][b]`` is the delta of bucket b in link l, or None."""
 
     slot: _Slot
     chain: Sequence[Sequence[bytes | None]]

@@ -1,7 +1,7 @@
 """The learner's stream server process: the messages to and from it, and the handle that starts and instructs it.
 
-Learner and server talk over a Unix socket pair without a name, so nobody else can take part. Messages are frames, some
-with a file descriptor. No torch.
+Learner and server communicate over a Unix socket pair without a name, so no other process can connect. Messages are
+frames, some with a file descriptor. No torch.
 """
 
 from __future__ import annotations
