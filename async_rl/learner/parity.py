@@ -77,7 +77,7 @@ class ParityGate:
         self._probes: dict[int, bytes] = {}
         self._sent: dict[int, np.ndarray] = {}
         self._material: tuple[TrainSequence, ...] = ()
-        self._roster: tuple[str, ...] = ()
+        self._alive_generators: tuple[str, ...] = ()
         self._row: dict[str, float] = {}
 
     def check_sampled(self, taken: Sequence[TakenGroup], prepared: PreparedBatch, *, version: int) -> None:
@@ -115,7 +115,7 @@ class ParityGate:
         ``take_probe`` gives what to announce. A generator that has not answered gets another probe a few versions
         later, since it may have skipped this version.
         """
-        if not self._material or not any(self._is_due(self._checked, who, version) for who in self._roster):
+        if not self._material or not any(self._is_due(self._checked, who, version) for who in self._alive_generators):
             return
         if self._sent and version - max(self._sent) < _REPEAT_AFTER_VERSIONS and not self._suspects:
             return
@@ -134,21 +134,21 @@ class ParityGate:
         """The probe to announce with ``version``; empty if there is none."""
         return self._probes.pop(version, b"")
 
-    def observe(self, lineage: str, version: int, roster: Sequence[str]) -> dict[str, float]:
+    def observe(self, lineage: str, version: int, alive_generators: Sequence[str]) -> dict[str, float]:
         """Compare the answers that have arrived. Returns the metrics of this step.
 
         Args:
             lineage: the learner's.
             version: the learner's after this step.
-            roster: ids of the generators that are alive.
+            alive_generators: ids of the generators that are alive.
 
         Raises:
             ParityError: a difference is above the limit.
         """
-        self._roster = tuple(roster)
+        self._alive_generators = tuple(alive_generators)
         if self._sent:
             self._collect(self._queue.parity_answers(lineage, min(self._sent)))
-            if not any(self._is_due(self._checked, who, version) for who in self._roster):
+            if not any(self._is_due(self._checked, who, version) for who in self._alive_generators):
                 self._sent.clear()
         row, self._row = self._row, {}
         return row

@@ -73,10 +73,12 @@ class StepRecorder:
         """
         state, stats = self._state, acked.stats
         row = {**step_metrics(result, stats), **bound_metrics}
-        row |= self.clock.lap(stats.generators, roster=stats.roster, trained_tokens=result.facts.tokens_trained)
+        row |= self.clock.lap(
+            stats.generators, alive_generators=stats.alive_generators, trained_tokens=result.facts.tokens_trained
+        )
         row |= self._bias.step(stats.ledger)
         if self._parity is not None:
-            row |= self._parity.observe(state.lineage, state.version, stats.roster)
+            row |= self._parity.observe(state.lineage, state.version, stats.alive_generators)
         row |= {f"weights/{key}": value for key, value in self._weights.stats().items()}
         self._metrics.write({"step": state.step, "version": state.version, **row})
         log_rollouts(
@@ -173,10 +175,12 @@ class StepClock:
         finally:
             self._parts[name] = self._parts.get(name, 0.0) + time.monotonic() - start
 
-    def lap(self, generators: GeneratorStats, *, roster: Sequence[str], trained_tokens: int) -> dict[str, float]:
+    def lap(
+        self, generators: GeneratorStats, *, alive_generators: Sequence[str], trained_tokens: int
+    ) -> dict[str, float]:
         """Metrics of the step that ends now; ``generators`` are cumulative, so differences between laps count.
 
-        ``roster`` names those that are summed in ``generators``.
+        ``alive_generators`` names those that are summed in ``generators``.
         """
         now = time.monotonic()
         wall = max(now - self._lap_start, 1e-9)
@@ -190,17 +194,17 @@ class StepClock:
             "time/publish_s": parts["publish"],
             "idle/learner": min(parts["wait"] / wall, 1.0),
             "throughput/trained_tokens_per_s": trained_tokens / wall,
-            **self._generator_metrics(roster, generators, wall, busy),
+            **self._generator_metrics(alive_generators, generators, wall, busy),
         }
-        self._lap_start, self._parts, self._generators = now, {}, (roster, generators)
+        self._lap_start, self._parts, self._generators = now, {}, (alive_generators, generators)
         return metrics
 
     def _generator_metrics(
-        self, roster: Sequence[str], now: GeneratorStats, wall: float, learner_busy: float
+        self, alive_generators: Sequence[str], now: GeneratorStats, wall: float, learner_busy: float
     ) -> dict[str, float]:
         # Without two readings of the same generators there is no difference to speak of: leave the keys out. Equal
         # names and slots are not enough: a generator that was restarted under its name counts from 0 again.
-        if self._generators is None or now.max_running == 0 or tuple(roster) != tuple(self._generators[0]):
+        if self._generators is None or now.max_running == 0 or tuple(alive_generators) != tuple(self._generators[0]):
             return {}
         before = self._generators[1]
         shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__struct_fields__)
@@ -208,7 +212,7 @@ class StepClock:
             return {}
         # Readings come with heartbeats, which may be rarer than steps: what they tell of is a rate, never this step's
         # own count. ``each_s`` is the time between the two readings of one generator, on average.
-        each_s = (now.wall_s - before.wall_s) / len(roster)
+        each_s = (now.wall_s - before.wall_s) / len(alive_generators)
         generate = (now.busy_sequence_s - before.busy_sequence_s) / (now.max_running * each_s) * wall
         activations = now.num_activations - before.num_activations
         return {

@@ -123,7 +123,7 @@ class TakenGroup(msgspec.Struct, frozen=True, eq=False):
 
 
 class QueueStats(msgspec.Struct, frozen=True):
-    """The queue at one instant. ``generators`` is the sum over those alive (``roster``) of their cumulative stats."""
+    """The queue at one instant. ``generators`` sums the cumulative stats of the ``alive_generators`` (their ids)."""
 
     depth: int
     bytes: int
@@ -133,7 +133,7 @@ class QueueStats(msgspec.Struct, frozen=True):
     ledger: Mapping[str, Any]
     prompts_too_long: int = 0
     epoch: int = 0
-    roster: tuple[str, ...] = ()
+    alive_generators: tuple[str, ...] = ()
 
 
 class Batch(msgspec.Struct, frozen=True):

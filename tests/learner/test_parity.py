@@ -77,8 +77,8 @@ class Scene:
             version or probe.version, "transformers", "float32", found, cause, ("weights",)
         )
 
-    def observe(self, version: int, *roster: str) -> Mapping[str, float]:
-        return self.gate.observe("lineage", version, roster)
+    def observe(self, version: int, *alive_generators: str) -> Mapping[str, float]:
+        return self.gate.observe("lineage", version, alive_generators)
 
 
 def make_group(
@@ -150,14 +150,14 @@ def test_a_probe_goes_out_at_the_start_for_a_newcomer_and_every_so_many_versions
     scene.observe(0, "a")
     sent = []
     for version in range(1, 25):
-        roster = ("a", "b") if version >= 5 else ("a",)
+        alive_generators = ("a", "b") if version >= 5 else ("a",)
         if scene.probed(version):
             sent.append(version)
-            for who in roster:
+            for who in alive_generators:
                 scene.answer(who)
-        row = scene.observe(version, *roster)
+        row = scene.observe(version, *alive_generators)
         assert ("parity/mean" in row) == (version in sent)
-    # Version 6 is the first that is published with b on the roster; both are then due together.
+    # Version 6 is the first that is published with b alive; both are then due together.
     assert sent == [1, 6, 16]
 
 

@@ -100,7 +100,7 @@ def stats(state: QueueState) -> QueueStats:
         ledger=ledger_dict(state),
         prompts_too_long=state.prompts_too_long,
         epoch=state.stream.epoch,
-        roster=tuple(sorted(entry.generator_id for entry in alive)),
+        alive_generators=tuple(sorted(entry.generator_id for entry in alive)),
     )
 
 
