@@ -129,8 +129,14 @@ def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_pa
     attach(queue)
     first.process.kill()
     first.process.wait()
-    with caplog.at_level("INFO"):
+
+    def is_lost() -> bool:
         queue._connection.poll(0.0)
+        return not queue._connection.is_connected
+
+    # The socket notices the death a moment after it.
+    wait_until(is_lost, "the end of the connection")
+    with caplog.at_level("INFO"):
         request = queue._connection.post(Ping())
         wait_until(lambda: not queue._watch_connection("ping", 60.0) and bool(caplog.messages), "a warning")
         servers.start(config, "--run-id", "run")
