@@ -4,8 +4,8 @@ A preset fills the keys that are not set: ``preset = "grpo"`` with ``clip_high =
 Invalid combinations are listed in ``CONTRADICTIONS`` and refused.
 
 The tables say what validation must know of each name. Nothing here computes: the functions of the same names are in the
-learner (``losses/surrogate.py``, ``losses/corrections.py``, ``losses/aggregation.py``, ``losses/kl.py``,
-``advantages/estimators.py``), and a test compares both sides. To add a name, add a row here and a function there.
+learner (``losses/parts.py`` and ``advantages.py``), and a test compares both sides. To add a name, add a row here and
+a function there.
 
 pi is the policy that is trained, mu the behavior policy that sampled, prox the proximal policy of the decoupled loss,
 ref the frozen reference.

@@ -1,22 +1,19 @@
-"""Turn taken groups into trainable sequences, with masks and their causes, and with the scores that the loss needs.
+"""Turn the groups of a step into trainable sequences, with masks and their causes. The trainer calls this on rank 0.
 
-The trainer calls this on rank 0, once a step. Groups enter, sequences of plain arrays leave. Where several causes mask
-a rollout, the first in the order of ``MASK_CAUSES`` is counted.
-
-``score`` asks the engine for the log-probabilities of the reference model and of the proximal policy. The engine does
-the forward passes on all ranks; scores that the settings do not use are not computed.
+Groups enter, sequences of plain arrays leave. Where several causes mask a rollout, the first in the order of
+``MASK_CAUSES`` is counted. ``with_scores`` adds the log-probabilities that the loss needs; the engine computes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
-from async_rl.learner.engine.protocol import Engine
+from async_rl.learner.engine.protocol import Engine, ScoredBy
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
@@ -66,6 +63,17 @@ class PreparedBatch:
     stale_tokens: int
     masked: Mapping[int, str]
     reference_kl: float | None = None
+
+    @property
+    def sequences(self) -> list[TrainSequence]:
+        """The sequences of all updates, in order."""
+        return [sequence for update in self.updates for sequence in update]
+
+    def with_sequences(self, sequences: Iterable[TrainSequence]) -> PreparedBatch:
+        """The same batch with ``sequences`` in place of those with the same ids; others leave."""
+        new = {s.sequence_id: s for s in sequences}
+        updates = (tuple(new[s.sequence_id] for s in update if s.sequence_id in new) for update in self.updates)
+        return replace(self, updates=tuple(updates))
 
 
 @dataclass(slots=True)
@@ -135,8 +143,7 @@ def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) ->
     gone = {sequence for sequence, rollout in prepared.rollout_of.items() if rollout in rollouts}
     sampled = sum(prepared.rollout_tokens[rollout] for rollout in rollouts)
     return replace(
-        prepared,
-        updates=tuple(tuple(s for s in update if s.sequence_id not in gone) for update in prepared.updates),
+        prepared.with_sequences(s for s in prepared.sequences if s.sequence_id not in gone),
         rollout_of={s: rollout for s, rollout in prepared.rollout_of.items() if s not in gone},
         stale_tokens=prepared.stale_tokens - (sampled - sum(prepared.sequence_tokens[s] for s in gone)),
         masked={**prepared.masked, **dict.fromkeys(rollouts, cause)},
@@ -204,7 +211,7 @@ def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int
     Raises:
         StaleRolloutError: a token is above the bound. The queue never hands one over, so this is a bug of ours.
     """
-    sequences = [s for update in prepared.updates for s in update if prepared.sequence_tokens[s.sequence_id]]
+    sequences = [s for s in prepared.sequences if prepared.sequence_tokens[s.sequence_id]]
     if not sequences:
         return
     oldest = int(np.concatenate([s.versions[s.loss_mask] for s in sequences]).min())
@@ -216,55 +223,26 @@ def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int
         )
 
 
-def sampling_versions(group: Group) -> set[int]:
-    """Every version that sampled a token of the group."""
-    masked = [s.versions[s.loss_mask] for r in group.rollouts for s in r.sequences]
-    return set(np.unique(np.concatenate(masked)).tolist()) if masked else set()
+def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> PreparedBatch:
+    """``prepared`` with the log-probabilities that ``loss`` needs: the reference model's, the proximal policy's.
+
+    All updates are scored at once, because the proximal policy is the one before the *batch's* first update.
+    """
+    needed: list[tuple[str, ScoredBy]] = []
+    if loss.needs_reference:
+        needed.append(("reference_logprobs", "reference"))
+    if loss.needs_proximal:
+        needed.append(("proximal_logprobs", "policy"))
+    for name, model in needed if prepared.sequences else ():
+        logprobs = engine.score(prepared.sequences, of=model)
+        prepared = prepared.with_sequences(
+            replace(s, **{name: along_tokens(s, logprobs[s.sequence_id])}) for s in prepared.sequences
+        )
+    return prepared
 
 
-Logprobs = Mapping[int, np.ndarray]
-"""Sequence id to float32 [N], nats, over the trained tokens of that sequence."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """Log-probabilities of every trained sequence; None if the loss does not need them."""
-
-    reference: Logprobs | None = None
-    proximal: Logprobs | None = None
-
-
-def score(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Scores:
-    """Score all updates of the batch at once: the proximal policy is the one before the *batch's* first update."""
-    sequences = [sequence for update in prepared.updates for sequence in update]
-    if not sequences:
-        return Scores()
-    return Scores(
-        reference=engine.score(sequences, of="reference") if loss.needs_reference else None,
-        proximal=engine.score(sequences, of="policy") if loss.needs_proximal else None,
-    )
-
-
-def with_scores(prepared: PreparedBatch, scores: Scores) -> PreparedBatch:
-    """``prepared`` with ``scores`` along the tokens of its sequences."""
-    if scores.reference is None and scores.proximal is None:
-        return prepared
-    updates = tuple(tuple(_with_scores(s, scores) for s in update) for update in prepared.updates)
-    return replace(prepared, updates=updates)
-
-
-def _with_scores(sequence: TrainSequence, scores: Scores) -> TrainSequence:
-    return replace(
-        sequence,
-        reference_logprobs=_along_tokens(sequence, scores.reference),
-        proximal_logprobs=_along_tokens(sequence, scores.proximal),
-    )
-
-
-def _along_tokens(sequence: TrainSequence, logprobs: Logprobs | None) -> np.ndarray:
-    """float32 [T], 0 off the loss mask; [0] without ``logprobs``."""
-    if logprobs is None:
-        return np.zeros(0, dtype=np.float32)
+def along_tokens(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
+    """float32 [T]: ``values`` on the trained tokens of ``sequence``, 0 elsewhere."""
     along = np.zeros(len(sequence.token_ids), dtype=np.float32)
-    along[sequence.loss_mask] = logprobs[sequence.sequence_id]
+    along[sequence.loss_mask] = values
     return along

@@ -86,7 +86,7 @@ class ParityGate:
         Raises:
             ParityError: a difference is above the limit, and its cause is known.
         """
-        sequences = [sequence for update in prepared.updates for sequence in update]
+        sequences = prepared.sequences
         owners = np.repeat([item.group.generator_id for item in taken], [len(i.group.rollouts) for i in taken]).tolist()
         self._material = _spread(sequences) or self._material
         chosen: dict[str, list[TrainSequence]] = {}

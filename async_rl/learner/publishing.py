@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from async_rl.config.config import Config
-from async_rl.learner.batch import sampling_versions
 from async_rl.learner.engine.protocol import Engine
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.state import TrainerState
@@ -175,7 +175,9 @@ class VersionPublisher:
     def knows_weights(self, group: Group) -> bool:
         """Whether every version that sampled ``group`` came with a digest that this run published for it."""
         digests = self._state.digests
-        return all(group.weights_digest.get(v) in digests.get(v, ()) for v in sampling_versions(group))
+        sampled = [s.versions[s.loss_mask] for rollout in group.rollouts for s in rollout.sequences]
+        versions = np.unique(np.concatenate(sampled)).tolist() if sampled else []
+        return all(group.weights_digest.get(v) in digests.get(v, ()) for v in versions)
 
     def _remember(self, version: int, digest: str) -> None:
         state, config = self._state, self._config

@@ -19,8 +19,8 @@ from typing import Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
-from async_rl.learner.advantages.step_advantages import with_advantages
-from async_rl.learner.batch import PreparedBatch, check_staleness, prepare_batch, score, with_scores
+from async_rl.learner.advantages import with_advantages
+from async_rl.learner.batch import PreparedBatch, check_staleness, prepare_batch, with_scores
 from async_rl.learner.engine.protocol import Engine, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.parity import ParityGate
@@ -157,8 +157,7 @@ class Trainer:
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
         if self._parity is not None:
             self._parity.check_sampled(batch.groups, prepared, version=version)
-        scores = score(prepared, self.engine, config.loss)
-        return with_scores(with_advantages(prepared, config.loss, scores.reference), scores)
+        return with_advantages(with_scores(prepared, self.engine, config.loss), config.loss)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
         """One optimizer step on each part of the batch; None for a part in which everything is masked."""

@@ -32,7 +32,7 @@ from async_rl.data.dataset import load_rows
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import graded_rollouts
-from async_rl.learner.advantages.estimators import group_normalised
+from async_rl.learner.advantages import group_normalised
 from async_rl.learner.checkpoint import latest_checkpoint, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks

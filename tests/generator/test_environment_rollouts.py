@@ -15,7 +15,7 @@ from async_rl.config.generator import EnvironmentConfig
 from async_rl.config.loss import LossConfig
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.rollouts import Graded
-from async_rl.learner.advantages.step_advantages import with_advantages
+from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
 from async_rl.net.codec import encode_group
 from async_rl.queue.core.ingest import read_summary, why_unfit

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
-from async_rl.learner.advantages.step_advantages import with_advantages
+from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import check_staleness, prepare_batch
 from async_rl.learner.step_result import staleness_summary, trained_counts
 from async_rl.queue.messages import TakenGroup, TrainedCounts

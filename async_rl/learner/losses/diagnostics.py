@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_rl.learner.losses.parts import LOG_RATIO_LIMIT
 from async_rl.learner.losses.policy import PolicyLoss
-from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
 
 COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped", "after_update")
 """Numbers of tokens: all; with a finite behavior logprob; in the loss; of those, with a ratio cut at the lower or upper

@@ -19,10 +19,9 @@ from async_rl.config.loss import LossConfig
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.engine.protocol import UpdateStats
-from async_rl.learner.losses.aggregation import aggregate
 from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise
+from async_rl.learner.losses.parts import aggregate, check_shapes
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
-from async_rl.learner.losses.ratio import check_shapes
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
 """The first entries of ``MicroBatchResult.sums``; the rows of ``diagnostic_sums`` follow."""

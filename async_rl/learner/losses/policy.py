@@ -22,12 +22,21 @@ from torch import Tensor
 
 from async_rl.config.loss import LossConfig
 from async_rl.config.section import look_up
-from async_rl.learner.losses.aggregation import aggregate
-from async_rl.learner.losses.corrections import importance_weights, in_range, skipped_sequences
-from async_rl.learner.losses.kl import kl_estimate
-from async_rl.learner.losses.ratio import check_shapes, interpolated_proximal, log_ratio, sequence_log_ratio, sum_by
-from async_rl.learner.losses.surrogate import FUNCTIONS as SURROGATE_FUNCTIONS
-from async_rl.learner.losses.surrogate import SurrogateInputs, TokenObjective
+from async_rl.learner.losses.parts import (
+    SURROGATE_FUNCTIONS,
+    SurrogateInputs,
+    TokenObjective,
+    aggregate,
+    check_shapes,
+    importance_weights,
+    in_range,
+    interpolated_proximal,
+    kl_estimate,
+    log_ratio,
+    sequence_log_ratio,
+    skipped_sequences,
+    sum_by,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from async_rl.learner.losses.kl import kl_estimate
+from async_rl.learner.losses.parts import kl_estimate
 
 
 @pytest.mark.parametrize(
@@ -45,3 +47,15 @@ def test_what_each_gradient_is_on_average(estimator: Any):
         "k3": (reference.exp() * (reference - logprobs)).sum(),
     }[estimator]
     torch.testing.assert_close(got, torch.autograd.grad(want, logits)[0])
+
+
+@given(st.floats(-1e4, 1e4, width=32))
+def test_k3_is_finite_and_never_negative(d: float):
+    assert 0 <= kl_estimate(torch.tensor([d], dtype=torch.float64), "k3").item() < math.inf
+
+
+def test_estimates_agree_with_the_true_kl_in_the_mean():
+    # KL([0.5, 0.5] || [0.8, 0.2]) = 0.5 ln(0.5 / 0.8) + 0.5 ln(0.5 / 0.2) = 0.22314; k2 alone is biased.
+    d = torch.tensor([0.5 / 0.8, 0.5 / 0.2], dtype=torch.float64).log()
+    assert kl_estimate(d, "k1").mean().item() == pytest.approx(0.22314, abs=1e-5)
+    assert kl_estimate(d, "k3").mean().item() == pytest.approx(0.22314, abs=1e-5)

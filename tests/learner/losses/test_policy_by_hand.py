@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from async_rl.config.loss import LossConfig
+from async_rl.learner.losses.parts import LOG_RATIO_LIMIT
 from async_rl.learner.losses.policy import policy_loss
-from async_rl.learner.losses.ratio import LOG_RATIO_LIMIT
 from tests.learner.losses.cases import Run, of_ratios, run
 
 DAPO = LossConfig()

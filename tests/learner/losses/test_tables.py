@@ -20,21 +20,20 @@ from async_rl.config.loss import (
 )
 from async_rl.config.section import look_up
 from async_rl.errors import ConfigError
-from async_rl.learner.advantages import estimators
-from async_rl.learner.losses import aggregation, corrections, kl, surrogate
+from async_rl.learner.advantages import ADVANTAGE_FUNCTIONS
+from async_rl.learner.losses import parts
 
 
 @pytest.mark.parametrize(
     ("names", "functions"),
     [
-        (SURROGATES, surrogate.FUNCTIONS),
-        (AGGREGATIONS, aggregation.FUNCTIONS),
-        (SKIP_STATISTICS, corrections.SKIP_STATISTIC_FUNCTIONS),
-        (KL_ESTIMATORS, kl.FUNCTIONS),
-        (KL_ESTIMATORS, estimators.KL_FUNCTIONS),
-        (ADVANTAGES, estimators.FUNCTIONS),
+        (SURROGATES, parts.SURROGATE_FUNCTIONS),
+        (AGGREGATIONS, parts.AGGREGATION_FUNCTIONS),
+        (SKIP_STATISTICS, parts.SKIP_STATISTIC_FUNCTIONS),
+        (KL_ESTIMATORS, parts.KL_FUNCTIONS),
+        (ADVANTAGES, ADVANTAGE_FUNCTIONS),
     ],
-    ids=["surrogate", "aggregation", "skip_statistic", "kl_estimator", "kl_estimator_numpy", "advantage"],
+    ids=["surrogate", "aggregation", "skip_statistic", "kl_estimator", "advantage"],
 )
 def test_config_and_learner_know_the_same_names_in_the_same_order(names: Mapping[str, Any], functions: Any):
     assert list(names) == list(functions)
@@ -43,14 +42,14 @@ def test_config_and_learner_know_the_same_names_in_the_same_order(names: Mapping
 def test_an_unknown_name_is_refused_where_it_is_looked_up_with_the_known_ones():
     known = ", ".join(SURROGATES)
     with pytest.raises(ConfigError, match=rf"loss\.surrogate: expected one of {known}, got 'ppo'"):
-        look_up(surrogate.FUNCTIONS, "ppo", "loss.surrogate")
+        look_up(parts.SURROGATE_FUNCTIONS, "ppo", "loss.surrogate")
 
 
 def objective(name: str, log_ratio: float, advantage: float, **keys: Any) -> tuple[float, float]:
     """The objective of one token with log pi = log ratio - 1, and its derivative by log pi."""
     logprobs = torch.tensor([log_ratio - 1.0], dtype=torch.float64, requires_grad=True)
-    inputs = surrogate.SurrogateInputs(logprobs + 1.0, logprobs, torch.tensor([advantage], dtype=torch.float64))
-    value = surrogate.FUNCTIONS[name](inputs, LossConfig(**{"surrogate": name, **keys})).objective
+    inputs = parts.SurrogateInputs(logprobs + 1.0, logprobs, torch.tensor([advantage], dtype=torch.float64))
+    value = parts.SURROGATE_FUNCTIONS[name](inputs, LossConfig(**{"surrogate": name, **keys})).objective
     value.sum().backward()
     assert logprobs.grad is not None
     return value.item(), logprobs.grad.item()
@@ -70,9 +69,9 @@ def test_a_surrogate_that_says_it_has_a_ratio_depends_on_it_and_no_other_does(na
     # Far outside every clip range, with log pi held at -1: the same token but for its ratio.
     held = torch.tensor([-1.0], dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
-    run = surrogate.FUNCTIONS[name]
+    run = parts.SURROGATE_FUNCTIONS[name]
     values = [
-        run(surrogate.SurrogateInputs(ratio.log(), held, one), LossConfig(surrogate=name)).objective.item()
+        run(parts.SurrogateInputs(ratio.log(), held, one), LossConfig(surrogate=name)).objective.item()
         for ratio in (one, one * 1.1)
     ]
     assert (values[0] != values[1]) == SURROGATES[name].has_ratio
@@ -91,24 +90,22 @@ def test_a_surrogate_that_says_it_has_a_dual_clip_is_bounded_by_it(name: str):
 
 @pytest.mark.parametrize("name", SKIP_STATISTICS)
 def test_a_skip_statistic_of_ratios_is_1_where_nothing_changed(name: str):
-    found = corrections.SKIP_STATISTIC_FUNCTIONS[name](torch.zeros(3), torch.zeros(3, dtype=torch.int64), 1)
+    found = parts.SKIP_STATISTIC_FUNCTIONS[name](torch.zeros(3), torch.zeros(3, dtype=torch.int64), 1)
     assert found.item() == (1.0 if SKIP_STATISTICS[name].is_ratio else 0.0)
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_both_sides_of_a_kl_estimator_agree_and_one_that_may_be_a_loss_pulls_to_the_reference(name: str):
+def test_a_kl_estimator_that_may_be_a_loss_pulls_to_the_reference(name: str):
     d = np.array([-1.5, -0.2, 0.0, 0.3, 2.0])
     log_ratio = torch.tensor(d, requires_grad=True)
-    values = kl.FUNCTIONS[name](log_ratio)
-    np.testing.assert_allclose(values.detach().numpy(), estimators.KL_FUNCTIONS[name](d), rtol=1e-12)
-    values.sum().backward()
+    parts.KL_FUNCTIONS[name](log_ratio).sum().backward()
     assert log_ratio.grad is not None
     assert np.array_equal(np.sign(log_ratio.grad.numpy()), np.sign(d)) == KL_ESTIMATORS[name].is_loss
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_advantage_is_0_on_average_and_without_a_contrast(name: str):
-    estimate = estimators.FUNCTIONS[name]
+    estimate = ADVANTAGE_FUNCTIONS[name]
     assert estimate(np.array([1.0, 0.0, 0.0, 0.5])).sum() == pytest.approx(0.0)
     assert not estimate(np.ones(4)).any()
     assert not estimate(np.ones(1)).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
-from async_rl.learner.advantages.step_advantages import with_advantages
-from async_rl.learner.batch import PreparedBatch, prepare_batch
+from async_rl.learner.advantages import with_advantages
+from async_rl.learner.batch import PreparedBatch, along_tokens, prepare_batch
 from async_rl.learner.step_result import trained_counts
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
@@ -55,7 +56,7 @@ def loss(**keys: Any) -> LossConfig:
 def advantages(prepared: PreparedBatch) -> dict[int, float]:
     """By rollout; each must have one advantage for all of its trained tokens."""
     found: dict[int, float] = {}
-    for sequence in (s for update in prepared.updates for s in update):
+    for sequence in prepared.sequences:
         values = set(sequence.advantages[sequence.loss_mask].tolist())
         index = prepared.rollout_of[sequence.sequence_id]
         assert len(values) == 1
@@ -64,7 +65,7 @@ def advantages(prepared: PreparedBatch) -> dict[int, float]:
 
 
 def token_advantages(prepared: PreparedBatch) -> list[list[float]]:
-    return [s.advantages[s.loss_mask].tolist() for update in prepared.updates for s in update]
+    return [s.advantages[s.loss_mask].tolist() for s in prepared.sequences]
 
 
 @pytest.mark.parametrize(
@@ -181,10 +182,16 @@ def test_what_best_k_leaves_out_is_accounted_for_once_with_its_stale_tokens():
     assert (facts.tokens_trained, dict(facts.tokens_masked)) == (3, {"best_k": 2})
 
 
-def reference(step: PreparedBatch, *values: float) -> dict[int, np.ndarray]:
-    """The reference's logprobs: one value for all tokens of each sequence."""
-    counts = [step.sequence_tokens[i] for i in range(len(values))]
-    return {i: np.full(counts[i], value, dtype=np.float32) for i, value in enumerate(values)}
+def scored(step: PreparedBatch, scores: Mapping[int, np.ndarray]) -> PreparedBatch:
+    """``step`` with the reference's logprobs, by sequence id."""
+    return step.with_sequences(
+        replace(s, reference_logprobs=along_tokens(s, scores[s.sequence_id])) for s in step.sequences
+    )
+
+
+def evenly_scored(step: PreparedBatch, *values: float) -> PreparedBatch:
+    """``step`` with the reference's logprobs: one value for all tokens of each sequence."""
+    return scored(step, {i: np.full(step.sequence_tokens[i], value) for i, value in enumerate(values)})
 
 
 def test_kl_in_the_reward_is_summed_over_a_rollout_before_the_baseline():
@@ -192,7 +199,7 @@ def test_kl_in_the_reward_is_summed_over_a_rollout_before_the_baseline():
     # Rewards 1 - 0.1 and 0 + 0.025: mean 0.4625.
     step = prepare([rollout(1, 2), rollout(0, 1)])
     settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
-    penalised = with_advantages(step, settings, reference(step, -1.5, -0.75))
+    penalised = with_advantages(evenly_scored(step, -1.5, -0.75), settings)
     got = advantages(penalised)
     np.testing.assert_allclose([got[0], got[1]], [0.4375, -0.4375], rtol=1e-6)
     assert penalised.reference_kl == pytest.approx((2 * 0.5 - 0.25) / 3)
@@ -202,7 +209,7 @@ def test_a_rollout_that_was_not_scored_counts_with_its_group_s_mean_kl():
     # KL sums 1 and 3; the truncated one gets 2. Rewards 1 - 0.1, 0 - 0.3, 0 - 0.2: mean 0.4 / 3.
     step = prepare([rollout(1), rollout(0), rollout(0, 1, "length")])
     settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
-    got = advantages(with_advantages(step, settings, reference(step, -2.0, -4.0)))
+    got = advantages(with_advantages(evenly_scored(step, -2.0, -4.0), settings))
     np.testing.assert_allclose([got[0], got[1]], [0.9 - 0.4 / 3, -0.3 - 0.4 / 3], rtol=1e-5)
 
 
@@ -211,7 +218,7 @@ def test_kl_in_the_advantage_is_taken_off_each_token_after_the_estimator():
     step = prepare([rollout(1, 2), rollout(0, 1)])
     scores = {0: np.array([-1.5, 0.0], np.float32), 1: np.array([-3.0], np.float32)}
     settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="advantage")
-    got = token_advantages(with_advantages(step, settings, scores))
+    got = token_advantages(with_advantages(scored(step, scores), settings))
     np.testing.assert_allclose(got[0], [0.45, 0.6], rtol=1e-6)
     np.testing.assert_allclose(got[1], [-0.7], rtol=1e-6)
 
@@ -221,7 +228,7 @@ def test_reinforce_pp_whitens_after_the_kl():
     step = prepare([rollout(1, 2), rollout(0, 1)])
     scores = {0: np.array([-1.5, 0.0], np.float32), 1: np.array([-3.0], np.float32)}
     settings = loss(advantage="reinforce_pp", kl_coef=0.1, kl_placement="advantage", kl_estimator="k1")
-    got = token_advantages(with_advantages(step, settings, scores))
+    got = token_advantages(with_advantages(scored(step, scores), settings))
     std = math.sqrt(0.3372222) + 1e-4
     np.testing.assert_allclose(got[0], [(0.45 - 0.35 / 3) / std, (0.6 - 0.35 / 3) / std], rtol=1e-5)
     np.testing.assert_allclose(got[1], [(-0.7 - 0.35 / 3) / std], rtol=1e-5)
@@ -248,7 +255,7 @@ def test_ragged_steps_with_random_masks_match_plain_loops(advantage: str, placem
         scores = {i: generator.normal(size=num).astype(np.float32) for i, num in step.sequence_tokens.items()}
         for estimator in ("k1", "k2", "k3"):
             settings = loss(advantage=advantage, kl_coef=0.05, kl_placement=placement, kl_estimator=estimator)
-            got = token_advantages(with_advantages(step, settings, scores))
+            got = token_advantages(with_advantages(scored(step, scores), settings))
             expected = plain_advantages(step, settings, scores)
             assert len(got) == len(expected)
             for got_values, expected_values in zip(got, expected, strict=True):
@@ -257,7 +264,7 @@ def test_ragged_steps_with_random_masks_match_plain_loops(advantage: str, placem
 
 def plain_advantages(step: PreparedBatch, settings: LossConfig, scores: Mapping[int, np.ndarray]) -> list[list[float]]:
     """Token advantages of each sequence, written as loops over one number at a time."""
-    sequences = [s for update in step.updates for s in update]
+    sequences = step.sequences
     kl: dict[int, list[float]] = {}
     for sequence in sequences:
         behavior = [float(v) for v, m in zip(sequence.behavior_logprobs, sequence.loss_mask, strict=True) if m]
@@ -339,22 +346,17 @@ def test_the_order_of_groups_and_a_fully_masked_group_change_nothing():
 def test_a_nan_among_behavior_logprobs_reaches_no_other_rollout():
     settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
     step = prepare([rollout(1), rollout(0), rollout(0, 1, logprob=math.nan)])
-    got = advantages(with_advantages(step, settings, reference(step, -2.0, -4.0, -1.0)))
+    got = advantages(with_advantages(evenly_scored(step, -2.0, -4.0, -1.0), settings))
     assert np.isfinite(list(got.values())).all()
     settings = loss(advantage="reinforce_pp", kl_coef=0.1, kl_placement="advantage")
-    got = advantages(with_advantages(step, settings, reference(step, -2.0, -4.0, -1.0)))
+    got = advantages(with_advantages(evenly_scored(step, -2.0, -4.0, -1.0), settings))
     assert np.isfinite(list(got.values())).all()
 
 
-def test_what_the_reference_owes_is_refused_by_name():
+def test_a_reference_logprob_that_is_not_finite_is_refused_by_name():
     settings = loss(kl_coef=0.1, kl_placement="reward")
-    step = prepare([rollout(1), rollout(0)])
-    with pytest.raises(ValueError, match="needs the reference's logprobs"):
-        with_advantages(step, settings)
-    with pytest.raises(ValueError, match="of its 1 trained tokens, got 2"):
-        with_advantages(step, settings, {0: np.zeros(2), 1: np.zeros(1)})
     with pytest.raises(TrainingError, match=r"loss\.kl_reference"):
-        with_advantages(step, settings, reference(step, math.nan, 0.0))
+        with_advantages(evenly_scored(prepare([rollout(1), rollout(0)]), math.nan, 0.0), settings)
 
 
 def test_kl_in_the_loss_leaves_the_advantages_alone():

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.learner.advantages.estimators import (
+from async_rl.learner.advantages import (
     best,
     group_centred,
     group_normalised,
-    kl_estimates,
     leave_one_out,
     length_bonuses,
     whitened,
@@ -134,24 +133,3 @@ def test_the_best_k_are_the_highest_and_the_earlier_of_equal_ones():
     assert best(values, 1).tolist() == [False, True, False, False, False]
     assert best(values, 3).tolist() == [False, True, True, True, False]
     assert best(values, 9).all()
-
-
-def test_kl_estimates_by_hand():
-    # d = log mu - log ref = [ln 2, 0, -ln 2]. k3: ln 2 + 1/2 - 1, 0, -ln 2 + 2 - 1.
-    ln2 = math.log(2)
-    d = np.array([ln2, 0.0, -ln2])
-    np.testing.assert_allclose(kl_estimates(d, "k1"), d)
-    np.testing.assert_allclose(kl_estimates(d, "k2"), [ln2**2 / 2, 0.0, ln2**2 / 2])
-    np.testing.assert_allclose(kl_estimates(d, "k3"), [ln2 - 0.5, 0.0, 1.0 - ln2], atol=1e-12)
-
-
-@given(st.floats(-1e4, 1e4, width=32))
-def test_k3_is_finite_and_never_negative(d: float):
-    assert 0 <= kl_estimates(np.array([d], dtype=np.float32), "k3")[0] < math.inf
-
-
-def test_estimates_agree_with_the_true_kl_in_the_mean():
-    # KL([0.5, 0.5] || [0.8, 0.2]) = 0.5 ln(0.5 / 0.8) + 0.5 ln(0.5 / 0.2) = 0.22314; k2 alone is biased.
-    d = np.log([0.5 / 0.8, 0.5 / 0.2])
-    assert kl_estimates(d, "k1").mean() == pytest.approx(0.22314, abs=1e-5)
-    assert kl_estimates(d, "k3").mean() == pytest.approx(0.22314, abs=1e-5)

@@ -1,0 +1,257 @@
+"""Rewards to advantages, as ``[loss]`` says. On rank 0, in numpy.
+
+The trainer calls ``with_advantages`` before the first update of a step. A batch with rewards enters; the same batch
+leaves, with an advantage for every trained token. The order is fixed:
+
+1. Length bonus and KL change the *reward*.
+2. The estimator turns rewards into advantages.
+3. ``best_k`` chooses among the rollouts of a group.
+4. KL changes the *advantage*, token by token.
+5. Some estimators (``whitens_tokens``) normalise over all trained tokens.
+
+To add an estimator, add a function here with its row in ``ADVANTAGE_FUNCTIONS``, and a row in the config's
+``ADVANTAGES``. Shape letters: n = rollouts of one group (or of a whole step), N = tokens, R = rollouts of the step.
+float64 throughout. Without a signal (a group of one, equal rewards) an advantage is exactly 0, never NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from async_rl.config.loss import ADVANTAGES, LossConfig
+from async_rl.config.section import look_up
+from async_rl.errors import TrainingError
+from async_rl.learner.batch import PreparedBatch, along_tokens, leave_out
+from async_rl.learner.losses.parts import kl_estimate
+
+STD_FLOOR = 1e-4
+"""Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
+
+_NOT_SAMPLED = ("unknown_weights", "failed")
+"""Rollouts masked for these causes are not samples of the policy; their rewards enter no baseline."""
+
+TokenKl = Mapping[int, np.ndarray]
+"""Sequence id to float64 [its trained tokens], nats: estimates of KL(mu || reference)."""
+
+
+def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
+    """``prepared`` with the advantages that ``loss`` asks for, without the rollouts that ``loss.best_k`` leaves out.
+
+    Baselines are over all rollouts that the policy sampled, masked ones included. The KL is that of the *behavior*
+    policy to the reference, over trained tokens. In the reward it is the sum over a rollout (arXiv:1909.08593 section
+    2, arXiv:2203.02155), in the advantage each token's own. A rollout that is masked, or whose behavior logprobs are
+    not all finite (the loss skips it), has no KL of its own. It counts with its group's mean, so it moves no baseline.
+
+    Args:
+        prepared: the batch, scored by the reference model (``batch.with_scores``) if the KL needs it.
+        loss: of it ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement``.
+
+    Raises:
+        ValueError: a reward is not finite.
+        TrainingError: the reference's logprobs are not finite.
+    """
+    kl = _token_kl(prepared, loss) if loss.is_kl_in_advantages else {}
+    groups = _sampled_rollouts(prepared)
+    rewards = prepared.rewards.copy()
+    if loss.length_bonus:
+        num_tokens = np.array(prepared.rollout_tokens)
+        for members in groups:
+            rewards[members] += length_bonuses(prepared.accuracies[members], num_tokens[members], loss.length_bonus)
+    if kl and loss.kl_placement == "reward":
+        rewards -= loss.kl_coef * _rollout_kl(prepared, kl, groups)
+    advantages = np.zeros_like(rewards)
+    estimate = look_up(ADVANTAGE_FUNCTIONS, loss.advantage, "loss.advantage")
+    is_over_step = ADVANTAGES[loss.advantage].over_step
+    for members in [np.concatenate([np.zeros(0, np.int64), *groups])] if is_over_step else groups:
+        advantages[members] = estimate(rewards[members])
+    if loss.best_k is not None:
+        prepared = leave_out(prepared, _all_but_best(prepared, advantages, groups, loss.best_k), "best_k")
+    prepared = _with_token_advantages(prepared, advantages, loss, kl if loss.kl_placement == "advantage" else {})
+    if not kl:
+        return prepared
+    values = np.concatenate(list(kl.values()))
+    return replace(prepared, reference_kl=float(values.mean()) if len(values) else 0.0)
+
+
+def group_normalised(rewards: np.ndarray) -> np.ndarray:
+    """GRPO's advantage (arXiv:2402.03300): ``(r - mean) / (std + 1e-4)``, std unbiased (n - 1).
+
+    Over one group; ``global_norm`` takes the same over all rollouts of a step. The paper leaves a group of one and a
+    group of equal rewards undefined; here they get 0.
+
+    Args:
+        rewards: float [n], reward units, one per rollout.
+
+    Returns:
+        float64 [n], in standard deviations.
+
+    Raises:
+        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
+    """
+    centred = group_centred(rewards)
+    if not centred.any():
+        return centred
+    return centred / (np.sqrt(np.dot(centred, centred) / (len(centred) - 1)) + STD_FLOOR)
+
+
+def group_centred(rewards: np.ndarray) -> np.ndarray:
+    """Dr. GRPO's advantage (arXiv:2503.20783): ``r - mean``; float64 [n], reward units. Raises as above."""
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim != 1:
+        raise ValueError(f"expected the rewards of one group, [n], got shape {list(values.shape)}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"expected finite rewards, got {values.tolist()}; fix the reward function")
+    return _centred(values)
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """RLOO's advantage (arXiv:2402.14740): ``r`` less the mean of the *other* rewards of its group.
+
+    Computed as ``(r - mean) n / (n - 1)``, which is the same; float64 [n], reward units. Raises as above.
+    """
+    centred = group_centred(rewards)
+    return centred * (len(centred) / max(1, len(centred) - 1))
+
+
+ADVANTAGE_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "group_norm": group_normalised,
+    "group_mean": group_centred,
+    "leave_one_out": leave_one_out,
+    "global_norm": group_normalised,
+    "reinforce_pp": group_centred,
+}
+"""``loss.advantage`` -> rewards [n] -> advantages, float64 [n].
+
+The row of the same name in ``config.loss.ADVANTAGES`` says whether n is a group or the whole step.
+"""
+
+
+def whitened(values: np.ndarray) -> np.ndarray:
+    """``(v - mean) / (std + 1e-4)`` over tokens, std with 1 / N: REINFORCE++'s normalisation (arXiv:2501.03262).
+
+    float64 [N] to float64 [N]; zeros where all are equal.
+    """
+    centred = _centred(values)
+    if not centred.any():
+        return centred
+    return centred / (np.sqrt(np.dot(centred, centred) / len(centred)) + STD_FLOOR)
+
+
+def _centred(values: np.ndarray) -> np.ndarray:
+    # By comparison, not by difference: the mean of equal floats need not equal them.
+    if len(values) < 2 or values.min() == values.max():
+        return np.zeros_like(values)
+    return values - values.sum() / len(values)
+
+
+def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float) -> np.ndarray:
+    """AGPO's reward for short right answers (arXiv:2503.15952v1): ``bonus (1 - (l - min) / (max - min))``.
+
+    Within one group. Only right answers (accuracy 1) get a bonus, and min and max are over them. There is no bonus in
+    a group that is all right or all wrong, where only length would be rewarded, and none if all right answers have one
+    length (the formula's 0 / 0).
+
+    Args:
+        accuracies: float [n].
+        num_tokens: int [n], sampled tokens.
+        bonus: bonus of the shortest right answer, reward units.
+
+    Returns:
+        float64 [n], reward units.
+    """
+    bonuses = np.zeros(len(accuracies))
+    right = accuracies >= 1.0
+    if right.all() or not right.any():
+        return bonuses
+    lengths = num_tokens[right].astype(np.float64)
+    span = lengths.max() - lengths.min()
+    if span:
+        bonuses[right] = bonus * (1.0 - (lengths - lengths.min()) / span)
+    return bonuses
+
+
+def best(values: np.ndarray, k: int) -> np.ndarray:
+    """bool [n]: the ``k`` highest values, the earlier of equal ones; all if there are at most ``k``."""
+    chosen = np.zeros(len(values), dtype=np.bool_)
+    chosen[np.argsort(-values, kind="stable")[:k]] = True
+    return chosen
+
+
+def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Sequence[np.ndarray], k: int) -> list[int]:
+    """Rollouts that are not among the ``k`` best of their group. Masked ones take none of the ``k`` places.
+
+    The order is that of the advantages, which is also that of the rewards within a group.
+    """
+    beyond: list[int] = []
+    for members in groups:
+        candidates = np.array([i for i in members if i not in prepared.masked], dtype=np.int64)
+        beyond += candidates[~best(advantages_R[candidates], k)].tolist()
+    return beyond
+
+
+def _sampled_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
+    """For every group, the indices (int64) of its rollouts that count in baselines."""
+    not_sampled = {index for index, cause in prepared.masked.items() if cause in _NOT_SAMPLED}
+    bounds = list(accumulate(prepared.group_sizes, initial=0))
+    return [
+        np.array([i for i in range(start, end) if i not in not_sampled], dtype=np.int64)
+        for start, end in pairwise(bounds)
+    ]
+
+
+def _with_token_advantages(
+    prepared: PreparedBatch, advantages_R: np.ndarray, loss: LossConfig, kl: TokenKl
+) -> PreparedBatch:
+    sequences = prepared.sequences
+    if not sequences:
+        return prepared
+    lengths = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
+    tokens = np.repeat(advantages_R[[prepared.rollout_of[s.sequence_id] for s in sequences]], lengths)
+    if kl:
+        # The loss skips a sequence without a KL; its advantages only have to be finite.
+        values = [kl.get(s.sequence_id, np.zeros(n)) for s, n in zip(sequences, lengths, strict=True)]
+        tokens -= loss.kl_coef * np.concatenate(values)
+    if ADVANTAGES[loss.advantage].whitens_tokens:
+        tokens = whitened(tokens)
+    parts = np.split(tokens, np.cumsum(lengths)[:-1])
+    return prepared.with_sequences(
+        replace(s, advantages=along_tokens(s, part)) for s, part in zip(sequences, parts, strict=True)
+    )
+
+
+def _token_kl(prepared: PreparedBatch, loss: LossConfig) -> dict[int, np.ndarray]:
+    """KL estimates of every sequence's tokens. Sequences whose behavior logprobs are not all finite are left out."""
+    kl: dict[int, np.ndarray] = {}
+    for sequence in prepared.sequences:
+        behavior = sequence.behavior_logprobs[sequence.loss_mask]
+        reference = sequence.reference_logprobs[sequence.loss_mask]
+        if not np.isfinite(reference).all():
+            raise TrainingError(
+                f"the reference model gave logprobs that are not finite (sequence {sequence.sequence_id} of the step); "
+                f"check loss.kl_reference"
+            )
+        if np.isfinite(behavior).all():
+            log_ratio = torch.from_numpy(behavior.astype(np.float64) - reference)
+            kl[sequence.sequence_id] = kl_estimate(log_ratio, loss.kl_estimator).numpy()
+    return kl
+
+
+def _rollout_kl(prepared: PreparedBatch, kl: TokenKl, groups: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [R], nats: the sum over each rollout's tokens; for a rollout without a KL its group's mean."""
+    sums = np.zeros(len(prepared.rewards))
+    scored = np.zeros(len(prepared.rewards), dtype=np.bool_)
+    scored[list(prepared.rollout_of.values())] = True
+    for sequence_id, rollout in prepared.rollout_of.items():
+        if sequence_id in kl:
+            sums[rollout] += kl[sequence_id].sum()
+        else:
+            scored[rollout] = False
+    for members in groups:
+        known = members[scored[members]]
+        sums[members[~scored[members]]] = sums[known].mean() if len(known) else 0.0
+    return sums

@@ -1,0 +1,287 @@
+"""The parts of a policy loss: ratios, surrogates, corrections, KL estimates, aggregations. Pure.
+
+``policy.py`` puts the parts together. Parts that ``[loss]`` names are rows of a table. To add one, add a function and
+its row here, and a row in the table of the same names in ``config/loss.py``. Ratios are of pi (learner) to mu
+(behavior), or to the proximal policy, as logarithms in nats. Shape letters: N = trained tokens, S = sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from async_rl.config.loss import LossConfig
+from async_rl.config.section import look_up
+
+LOG_RATIO_LIMIT = 60.0
+"""|log ratio| is clamped here, in nats, before ``exp``: e^60 is finite in float32, and its square in float64."""
+
+
+def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor, chosen_N: Tensor) -> Tensor:
+    """log pi/other [N], clamped; 0 with gradient 0 where ``chosen_N`` is False, even if the inputs are NaN there."""
+    # torch.where, not a product with 0: 0 times NaN is NaN, in the gradient too.
+    ratio_N = torch.where(chosen_N, logprobs_N - other_logprobs_N, 0.0)
+    return ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_log_ratio(log_ratio_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
+    """Every token's log ratio [N] becomes the mean of its sequence's: the length-normalised ratio of GSPO.
+
+    arXiv:2507.18071 eq. 7, in the form of its eq. 14 (GSPO-token): the *value* is the sequence's; the gradient flows
+    through the token's own logprob with factor 1. If all tokens of a sequence have one advantage, their mean has the
+    value and the gradient of eq. 5.
+    """
+    counts_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences)
+    sums_S = sum_by(sequence_index_N, log_ratio_N.detach().double(), num_sequences)
+    mean_N = (sums_S / counts_S.clamp(min=1))[sequence_index_N].to(log_ratio_N.dtype)
+    return mean_N + (log_ratio_N - log_ratio_N.detach())
+
+
+def interpolated_proximal(logprobs_N: Tensor, behavior_logprobs_N: Tensor, lag_N: Tensor) -> Tensor:
+    """Logprobs [N] of a proximal policy one version behind pi, without a forward pass; detached.
+
+    A-3PO (arXiv:2512.06547): ``log prox = log mu / d + (1 - 1/d) log pi`` for a token of lag d, log-linear between the
+    policies of d versions ago and of now. At lag 0 pi itself is the proximal policy, at lag 1 it is mu.
+
+    Args:
+        lag_N: int64 [N], versions between sampling and now, >= 0.
+    """
+    weight_N = torch.where(lag_N > 0, 1.0 / lag_N.clamp(min=1), 0.0).to(logprobs_N.dtype)
+    return torch.lerp(logprobs_N.detach(), behavior_logprobs_N, weight_N)
+
+
+def sum_by(index_N: Tensor, values_N: Tensor, size: int) -> Tensor:
+    """[size]: the values of each index, added up in the values' dtype."""
+    return values_N.new_zeros(size).index_add_(0, index_N, values_N)
+
+
+def check_shapes(*tensors: Tensor) -> None:
+    """Raises ValueError unless all are [N]."""
+    if any(t.ndim != 1 or t.shape != tensors[0].shape for t in tensors):
+        raise ValueError(f"expected tensors of one shape [N], got {[list(t.shape) for t in tensors]}")
+
+
+class SurrogateInputs(NamedTuple):
+    """All float [N]; the first two carry grad.
+
+    ``log_ratio`` is log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu,
+    or prox with ``loss.anchor = "proximal"``. ``logprobs`` is log pi.
+    """
+
+    log_ratio: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+
+
+class TokenObjective(NamedTuple):
+    """All [N]. ``capped_low`` and ``capped_high`` (bool): the ratio was cut at a lower or upper bound.
+
+    All False for a surrogate that cuts nothing.
+    """
+
+    objective: Tensor
+    capped_low: Tensor
+    capped_high: Tensor
+
+
+def clipped(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
+    """PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv:1707.06347 eq. 7; two bounds: arXiv:2503.14476 eq. 8).
+
+    With ``loss.dual_clip = c``, at A < 0 no less than ``c A`` (arXiv:1912.09729), since the minimum alone has no bound
+    there as r grows. A token that is cut has gradient 0; one exactly on a bound keeps its own.
+    """
+    advantages_N = inputs.advantages
+    ratio_N = inputs.log_ratio.exp()
+    low_N = (advantages_N < 0) & (ratio_N < 1 - loss.clip_low)
+    high_N = (advantages_N > 0) & (ratio_N > 1 + loss.clip_high)
+    # Chosen, not min(): at equal arguments min() splits the gradient between them.
+    effective_N = ratio_N.masked_fill(low_N, 1 - loss.clip_low).masked_fill(high_N, 1 + loss.clip_high)
+    if loss.dual_clip is not None:
+        dual_N = (advantages_N < 0) & (ratio_N > loss.dual_clip)
+        effective_N = effective_N.masked_fill(dual_N, loss.dual_clip)
+        high_N = high_N | dual_N
+    return TokenObjective(effective_N * advantages_N, low_N, high_N)
+
+
+def clipped_weight(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
+    """CISPO: ``sg(clip(r, 1 - low, 1 + high)) A log pi`` (arXiv:2506.13585 eq. 4 and 5); every token keeps a gradient.
+
+    The paper sets no lower bound: ``clip_low = 1``. Its upper bound is 1 + clip_high; where others give the bound
+    itself (ScaleRL's eps_max), clip_high is one less. The value is not comparable to that of ``clipped``.
+    """
+    ratio_N = inputs.log_ratio.detach().exp()
+    low, high = 1 - loss.clip_low, 1 + loss.clip_high
+    weight_N = ratio_N.clamp(low, high)
+    return TokenObjective(weight_N * inputs.advantages * inputs.logprobs, ratio_N < low, ratio_N > high)
+
+
+def plain(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
+    """REINFORCE: ``A log pi``. ``policy.py`` multiplies by the importance weight if ``loss.importance_cap`` is set."""
+    nothing_N = torch.zeros_like(inputs.logprobs, dtype=torch.bool)
+    return TokenObjective(inputs.advantages * inputs.logprobs, nothing_N, nothing_N)
+
+
+SURROGATE_FUNCTIONS: Mapping[str, Callable[[SurrogateInputs, LossConfig], TokenObjective]] = {
+    "clip": clipped,
+    "cispo": clipped_weight,
+    "plain": plain,
+}
+"""``loss.surrogate`` -> its function."""
+
+
+@torch.no_grad()
+def skipped_sequences(
+    log_ratio_N: Tensor, finite_N: Tensor, sequence_index_N: Tensor, num_sequences: int, loss: LossConfig
+) -> Tensor:
+    """bool [S]: sequences that leave the loss and its denominator.
+
+    A sequence is skipped if ``loss.skip_statistic`` of its tokens' pi/mu is *above* ``loss.skip_threshold``, or if one
+    of its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version:
+    the statistic over all tokens of the micro-batch decides about all of it, so the result depends on the cut. Its
+    padding counted with ratio 1; here there is no padding.
+
+    Args:
+        log_ratio_N: log pi/mu, float64, nats; 0 where not finite.
+        finite_N: bool, the behavior logprob is finite.
+        sequence_index_N: int64, in [0, num_sequences).
+        num_sequences: S.
+        loss: of it the ``skip_*`` keys.
+    """
+    nonfinite_S = sum_by(sequence_index_N, (~finite_N).long(), num_sequences) > 0
+    if loss.skip_threshold is None:
+        return nonfinite_S
+    statistic_of = look_up(SKIP_STATISTIC_FUNCTIONS, loss.skip_statistic, "loss.skip_statistic")
+    if loss.skip_unit == "sequence":
+        statistic_S = statistic_of(log_ratio_N, sequence_index_N, num_sequences)
+        return nonfinite_S | (statistic_S > loss.skip_threshold)
+    # Tokens that are not finite have ratio 1. They form a unit of their own, so that they don't dilute the statistic.
+    statistic = statistic_of(log_ratio_N, (~finite_N).long(), 2)[0]
+    has_tokens_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences) > 0
+    return nonfinite_S | (has_tokens_S & (statistic > loss.skip_threshold))
+
+
+def _mean_by(unit_N: Tensor, values_N: Tensor, num_units: int) -> Tensor:
+    counts = sum_by(unit_N, torch.ones_like(unit_N), num_units)
+    return sum_by(unit_N, values_N, num_units) / counts.clamp(min=1)
+
+
+def _mean_ratio(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    return _mean_by(unit_N, log_ratio_N.exp(), num_units)
+
+
+def _largest_ratio(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    ratio_N = log_ratio_N.exp()
+    return ratio_N.new_zeros(num_units).scatter_reduce_(0, unit_N, ratio_N, "amax")
+
+
+def _geometric_mean_ratio(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    return _mean_by(unit_N, log_ratio_N, num_units).exp()
+
+
+def _mean_k3(log_ratio_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
+    return _mean_by(unit_N, log_ratio_N.expm1() - log_ratio_N, num_units)
+
+
+SKIP_STATISTIC_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "mean": _mean_ratio,
+    "max": _largest_ratio,
+    "geometric": _geometric_mean_ratio,
+    "k3": _mean_k3,
+}
+"""``loss.skip_statistic`` -> log ratios [N], the unit of each [N], the number of units -> float64 [units].
+
+A unit without tokens gets 0 (geometric: 1).
+"""
+
+
+def in_range(log_ratio_N: Tensor, token_range: tuple[float, float]) -> Tensor:
+    """bool [N]: tokens whose ratio lies in ``token_range``, bounds included.
+
+    The token mask of IcePop (arXiv:2510.18855), there on the ratio of the training engine's old policy to the
+    inference engine's. IcePop keeps masked tokens in its denominator; here they leave it, like all masked tokens.
+    """
+    low, high = token_range
+    ratio_N = log_ratio_N.detach().double().exp()
+    return (ratio_N >= low) & (ratio_N <= high)
+
+
+def importance_weights(log_ratio_N: Tensor, cap: float) -> Tensor:
+    """``min(ratio, cap)`` [N], detached: truncated importance sampling (IMPALA's rho, arXiv:1802.01561 eq. 1)."""
+    return log_ratio_N.detach().exp().clamp(max=cap)
+
+
+def kl_estimate(log_ratio_N: Tensor, estimator: str) -> Tensor:
+    """The estimate of the name ``estimator`` for each token, nats."""
+    return look_up(KL_FUNCTIONS, estimator, "loss.kl_estimator")(log_ratio_N)
+
+
+def k1(log_ratio_N: Tensor) -> Tensor:
+    """``d``. Unbiased; as a loss it has no effect, for its gradient, that of log pi, is 0 on average."""
+    return log_ratio_N
+
+
+def k2(log_ratio_N: Tensor) -> Tensor:
+    """``d^2 / 2``. Its gradient is the unbiased one of KL(pi || ref) on samples of pi."""
+    return log_ratio_N.square() / 2
+
+
+def k3(log_ratio_N: Tensor) -> Tensor:
+    """``e^-d - 1 + d``. Unbiased and never negative (GRPO, arXiv:2402.03300 eq. 4).
+
+    Its gradient is that of KL(ref || pi).
+    """
+    # expm1: for small d, exp(-d) - 1 + d would be rounding noise.
+    return torch.expm1((-log_ratio_N).clamp(max=LOG_RATIO_LIMIT)) + log_ratio_N
+
+
+KL_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""``loss.kl_estimator`` -> its function."""
+
+
+class Weights(NamedTuple):
+    """The step's loss is the sum of ``weight * loss of the token`` over the sum of ``denominator``."""
+
+    weight: Tensor | float  # float64 [N], or one for all
+    denominator: Tensor  # [], int64
+
+
+def aggregate(
+    kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, aggregation: str, *, max_length: int
+) -> Weights:
+    """Weights of the kept tokens (bool [N]), by the function of the name ``aggregation``.
+
+    Sequences without a kept token are in no denominator.
+    """
+    function = look_up(AGGREGATION_FUNCTIONS, aggregation, "loss.aggregation")
+    return function(kept_N, sequence_index_N, num_sequences, max_length)
+
+
+def token_mean(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
+    """The mean over all kept tokens of the step (DAPO, arXiv:2503.14476 eq. 8)."""
+    return Weights(1.0, kept_N.sum())
+
+
+def sequence_mean(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
+    """The mean over sequences of the mean over their kept tokens (GRPO, arXiv:2402.03300 eq. 3)."""
+    counts_S = sum_by(sequence_index_N, kept_N.long(), num_sequences)
+    return Weights(1.0 / counts_S.clamp(min=1)[sequence_index_N].double(), (counts_S > 0).sum())
+
+
+def sequence_sum(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
+    """The mean over sequences of the sum over their kept tokens, divided by ``max_length``, the same for all.
+
+    Dr. GRPO (arXiv:2503.20783); RLOO's sum (arXiv:2402.14740), but for that constant.
+    """
+    counts_S = sum_by(sequence_index_N, kept_N.long(), num_sequences)
+    return Weights(1.0 / max_length, (counts_S > 0).sum())
+
+
+AGGREGATION_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor, int, int], Weights]] = {
+    "token": token_mean,
+    "sequence": sequence_mean,
+    "sequence_sum": sequence_sum,
+}
+"""``loss.aggregation`` -> kept [N], sequence index [N], number of sequences, ``sampling.max_new_tokens`` -> weights."""
