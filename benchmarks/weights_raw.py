@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from async_rl.net.sockets import listening_socket
-from async_rl.weights.collective.communicator import Communicator
+from async_rl.weights.collective import Communicator
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 300.0

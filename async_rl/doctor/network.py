@@ -140,7 +140,7 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     import torch
 
     from async_rl.net.sockets import listening_socket
-    from async_rl.weights.collective.communicator import Communicator
+    from async_rl.weights.collective import Communicator
     from async_rl.weights.transport import TRANSPORTS
 
     name = f"{backend} of two"

@@ -8,9 +8,8 @@ The path of a version, by module:
 - ``manifest``: what a version consists of, and its digests. ``staging``: the learner's memory for versions.
 - ``publisher``: the learner's thread. ``scheduler``: decides who gets what, as a pure state machine.
   ``transfer_manager``: carries out its decisions.
-- ``control``: the messages of both sides. ``control_sockets``: the sockets that carry them.
-- ``transport``: the table of transports and the protocols behind which they are; ``collective/`` (NCCL and gloo) and
+- ``control``: the messages of both sides, and their sockets.
+- ``transport``: the table of transports and the protocols that they implement. ``collective`` (NCCL and gloo) and
   ``tcp/`` implement them.
-- ``receiver``: the generator's control thread. ``receive_worker``: its transfer thread. ``receive_buffers``: its
-  memory.
+- ``receiver``: the generator's control thread. ``receive_worker``: its transfer thread and its memory.
 """

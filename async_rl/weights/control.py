@@ -1,4 +1,4 @@
-"""Messages between publisher and receivers on the control channel. The weights themselves never pass here.
+"""The control channel between publisher and receivers: its messages and its two sockets. Weights never pass here.
 
 A receiver sends ``Join``, then ``Heartbeat`` every second. The publisher answers each with ``Ping``, or with
 ``NotMember`` if it does not know the sender. A version goes out in one of two ways:
@@ -8,27 +8,35 @@ A receiver sends ``Join``, then ``Heartbeat`` every second. The publisher answer
 
 An epoch names a communicator, which is kept while the members stay the same. Within an epoch an ``Ack`` also means
 ``Ready`` for the next attempt, which then begins with ``StartCollective``.
+
+One thread uses a socket at a time. Another thread wakes it by ``Wake``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import zmq
 
-from async_rl.errors import WeightsError, WireError
+from async_rl.errors import AddressError, WeightsError, WireError
 from async_rl.net.codec import read_as
-from async_rl.net.keys import ClientKeys
+from async_rl.net.keys import ClientKeys, Guard, ServerKeys
 from async_rl.net.wire import Limits, decode, encode
 
 HEARTBEAT_S = 1.0
+WILDCARDS = ("*", "0.0.0.0", "::")
 
 TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=64, max_depth=3)
 TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
 """Larger, since the queue vouches for the publisher's key. Each field is checked against its type all the same."""
 _MAX_REASON = 2000
+_LINGER_MS = 500
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -164,12 +172,12 @@ def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKey
     Raises:
         WeightsError: one side has keys and the other has none.
     """
-    if server_key is None and keys is None:
-        return None
-    if server_key is None or keys is None:
-        expects, has = ("keys", "none") if server_key is not None else ("no keys", "some")
+    if server_key is not None and keys is not None:
+        return keys.for_server(server_key)
+    if server_key is not None or keys is not None:
+        expects, has = ("no keys", "some") if server_key is None else ("keys", "none")
         raise WeightsError(f"expected {expects} for the learner's weights channel, but this generator has {has}")
-    return keys.for_server(server_key)
+    return None
 
 
 MemberMessage = Join | Heartbeat | Leave | Ready | Ack | Failed
@@ -198,3 +206,148 @@ def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limi
         if record.__name__ == message.type:
             return read_as(message.fields, record)
     raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")
+
+
+class MemberSocket:
+    """The publisher's socket: receives messages of members and sends to one of them.
+
+    It listens at any port of ``bind_host``, which generators reach as ``host``.
+
+    Raises:
+        AddressError: ``bind_host`` is no address of this machine, or no port is free.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], bind_host: str, host: str, keys: ServerKeys | None
+    ) -> None:
+        self.num_malformed = 0
+        self._socket = context.socket(zmq.ROUTER)
+        self._guard: Guard | None = None if keys is None else keys.guard(self._socket, context)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, TO_PUBLISHER_LIMITS.max_bytes)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        self._socket.setsockopt(zmq.IPV6, int(":" in bind_host))
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{_url_host(bind_host)}")
+        except zmq.ZMQError as error:
+            raise AddressError(f"can't listen for weights at {bind_host}: {error}") from error
+        self.address = channel(f"tcp://{_url_host(host)}:{port}", keys.public if keys else None)
+
+    def register(self, poller: zmq.Poller) -> None:
+        poller.register(self._socket, zmq.POLLIN)
+
+    def is_among(self, ready: Mapping[Any, int]) -> bool:
+        """Whether a poller returned this socket."""
+        return self._socket in ready
+
+    def receive(self) -> Iterator[tuple[bytes, MemberMessage]]:
+        """Return all messages that have come, each with its sender. Malformed ones are counted."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 2:
+                    raise WireError(f"expected 2 frames, got {len(frames)}")
+                yield frames[0], decode_message(frames[1], TO_PUBLISHER, TO_PUBLISHER_LIMITS)
+            except WireError:
+                self.num_malformed += 1
+
+    def send(self, member_id: bytes, message: PublisherMessage) -> bool:
+        """Send, or discard the message if the member does not read. Returns whether there is a connection."""
+        try:
+            self._socket.send_multipart([member_id, encode_message(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # The scheduler drops a member that stays silent.
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._guard is not None:
+            self._guard.stop()
+
+
+class PublisherSocket:
+    """A generator's socket: connects to the publisher at ``address`` in the background, again and again.
+
+    ``is_ipv6``: the address names an IPv6 host.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ClientKeys | None, *, is_ipv6: bool
+    ) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        # Queue nothing while there is no connection: an old heartbeat is useless.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, TO_MEMBER_LIMITS.max_bytes)
+        self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
+        if keys is not None:
+            keys.identify(self._socket)
+        self._socket.connect(address)
+
+    def register(self, poller: zmq.Poller) -> None:
+        poller.register(self._socket, zmq.POLLIN)
+
+    def send(self, message: MemberMessage) -> bool:
+        """Send. Returns False while there is no connection."""
+        try:
+            self._socket.send(encode_message(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> PublisherMessage | None:
+        """Return the next message; None if none has come.
+
+        Raises:
+            WireError: it is malformed.
+        """
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return decode_message(frame, TO_MEMBER, TO_MEMBER_LIMITS)
+
+    def leave(self, poller: zmq.Poller | None = None) -> None:
+        """Send ``Leave`` and close."""
+        self.send(Leave())
+        if poller is not None:
+            poller.unregister(self._socket)
+        self._socket.close(linger=_LINGER_MS)
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+class Wake:
+    """A flag with a file descriptor that is readable while the flag is set. Any thread may set, clear or wait."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        # A full pipe means that the flag is set; a closed one that nobody waits for it.
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it was set within ``timeout_s``. Does not clear it."""
+        return bool(select.select([self._reader], [], [], timeout_s)[0])

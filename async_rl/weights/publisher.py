@@ -21,8 +21,7 @@ from async_rl.errors import AddressError, WeightsError
 from async_rl.net.address import is_loopback, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
-from async_rl.weights.background import Wake
-from async_rl.weights.control_sockets import WILDCARDS, MemberSocket
+from async_rl.weights.control import WILDCARDS, MemberSocket, Wake
 from async_rl.weights.scheduler import SyncScheduler
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.transfer_manager import TransferManager

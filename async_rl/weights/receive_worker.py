@@ -1,23 +1,184 @@
-"""The generator's transfer thread: receives one version at a time, by the transport that the publisher names.
+"""The generator's transfer thread and its host memory: receives one version at a time, by the transport in the order.
 
-The receiver's control thread submits orders. Every order ends with one call of its ``reply``, with the message for the
-publisher. Only this thread writes to the buffers.
+``ReceiveWorker`` is the thread. The receiver's control thread submits orders. Every order ends with one call of its
+``reply``, with the message for the publisher. Only the transfer thread writes to the buffers.
+
+``ReceiveBuffers`` holds versions: one in use, one verified and waiting, one being received. The main thread and the
+transfer thread both call it; a lock guards the states. A buffer that ``newest`` returned or that is in use
+(``activated``) is never written to. Buffers are allocated when first needed: two in the common case, three when
+versions come faster than they are activated. torch is imported with the first buffer.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.weights import control
-from async_rl.weights.background import JobThread
-from async_rl.weights.manifest import Manifest
-from async_rl.weights.receive_buffers import ReceiveBuffers
-from async_rl.weights.transport import TRANSPORTS, ReceiveOrder, TransportReceiver
+from async_rl.weights.manifest import Manifest, TensorSpec
+from async_rl.weights.transport import TRANSPORTS, JobThread, ReceiveOrder, TransportReceiver
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Reply = Callable[[control.MemberMessage], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceivedWeights:
+    """A verified version in host memory. ``tensors`` are views, valid until a later version is ``activated``.
+
+    ``receive_s`` is how long its transfer took; decoding went on meanwhile.
+    """
+
+    lineage: str
+    version: int
+    digest: str
+    tensors: Mapping[str, Any]
+    manifest: Manifest
+    receive_s: float
+    _buffer: ReceiveBuffer = field(repr=False)
+
+
+@dataclass(slots=True, eq=False)
+class ReceiveBuffer:
+    """Flat byte buckets, uint8 [N] each. ``manifest`` is the version that they hold, once it is complete.
+
+    ``tensors`` are views into them, laid out by ``specs``; versions that share a layout share the views.
+    """
+
+    buckets: list[Tensor]
+    manifest: Manifest | None = None
+    specs: tuple[TensorSpec, ...] | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class ReceiveBuffers:
+    """All buffers. At most ``MAX_BUFFERS`` versions are in memory."""
+
+    MAX_BUFFERS = 3
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._all: list[ReceiveBuffer] = []
+        self._writing: ReceiveBuffer | None = None
+        self._waiting: ReceivedWeights | None = None
+        self._handed_out: ReceivedWeights | None = None
+        self._in_use: ReceivedWeights | None = None
+
+    def reserve(self, manifest: Manifest) -> ReceiveBuffer:
+        """Return a buffer to receive this version into, until the next ``reserve`` or ``commit``.
+
+        If no other is free, it is the buffer of the version that waits and was not handed out.
+        """
+        with self._lock:
+            buffer = self._pick()
+            self._writing = buffer
+            buffer.manifest = None
+        # Outside the lock: allocating may take long, and nobody else uses this buffer now.
+        if [bucket.numel() for bucket in buffer.buckets] != list(manifest.bucket_sizes):
+            import torch
+
+            buffer.buckets.clear()
+            buffer.buckets += [
+                torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in manifest.bucket_sizes
+            ]
+            buffer.specs = None
+        if buffer.specs != manifest.tensors:
+            buffer.tensors = tensor_views(manifest, buffer.buckets)
+            buffer.specs = manifest.tensors
+        return buffer
+
+    def _pick(self) -> ReceiveBuffer:
+        if self._writing is not None:
+            return self._writing
+        taken = [staged._buffer for staged in (self._waiting, self._handed_out, self._in_use) if staged is not None]
+        for buffer in self._all:
+            if not any(buffer is other for other in taken):
+                return buffer
+        if len(self._all) < self.MAX_BUFFERS:
+            self._all.append(ReceiveBuffer([]))
+            return self._all[-1]
+        # All three hold a version, so one of them is the waiting one, and only it may be overwritten.
+        assert self._waiting is not None
+        waiting, self._waiting = self._waiting, None
+        return waiting._buffer
+
+    def commit(self, buffer: ReceiveBuffer, manifest: Manifest, receive_s: float) -> ReceivedWeights:
+        """Record that ``buffer`` holds the whole version, verified. It now waits to be activated.
+
+        Raises:
+            WeightsError: the buffer is not the reserved one.
+        """
+        staged = ReceivedWeights(
+            manifest.lineage, manifest.version, manifest.digest, buffer.tensors, manifest, receive_s, buffer
+        )
+        with self._lock:
+            if self._writing is not buffer:
+                raise WeightsError("a buffer was committed that is not the reserved one")
+            self._writing = None
+            buffer.manifest = manifest
+            self._waiting = staged
+        return staged
+
+    def newest(self, lineage: str) -> ReceivedWeights | None:
+        """Hand out the newest verified version of this lineage that is not in use; its bytes stay."""
+        with self._lock:
+            if self._waiting is not None and self._waiting.lineage == lineage:
+                self._handed_out, self._waiting = self._waiting, None
+            if self._handed_out is not None and self._handed_out.lineage == lineage:
+                return self._handed_out
+            return None
+
+    def activated(self, received: ReceivedWeights) -> None:
+        """Record that ``received`` is in use now; the buffer of the one before is free.
+
+        Raises:
+            WeightsError: it was not handed out last, so its bytes may be overwritten already.
+        """
+        with self._lock:
+            if received is self._in_use:
+                return
+            if received is not self._handed_out:
+                raise WeightsError(
+                    f"version {received.version} was activated after its buffer was given up; activate what poll() "
+                    f"returned last"
+                )
+            self._in_use, self._handed_out = received, None
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether this very version is in memory, verified."""
+        key = (manifest.lineage, manifest.version, manifest.digest)
+        return any((s.lineage, s.version, s.digest) == key for s in self._held())
+
+    def newest_digest(self) -> str:
+        """Return the digest of the newest version in memory; empty if there is none."""
+        return next((staged.digest for staged in self._held()), "")
+
+    def find(self, digest: str) -> list[Tensor] | None:
+        """Return the buckets of the version with this digest, which the transfer thread may read until ``reserve``."""
+        return next((staged._buffer.buckets for staged in self._held() if staged.digest == digest), None)
+
+    def _held(self) -> list[ReceivedWeights]:
+        """Newest first."""
+        with self._lock:
+            return [s for s in (self._waiting, self._handed_out, self._in_use) if s is not None]
+
+
+def tensor_views(manifest: Manifest, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return each tensor by name, as a view into the buckets, in its dtype and shape."""
+    import torch
+
+    views: dict[str, Tensor] = {}
+    for spec in manifest.tensors:
+        raw = buckets[spec.bucket][spec.offset : spec.offset + spec.size_bytes]
+        views[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+    return views
 
 
 @dataclass(frozen=True, slots=True)

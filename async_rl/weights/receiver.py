@@ -21,11 +21,9 @@ from async_rl.net.address import check_address, is_loopback, local_host_towards,
 from async_rl.net.keys import ClientKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
-from async_rl.weights.background import Wake
-from async_rl.weights.control_sockets import PublisherSocket
+from async_rl.weights.control import PublisherSocket, Wake
 from async_rl.weights.manifest import Manifest, manifest_from_fields
-from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
-from async_rl.weights.receive_worker import ReceiverStats, ReceiveWorker, Reply
+from async_rl.weights.receive_worker import ReceiveBuffers, ReceivedWeights, ReceiverStats, ReceiveWorker, Reply
 from async_rl.weights.transport import ReceiveOrder, collectives
 
 __all__ = ["Receiver", "ReceiverStats"]
@@ -133,7 +131,7 @@ class Receiver:
         context: zmq.Context[zmq.Socket[bytes]] | None = None
         try:
             # Importing torch holds the interpreter's lock for seconds: do it before the first heartbeat is due.
-            importlib.import_module("async_rl.weights.collective.communicator")
+            importlib.import_module("async_rl.weights.collective")
             context = zmq.Context()
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)

@@ -8,6 +8,8 @@ sender and a receiver, and add a row to ``TRANSPORTS``.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
@@ -18,7 +20,7 @@ from async_rl.weights.manifest import Manifest
 if TYPE_CHECKING:
     import zmq
 
-    from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
+    from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
     from async_rl.weights.scheduler import Member
     from async_rl.weights.staging import StagedVersion
 
@@ -133,6 +135,29 @@ class TransportReceiver(Protocol, Generic[OrderT]):
         ...
 
 
+class JobThread:
+    """A daemon thread that runs jobs one after the other. Jobs report their own results and raise nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, last: Callable[[], None], timeout_s: float) -> bool:
+        """Run the jobs that are left, then ``last``, and end. Returns whether that took at most ``timeout_s``."""
+        self._jobs.put(last)
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
 @dataclass(frozen=True, slots=True)
 class CollectiveSettings:
     """The arguments of a collective's sender.
@@ -204,19 +229,19 @@ class PullTransport(Transport):
 
 
 def _nccl_sender(settings: CollectiveSettings) -> TransportSender:
-    from async_rl.weights.collective.sender import CollectiveSender
+    from async_rl.weights.collective import CollectiveSender
 
     return CollectiveSender("nccl", settings)
 
 
 def _gloo_sender(settings: CollectiveSettings) -> TransportSender:
-    from async_rl.weights.collective.sender import CollectiveSender
+    from async_rl.weights.collective import CollectiveSender
 
     return CollectiveSender("gloo", settings)
 
 
 def _collective_receiver(device: str | None) -> TransportReceiver[ReceiveOrder[control.StartCollective]]:
-    from async_rl.weights.collective.receiver import CollectiveReceiver
+    from async_rl.weights.collective import CollectiveReceiver
 
     return CollectiveReceiver(device)
 

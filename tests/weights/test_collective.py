@@ -6,7 +6,7 @@ import torch
 
 from async_rl.errors import WeightsError
 from async_rl.net.sockets import listening_socket
-from async_rl.weights.collective.communicator import Communicator
+from async_rl.weights.collective import Communicator
 
 
 def two_groups(stall_s: float) -> list[Communicator]:

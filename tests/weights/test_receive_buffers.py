@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Manifest, digest_bytes, plan_layout
-from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers, ReceivedWeights
+from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers, ReceivedWeights
 
 LAYOUT = plan_layout([("a", "float32", [4]), ("b", "uint8", [3])], 64)
 

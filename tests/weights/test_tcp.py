@@ -17,7 +17,7 @@ from async_rl.errors import AddressError, WireError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.messages import Announcement
 from async_rl.weights.publisher import Publisher
-from async_rl.weights.receive_buffers import ReceivedWeights
+from async_rl.weights.receive_worker import ReceivedWeights
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.tcp import receiver as tcp_receiver

@@ -1,0 +1,359 @@
+"""The transports ``nccl`` and ``gloo``: one broadcast of a version to all members of an epoch.
+
+``CollectiveSender`` (at the learner) and ``CollectiveReceiver`` (at each generator) implement the protocols of
+``weights.transport``. Each has one rank of the epoch's ``Communicator``: rank 0 (the learner) broadcasts byte buckets
+to the other ranks (generators). Collectives authenticate nobody, so they are for trusted networks only.
+
+gloo (host memory) and NCCL (through one device buffer of ``chunk_bytes``) share this code. It never touches torch's
+default process group. Every wait has a deadline. gloo can't be interrupted: a collective with a frozen peer ends after
+``stall_s``, one with a dead peer at once. The NCCL branch has never been run: no machine with two devices was
+available.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+
+from async_rl.errors import CorruptWeightsError, WeightsError
+from async_rl.net.sockets import listening_socket
+from async_rl.process.fault_points import fault_point
+from async_rl.weights.control import StartCollective, seconds_until
+from async_rl.weights.manifest import Manifest, manifest_fields
+from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
+from async_rl.weights.transport import (
+    CollectiveSettings,
+    Delivery,
+    JobThread,
+    ReceiveOrder,
+    ReceiveResult,
+    Send,
+    TransportName,
+)
+
+_NCCL_POLL_S = 0.001
+_NUM_CONCURRENT_CHUNKS = 2
+"""Chunks in flight over gloo: the ranks agree on one while the other travels."""
+# The process group's own watchdog would end the whole process; waits are bounded here instead.
+_NCCL_GROUP_TIMEOUT = timedelta(days=1)
+
+
+class CollectiveSender:
+    """Rank 0 of every communicator. See ``transport.TransportSender``."""
+
+    def __init__(self, transport: TransportName, settings: CollectiveSettings) -> None:
+        self._transport = transport
+        self._settings = settings
+        self._listener: socket.socket | None = None
+        self._communicator: Communicator | None = None
+        self._jobs = JobThread("weights-send")
+
+    def deliver(self, delivery: Delivery, send: Send) -> None:
+        """Broadcast to all members at once, in the background."""
+        port = self._listen() if delivery.build else 0
+        size = len(delivery.members) + 1
+        manifest = manifest_fields(delivery.staged.manifest) if delivery.skips_prepare else {}
+        remaining_s = seconds_until(delivery.deadline)
+        for rank, member in enumerate(delivery.members, start=1):
+            start = StartCollective(
+                attempt=delivery.attempt,
+                epoch=delivery.epoch,
+                rank=rank,
+                size=size,
+                store_port=port,
+                stall_s=self._settings.stall_s,
+                deadline_s=remaining_s,
+                chunk_bytes=self._settings.chunk_bytes,
+                transport=self._transport,
+                manifest=manifest,
+            )
+            send(member.member_id, start)
+        # Only now: the members take longer to come than the sending thread takes to start.
+        listener, self._listener = self._listener, None
+        self._jobs.submit(lambda: self._send(delivery, listener, size))
+
+    def end(self, attempt: int, *, intact: bool) -> None:
+        """Close the communicator, unless the attempt left it intact."""
+        if not intact:
+            self._jobs.submit(self._disconnect)
+
+    def close(self, timeout_s: float) -> bool:
+        if self._listener is not None:
+            self._listener.close()
+        return self._jobs.close(self._disconnect, timeout_s)
+
+    def _listen(self) -> int:
+        """Return the port of a new store, over which the next send creates a communicator."""
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = listening_socket(self._settings.bind_host)
+        return self._listener.getsockname()[1]
+
+    # The sending thread.
+
+    def _send(self, delivery: Delivery, listener: socket.socket | None, size: int) -> None:
+        start = time.monotonic()
+        error: Exception | None = None
+        try:
+            if listener is not None:
+                self._connect(listener, size)
+            assert self._communicator is not None, "a send without a communicator"
+            for bucket in delivery.staged.buckets:
+                self._communicator.broadcast(bucket, chunk_bytes=self._settings.chunk_bytes, deadline=delivery.deadline)
+        except Exception as caught:
+            # The publisher counts it. After any error the communicator can't be used again.
+            error = caught
+            self._disconnect()
+        self._settings.on_sent(delivery, time.monotonic() - start, error)
+
+    def _connect(self, listener: socket.socket, size: int) -> None:
+        self._disconnect()
+        self._communicator = Communicator.create(
+            self._transport,
+            store_host=self._settings.local_host,
+            store_port=listener.getsockname()[1],
+            rank=0,
+            size=size,
+            stall_s=self._settings.stall_s,
+            local_host=self._settings.local_host,
+            listener=listener,
+            device=self._settings.device,
+        )
+
+    def _disconnect(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+
+
+class CollectiveReceiver:
+    """See ``transport.TransportReceiver``. ``device`` is this generator's CUDA device, for ``nccl``."""
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._communicator: Communicator | None = None
+        self._epoch = -1
+
+    def receive(
+        self, order: ReceiveOrder[StartCollective], buffer: ReceiveBuffer, buffers: ReceiveBuffers
+    ) -> ReceiveResult:
+        """Receive every bucket through the epoch's communicator, which is created first if it is a new one."""
+        start = order.message
+        communicator = self._connect(order)
+        digests: list[str] = []
+        for bucket in buffer.buckets:
+            hasher = xxhash.xxh3_128()
+            communicator.broadcast(
+                bucket,
+                chunk_bytes=start.chunk_bytes,
+                deadline=order.deadline,
+                on_chunk=lambda chunk, hasher=hasher: hasher.update(chunk.numpy().data),
+            )
+            digests.append(hasher.hexdigest())
+            fault_point("generator.receiving")
+        # After the last bucket: a rank that leaves in between breaks the collective for the others.
+        _check_digests(digests, order.manifest)
+        return ReceiveResult(order.manifest.size_bytes)
+
+    def close(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        self._epoch = -1
+        if communicator is not None:
+            communicator.close()
+
+    def _connect(self, order: ReceiveOrder[StartCollective]) -> Communicator:
+        start = order.message
+        if start.store_port:
+            self.close()
+            self._communicator = Communicator.create(
+                start.transport,
+                store_host=order.host,
+                store_port=start.store_port,
+                rank=start.rank,
+                size=start.size,
+                stall_s=start.stall_s,
+                local_host=order.local_host,
+                device=self._device,
+            )
+            self._epoch = start.epoch
+        if self._communicator is None or self._epoch != start.epoch:
+            raise WeightsError(f"expected the communicator of epoch {start.epoch}, got that of epoch {self._epoch}")
+        return self._communicator
+
+
+def _check_digests(digests: Sequence[str], manifest: Manifest) -> None:
+    wrong = [
+        f"bucket {index}: expected {expected}, got {got}"
+        for index, (got, expected) in enumerate(zip(digests, manifest.bucket_digests, strict=True))
+        if got != expected
+    ]
+    if wrong:
+        raise CorruptWeightsError("digest mismatch in " + "; ".join(wrong[:3]))
+
+
+class Communicator:
+    """One rank. One thread uses it at a time."""
+
+    def __init__(self, process_group: Any, *, device: torch.device | None, stall_s: float) -> None:
+        self._process_group: Any = process_group
+        self._device = device
+        self._stall_s = stall_s
+        self._device_buffer: Tensor | None = None
+
+    @classmethod
+    def create(
+        cls,
+        backend: str,
+        *,
+        store_host: str,
+        store_port: int,
+        rank: int,
+        size: int,
+        stall_s: float,
+        local_host: str,
+        listener: socket.socket | None = None,
+        device: str | None = None,
+    ) -> Communicator:
+        """Connect to the other ranks through the rendezvous store, which rank 0 serves from ``listener``.
+
+        Args:
+            backend: ``gloo`` or ``nccl``.
+            local_host: the address at which the other ranks reach this one; never guessed from the host's name.
+            stall_s: bound on connecting, and on every later collective.
+            device: the CUDA device, for NCCL.
+
+        Raises:
+            WeightsError: not all ranks connected in time.
+        """
+        timeout = timedelta(seconds=stall_s)
+        fd = None if listener is None else listener.detach()
+        try:
+            store = TCPStore(
+                store_host, store_port, None, fd is not None, timeout, wait_for_workers=False, master_listen_fd=fd
+            )
+            if backend == "gloo":
+                return cls(_gloo(store, rank, size, timeout, local_host), device=None, stall_s=stall_s)
+            if backend == "nccl":
+                chosen = torch.device(device or "cuda")
+                return cls(_nccl(store, rank, size, chosen), device=chosen, stall_s=stall_s)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"rank {rank} of {size} could not connect to the others at {store_host}:{store_port} within "
+                f"{stall_s:.1f} s: {_first_line(error)}"
+            ) from error
+        raise WeightsError(f"expected transport 'gloo' or 'nccl', got {backend!r}")
+
+    def broadcast(
+        self, bucket: Tensor, *, chunk_bytes: int, deadline: float, on_chunk: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Copy rank 0's bytes into every rank's ``bucket``: uint8 [N], host memory.
+
+        Args:
+            deadline: on the monotonic clock.
+            on_chunk: called with each chunk when it has arrived, in order; over gloo the next one travels meanwhile.
+
+        Raises:
+            WeightsError: a peer died or stalled, or the deadline passed; the communicator can't be used again.
+        """
+        in_flight: deque[tuple[Any, Tensor]] = deque()
+        try:
+            for start in range(0, bucket.numel(), chunk_bytes):
+                chunk = bucket[start : start + chunk_bytes]
+                remaining_s = min(self._stall_s, deadline - time.monotonic())
+                if remaining_s <= 0:
+                    raise WeightsError("broadcast: the deadline of this version has passed (weights.deadline_s)")
+                if self._device is not None:
+                    self._broadcast_by_device(chunk, remaining_s)
+                    _report(on_chunk, chunk)
+                    continue
+                in_flight.append((self._broadcast_once(chunk, remaining_s), chunk))
+                if len(in_flight) == _NUM_CONCURRENT_CHUNKS:
+                    _finish_one(in_flight, on_chunk)
+            while in_flight:
+                _finish_one(in_flight, on_chunk)
+        except RuntimeError as error:
+            raise WeightsError(f"broadcast failed: {_first_line(error)}") from error
+
+    def _broadcast_once(self, tensor: Tensor, timeout_s: float) -> Any:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=timeout_s)
+        return self._process_group.broadcast([tensor], options)
+
+    def _broadcast_by_device(self, chunk: Tensor, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        if self._device_buffer is None or self._device_buffer.numel() < chunk.numel():
+            self._device_buffer = torch.empty(chunk.numel(), dtype=torch.uint8, device=self._device)
+        staged = self._device_buffer[: chunk.numel()]
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            if self._process_group.rank() == 0:
+                staged.copy_(chunk, non_blocking=True)
+            work = self._broadcast_once(staged, timeout_s)
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    raise WeightsError(f"broadcast: a peer stalled for {timeout_s:.1f} s")
+                time.sleep(_NCCL_POLL_S)
+            if self._process_group.rank() != 0:
+                chunk.copy_(staged)
+            torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Close all connections, so that ranks that wait for this one fail at once."""
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            process_group.abort()
+
+
+def _finish_one(in_flight: deque[tuple[Any, Tensor]], on_chunk: Callable[[Tensor], None] | None) -> None:
+    work, chunk = in_flight.popleft()
+    work.wait()
+    _report(on_chunk, chunk)
+
+
+def _report(on_chunk: Callable[[Tensor], None] | None, chunk: Tensor) -> None:
+    if on_chunk is not None:
+        on_chunk(chunk)
+
+
+def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta, local_host: str) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [ProcessGroupGloo.create_device(hostname=local_host)]
+    options._timeout = timeout
+    options._threads = _NUM_CONCURRENT_CHUNKS
+    return ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
+
+
+def _nccl(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NCCL_GROUP_TIMEOUT
+    # Read when a process group is created: if set, a generator's death would end the learner's process.
+    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(key)
+    os.environ[key] = "0"
+    try:
+        with torch.cuda.device(device):
+            return ProcessGroupNCCL(PrefixStore("weights", store), rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
