@@ -38,7 +38,6 @@ from async_rl.weights.transport import (
     ReceiveOrder,
     ReceiveResult,
     Send,
-    TransportName,
 )
 
 _NCCL_POLL_S = 0.001
@@ -51,8 +50,7 @@ _NCCL_GROUP_TIMEOUT = timedelta(days=1)
 class CollectiveSender:
     """Rank 0 of every communicator. See ``transport.TransportSender``."""
 
-    def __init__(self, transport: TransportName, settings: CollectiveSettings) -> None:
-        self._transport = transport
+    def __init__(self, settings: CollectiveSettings) -> None:
         self._settings = settings
         self._listener: socket.socket | None = None
         self._communicator: Communicator | None = None
@@ -74,7 +72,7 @@ class CollectiveSender:
                 stall_s=self._settings.stall_s,
                 deadline_s=remaining_s,
                 chunk_bytes=self._settings.chunk_bytes,
-                transport=self._transport,
+                transport=self._settings.transport,
                 manifest=manifest,
             )
             send(member.member_id, start)
@@ -119,7 +117,7 @@ class CollectiveSender:
     def _connect(self, listener: socket.socket, size: int) -> None:
         self._disconnect()
         self._communicator = Communicator.create(
-            self._transport,
+            self._settings.transport,
             store_host=self._settings.local_host,
             store_port=listener.getsockname()[1],
             rank=0,

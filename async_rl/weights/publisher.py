@@ -149,11 +149,8 @@ class Publisher:
         self._socket.register(self._poller)
         is_local = is_loopback(bind_host)
         listen_host = "0.0.0.0" if bind_host == "*" else bind_host
-        collective = None
-        if isinstance(row, CollectiveTransport):
-            collective = self._collective_sender(
-                row, listen_host, host if bind_host in WILDCARDS else bind_host, deadline_s, chunk_bytes, device
-            )
+        local_host = host if bind_host in WILDCARDS else bind_host
+        collective = self._collective_sender(listen_host, local_host, deadline_s, chunk_bytes, device)
         if is_encrypted is None:
             is_encrypted = keys is not None and not insecure and not is_local
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
@@ -165,10 +162,13 @@ class Publisher:
         self._thread.start()
 
     def _collective_sender(
-        self, row: CollectiveTransport, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int,
-        device: str | None,
-    ) -> TransportSender:  # fmt: skip
+        self, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int, device: str | None
+    ) -> TransportSender | None:
+        row = self._transport
+        if not isinstance(row, CollectiveTransport):
+            return None
         settings = CollectiveSettings(
+            transport=row.name,
             bind_host=listen_host,
             local_host=local_host,
             stall_s=min(_MAX_STALL_S, deadline_s / 3),

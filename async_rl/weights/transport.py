@@ -163,6 +163,7 @@ class CollectiveSettings:
     """The arguments of a collective's sender.
 
     Args:
+        transport: the name of the collective.
         bind_host: where rendezvous stores listen; may be a wildcard.
         local_host: an address of this machine at which generators reach the stores and the collectives.
         stall_s: bound on each collective.
@@ -171,6 +172,7 @@ class CollectiveSettings:
         on_sent: called in the sender's thread after every send, with the seconds that it took and the error, if any.
     """
 
+    transport: TransportName
     bind_host: str
     local_host: str
     stall_s: float
@@ -228,16 +230,10 @@ class PullTransport(Transport):
 # Imported when they are first used: the collectives load torch.
 
 
-def _nccl_sender(settings: CollectiveSettings) -> TransportSender:
+def _collective_sender(settings: CollectiveSettings) -> TransportSender:
     from async_rl.weights.collective import CollectiveSender
 
-    return CollectiveSender("nccl", settings)
-
-
-def _gloo_sender(settings: CollectiveSettings) -> TransportSender:
-    from async_rl.weights.collective import CollectiveSender
-
-    return CollectiveSender("gloo", settings)
+    return CollectiveSender(settings)
 
 
 def _collective_receiver(device: str | None) -> TransportReceiver[ReceiveOrder[control.StartCollective]]:
@@ -264,19 +260,14 @@ _GLOO_CHUNK_BYTES = 8 << 20
 PULL = PullTransport(
     "tcp", needs_cuda=False, needs_trust=False, make_receiver=_stream_receiver, make_sender=_stream_sender
 )
-TRANSPORTS: Mapping[str, Transport] = {
-    transport.name: transport
-    for transport in (
-        CollectiveTransport(
-            "nccl", needs_cuda=True, needs_trust=True, make_receiver=_collective_receiver, make_sender=_nccl_sender
-        ),
-        CollectiveTransport(
-            "gloo", needs_cuda=False, needs_trust=True, make_receiver=_collective_receiver, make_sender=_gloo_sender,
-            max_chunk_bytes=_GLOO_CHUNK_BYTES,
-        ),
-        PULL,
-    )
-}  # fmt: skip
+_NCCL = CollectiveTransport(
+    "nccl", needs_cuda=True, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender
+)
+_GLOO = CollectiveTransport(
+    "gloo", needs_cuda=False, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender,
+    max_chunk_bytes=_GLOO_CHUNK_BYTES,
+)  # fmt: skip
+TRANSPORTS: Mapping[str, Transport] = {transport.name: transport for transport in (_NCCL, _GLOO, PULL)}
 """In order of preference: ``auto`` takes the first whose needs are met."""
 
 

@@ -22,8 +22,7 @@ from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.tcp import receiver as tcp_receiver
 from async_rl.weights.tcp.protocol import HEADER_BYTES, make_request, read_header, read_items
-from async_rl.weights.tcp.sender import StreamSender
-from async_rl.weights.tcp.server_process import StreamServerProcess
+from async_rl.weights.tcp.sender import StreamSender, StreamServerProcess
 from tests.weights.conftest import ReceiverProcess
 
 DEADLINE_S = 20.0
@@ -74,7 +73,7 @@ def a_plane(**options) -> Iterator[Plane]:
 
 def stream_server(plane: Plane) -> StreamServerProcess:
     assert isinstance(plane.publisher._pull, StreamSender)
-    return plane.publisher._pull.server
+    return plane.publisher._pull._server
 
 
 def arrived(receiver: Receiver, version: int) -> ReceivedWeights:

@@ -1,14 +1,17 @@
-"""The protocol between the stream server and a generator that pulls: requests one way, bytes the other. No torch.
+"""What the stream server exchanges with generators (a pull) and with the learner (instructions). No torch.
 
-A request names a session, by the token that the publisher sent the generator over the control channel, and items of the
-session by number. The answer is the bytes of those items, one after the other, with nothing between them: both sides
-know every length. Item ``b`` is bucket ``b`` whole. With ``B`` buckets, item ``B + l * B + b`` is the delta of bucket
-``b`` in link ``l`` of the session's chain of deltas.
+A pull is a request one way and bytes the other. A request names a session, by the token that the publisher sent the
+generator over the control channel, and items of the session by number. The answer is the bytes of those items, one
+after the other, with nothing between them: both sides know every length. Item ``b`` is bucket ``b`` whole. With ``B``
+buckets, item ``B + l * B + b`` is the delta of bucket ``b`` in link ``l`` of the session's chain of deltas.
 
 The stream of a session with a key is encrypted: the answer begins with a nonce of the server, and every item is cut
 into records of ``RECORD_BYTES``, each encrypted and authenticated with AES-256-GCM (which adds 16 bytes). The key of an
 answer is derived from the session's key, the nonces of both sides and the request. So without the session's key, which
 only ever travels inside CURVE, nobody can read, change, remove, move or repeat a record.
+
+Learner and server exchange messages over a Unix socket pair without a name, so no other process can connect. Messages
+are frames, some with a file descriptor.
 """
 
 from __future__ import annotations
@@ -19,12 +22,17 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from async_rl.errors import CorruptWeightsError, WireError
-from async_rl.net.framing import read_exactly
+from async_rl.net.codec import read_as
+from async_rl.net.framing import LENGTH_BYTES, pack_frame, read_body, read_exactly
+from async_rl.net.wire import Limits, decode, encode
+from async_rl.weights.tcp.delta import Runs
 
 TOKEN_BYTES = 16
 KEY_BYTES = 32
@@ -36,6 +44,7 @@ TAG_BYTES = 16
 _MAGIC = b"ARW3"
 _HEADER = struct.Struct(f"<4s{TOKEN_BYTES}s{NONCE_BYTES}sI")
 HEADER_BYTES = _HEADER.size
+_LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, max_depth=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +138,115 @@ class RecordCipher:
         nonce = self._num_records.to_bytes(12, "little")
         self._num_records += 1
         return nonce
+
+
+# Between the learner and its stream server.
+
+
+class Listen(msgspec.Struct, frozen=True):
+    """Accept connections at any port of ``host``."""
+
+    host: str
+
+
+class MapSlot(msgspec.Struct, frozen=True):
+    """Map a staging buffer, whose descriptor comes with this message."""
+
+    slot: int
+    sizes: list[int]
+    offsets: list[int]
+
+
+class OpenSession(msgspec.Struct, frozen=True):
+    """Let a peer that sends ``token`` pull the buckets of ``slot`` and the deltas of ``jobs``.
+
+    If ``key`` is not empty, encrypt the stream with it.
+    """
+
+    token: bytes
+    slot: int
+    jobs: list[int]
+    key: bytes
+
+
+class EndSession(msgspec.Struct, frozen=True):
+    """End this session; a pull in progress is cut off."""
+
+    token: bytes
+
+
+class EncodeDelta(msgspec.Struct, frozen=True):
+    """Compute the deltas from one slot's bytes to another's. ``runs``: (end, width, end, width, ...) of each bucket."""
+
+    job: int
+    base_slot: int
+    target_slot: int
+    runs: list[list[int]]
+
+    def bucket_runs(self) -> list[Runs]:
+        return [list(zip(flat[::2], flat[1::2], strict=True)) for flat in self.runs]
+
+
+class ForgetDelta(msgspec.Struct, frozen=True):
+    """Free the deltas of this job; no new session needs them."""
+
+    job: int
+
+
+class Listening(msgspec.Struct, frozen=True):
+    """The server accepts connections at this port."""
+
+    port: int
+
+
+class DeltaEncoded(msgspec.Struct, frozen=True):
+    """Bytes of each bucket's delta; -1 where the bucket itself is no larger. Empty: given up for a newer job."""
+
+    job: int
+    sizes: list[int]
+    elapsed_s: float
+
+
+LearnerMessage = Listen | MapSlot | OpenSession | EndSession | EncodeDelta | ForgetDelta
+ServerMessage = Listening | DeltaEncoded
+TO_SERVER: tuple[type[LearnerMessage], ...] = (Listen, MapSlot, OpenSession, EndSession, EncodeDelta, ForgetDelta)
+TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, DeltaEncoded)
+
+_T = TypeVar("_T")
+
+
+def send_message(pipe: socket.socket, message: LearnerMessage | ServerMessage, fd: int | None = None) -> None:
+    """Send one message, with a descriptor if there is one.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    data = pack_frame(encode(type(message).__name__, message))
+    sent = socket.send_fds(pipe, [data], [] if fd is None else [fd])
+    if sent < len(data):
+        pipe.sendall(data[sent:])
+
+
+def receive_message(pipe: socket.socket, expected: Sequence[type[_T]]) -> tuple[_T, int | None] | None:
+    """Receive the next message, one of ``expected``, and its descriptor; None if the other side is gone.
+
+    Raises:
+        WireError: it is none of them.
+    """
+    try:
+        header, descriptors, _, _ = socket.recv_fds(pipe, LENGTH_BYTES, 1, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    try:
+        frame = read_body(pipe.recv, header, max_bytes=_LIMITS.max_bytes) if len(header) == LENGTH_BYTES else None
+    except OSError:
+        frame = None
+    if frame is None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    message = decode(frame, _LIMITS)
+    for record in expected:
+        if record.__name__ == message.type:
+            return read_as(message.fields, record), descriptors[0] if descriptors else None
+    raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")

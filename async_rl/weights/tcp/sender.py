@@ -1,4 +1,4 @@
-"""The learner's side of ``tcp``: sessions that permit pulls from the stream server, and the chain of deltas.
+"""The learner's side of ``tcp``: the stream server's process, sessions that permit pulls, and the chain of deltas.
 
 Every pull is a session of the server with a token of its own (and a key, if the stream is encrypted). When a version is
 published, the server computes the deltas from the version before; a member that holds a version of the chain of deltas
@@ -7,27 +7,47 @@ waits for that. The chain never grows larger than a full copy, which would be th
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import socket
+import subprocess
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import zmq
+
+from async_rl.errors import WeightsError
+from async_rl.process.child import module_command, package_environment
 from async_rl.weights import control
 from async_rl.weights.manifest import manifest_fields
 from async_rl.weights.scheduler import Member
-from async_rl.weights.staging import StagedVersion
+from async_rl.weights.staging import SharedBuckets, StagedVersion
 from async_rl.weights.tcp.delta import element_runs
-from async_rl.weights.tcp.protocol import KEY_BYTES, TOKEN_BYTES
-from async_rl.weights.tcp.server_process import (
+from async_rl.weights.tcp.protocol import (
+    KEY_BYTES,
+    TO_LEARNER,
+    TOKEN_BYTES,
     DeltaEncoded,
     EncodeDelta,
     EndSession,
     ForgetDelta,
+    LearnerMessage,
+    Listen,
+    Listening,
+    MapSlot,
     OpenSession,
-    StreamServerProcess,
+    receive_message,
+    send_message,
 )
 from async_rl.weights.transport import Delivery, PullSettings, PullStats, Send
 
+logger = logging.getLogger(__name__)
+
 MAX_PULLED_VERSIONS = 2
+MAX_STARTS = 5
+_SEND_S = 5.0
+_END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +77,12 @@ class StreamSender:
         self._server = StreamServerProcess(settings.bind_host, settings.poller)
         self._is_encrypted = settings.is_encrypted
         self._has_deltas = settings.has_deltas
-        self._num_starts = self._server.num_starts
         self._sessions: dict[int, tuple[bytes, StagedVersion]] = {}
         self._chain: deque[_DeltaLink] = deque()
         self._job: _DeltaJob | None = None
         self._last_job = 0
         self._newest: StagedVersion | None = None
-        self.stats = PullStats(server_starts=self._num_starts)
-
-    @property
-    def server(self) -> StreamServerProcess:
-        return self._server
+        self.stats = PullStats(server_starts=self._server.num_starts)
 
     def poll(self) -> None:
         """Receive a message of the server.
@@ -76,10 +91,9 @@ class StreamSender:
             WeightsError: the server died, and can't be started again.
         """
         encoded = self._server.poll()
-        if self._server.num_starts != self._num_starts:
+        if self._server.num_starts != self.stats.server_starts:
             # Members that were pulling report a failure, and are offered another pull.
-            self._num_starts = self._server.num_starts
-            self.stats = PullStats(self.stats.delta_bytes, self.stats.delta_s, self._num_starts)
+            self.stats = replace(self.stats, server_starts=self._server.num_starts)
             self._chain.clear()
             self._job = None
         elif encoded is not None:
@@ -172,9 +186,102 @@ class StreamSender:
         )
         self._chain.append(_DeltaLink(base, manifest.digest, encoded.job, encoded.sizes, size))
         self._shorten(manifest.size_bytes)
-        self.stats = PullStats(size, encoded.elapsed_s, self._num_starts)
+        self.stats = PullStats(size, encoded.elapsed_s, self._server.num_starts)
 
     def _shorten(self, max_bytes: int) -> None:
         """Remove the oldest links until the chain has at most ``max_bytes``."""
         while self._chain and sum(link.size_bytes for link in self._chain) > max_bytes:
             self._server.send(ForgetDelta(self._chain.popleft().job))
+
+
+class StreamServerProcess:
+    """A stream server that listens at any port of ``bind_host``, started again when it dies.
+
+    ``poller`` is the publisher's: ``poll`` must be called when anything registered here is readable. One thread uses
+    this at a time.
+
+    Attributes:
+        port: where it listens; None while it starts, which takes a moment and which nobody waits for.
+        num_starts: how often it was started. Sessions and deltas of an earlier start are gone.
+    """
+
+    def __init__(self, bind_host: str, poller: zmq.Poller) -> None:
+        self._bind_host = bind_host
+        self._poller = poller
+        self._mapped: dict[int, SharedBuckets] = {}
+        self.num_starts = 0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> DeltaEncoded | None:
+        """Receive one message of the server. Call only when readable.
+
+        Raises:
+            WeightsError: it died, and can't be started again.
+        """
+        received = receive_message(self._pipe, TO_LEARNER)
+        if received is None:
+            self._restart()
+            return None
+        message, _ = received
+        if isinstance(message, Listening):
+            self.port = message.port
+            return None
+        return message
+
+    def map_slot(self, number: int, memory: SharedBuckets) -> None:
+        """Let the server map this buffer, unless it has."""
+        if self._mapped.get(number) is not memory:
+            self._mapped[number] = memory
+            self.send(MapSlot(number, memory.sizes, memory.offsets), memory.fd)
+
+    def send(self, message: LearnerMessage, fd: int | None = None) -> None:
+        """Send. A message to a dead server is lost, with its sessions; ``poll`` sees that it died."""
+        with contextlib.suppress(OSError):
+            send_message(self._pipe, message, fd)
+
+    def close(self) -> None:
+        """End the server."""
+        self._disconnect()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self.num_starts += 1
+        self.port: int | None = None
+        self._pipe, theirs = socket.socketpair()
+        self._pipe.settimeout(_SEND_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                module_command("async_rl.weights.tcp.server", str(theirs.fileno()), flags=("-P",)),
+                pass_fds=(theirs.fileno(),),
+                env={**package_environment(), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+            )
+        self._poller.register(self._pipe.fileno(), zmq.POLLIN)
+        self.send(Listen(self._bind_host))
+
+    def _disconnect(self) -> None:
+        self._poller.unregister(self._pipe.fileno())
+        self._pipe.close()
+
+    def _restart(self) -> None:
+        self._disconnect()
+        self._process.kill()
+        code = self._process.wait()
+        if self.num_starts >= MAX_STARTS:
+            raise WeightsError(
+                f"the stream server of the weights (tcp, at {self._bind_host}) ended {MAX_STARTS} times, the last time "
+                f"with exit code {code}; see its messages in this log"
+            )
+        logger.warning("the stream server of the weights died with exit code %d: starting it again", code)
+        self._start()
+        mapped, self._mapped = self._mapped, {}
+        for number, memory in mapped.items():
+            self.map_slot(number, memory)

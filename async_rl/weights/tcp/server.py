@@ -28,7 +28,7 @@ import numpy as np
 
 from async_rl.errors import AsyncRLError
 from async_rl.net.sockets import listening_socket, shut_down
-from async_rl.weights.tcp import server_process as messages
+from async_rl.weights.tcp import protocol
 from async_rl.weights.tcp.delta import Runs, encode_delta
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request, read_header, read_items
 
@@ -85,29 +85,29 @@ class StreamServer:
 
     def run(self) -> None:
         """Follow the learner's instructions until it closes the pipe."""
-        while (received := messages.receive_message(self._learner, messages.TO_SERVER)) is not None:
+        while (received := protocol.receive_message(self._learner, protocol.TO_SERVER)) is not None:
             message, fd = received
             match message:
-                case messages.Listen(host):
+                case protocol.Listen(host):
                     self._listen(host)
-                case messages.MapSlot(slot, sizes, offsets):
+                case protocol.MapSlot(slot, sizes, offsets):
                     assert fd is not None, "a slot without memory"
                     self._map(slot, fd, sizes, offsets)
-                case messages.OpenSession():
+                case protocol.OpenSession():
                     self._open_session(message)
-                case messages.EndSession(token):
+                case protocol.EndSession(token):
                     self._end_session(token)
-                case messages.EncodeDelta():
+                case protocol.EncodeDelta():
                     self._newest_job = message.job
                     threading.Thread(target=self._encode, args=(message,), daemon=True).start()
-                case messages.ForgetDelta(job):
+                case protocol.ForgetDelta(job):
                     with self._lock:
                         self._deltas.pop(job, None)
 
     def _listen(self, host: str) -> None:
         listener = listening_socket(host)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        self._send(messages.Listening(listener.getsockname()[1]))
+        self._send(protocol.Listening(listener.getsockname()[1]))
 
     def _map(self, slot: int, fd: int, sizes: Sequence[int], offsets: Sequence[int]) -> None:
         buckets = [
@@ -117,7 +117,7 @@ class StreamServer:
         with self._lock:
             self._slots[slot] = _Slot(fd, buckets, sizes, offsets)
 
-    def _open_session(self, order: messages.OpenSession) -> None:
+    def _open_session(self, order: protocol.OpenSession) -> None:
         with self._lock:
             chain = [self._deltas[job] for job in order.jobs]
             self._sessions[order.token] = _Session(self._slots[order.slot], chain, order.key)
@@ -130,9 +130,9 @@ class StreamServer:
         for connection in connections:
             shut_down(connection)
 
-    def _send(self, message: messages.ServerMessage) -> None:
+    def _send(self, message: protocol.ServerMessage) -> None:
         with self._send_lock, contextlib.suppress(OSError):  # a learner that is gone ends ``run``
-            messages.send_message(self._learner, message)
+            protocol.send_message(self._learner, message)
 
     # One thread for each connection.
 
@@ -183,20 +183,20 @@ class StreamServer:
 
     # Deltas: only the newest job matters.
 
-    def _encode(self, order: messages.EncodeDelta) -> None:
+    def _encode(self, order: protocol.EncodeDelta) -> None:
         start = time.monotonic()
         with self._lock:
             base, target = self._slots[order.base_slot], self._slots[order.target_slot]
         deltas: list[bytes | None] = []
         for index, runs in enumerate(order.bucket_runs()):
             if order.job != self._newest_job:
-                self._send(messages.DeltaEncoded(order.job, [], 0.0))
+                self._send(protocol.DeltaEncoded(order.job, [], 0.0))
                 return
             deltas.append(_bucket_delta(base, target, index, runs))
         with self._lock:
             self._deltas[order.job] = deltas
         sizes = [-1 if delta is None else len(delta) for delta in deltas]
-        self._send(messages.DeltaEncoded(order.job, sizes, time.monotonic() - start))
+        self._send(protocol.DeltaEncoded(order.job, sizes, time.monotonic() - start))
 
 
 def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes | None:
