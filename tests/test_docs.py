@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
 
 from async_rl.config.config import Config
-from async_rl.config.data import ColumnsConfig, DataConfig, EvalConfig
+from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.config.loss import CONTRADICTIONS, PRESETS, LossConfig
 from async_rl.config.reward import RewardConfig
@@ -66,9 +67,14 @@ def test_every_metric_to_watch_is_one():
     assert named <= set(METRIC_KEYS)
 
 
-@pytest.mark.parametrize("model", [DataConfig, ColumnsConfig, RewardConfig, EnvironmentConfig, EvalConfig])
+@pytest.mark.parametrize("model", [DataConfig, RewardConfig, EnvironmentConfig, EvalConfig])
 def test_every_key_of_data_rewards_and_environments_is_explained(model: type[BaseModel]):
     assert [key for key in model.model_fields if not re.search(rf"\b{key}\b", TASK_PAGES)] == []
+
+
+def test_every_field_of_a_row_is_explained():
+    page = (DOCS / "data.md").read_text(encoding="utf-8")
+    assert [field for field in get_args(RowField) if f"| `{field}` |" not in page] == []
 
 
 def test_every_key_that_the_pages_on_tasks_name_exists():

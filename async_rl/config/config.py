@@ -11,7 +11,7 @@ from typing import Self
 from pydantic import model_validator
 
 from async_rl.config.backends import check_capabilities, has_model, known_capabilities
-from async_rl.config.data import DataConfig, EvalConfig
+from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.experimental import ExperimentalConfig
 from async_rl.config.generator import EnvironmentConfig, GeneratorConfig, SamplingConfig
 from async_rl.config.learner import LearnerConfig, OptimizerConfig, SftConfig
@@ -183,19 +183,6 @@ class Config(Section):
         for name in self.eval.sets:
             if name not in self.data.eval:
                 raise ValueError(f"eval.sets.{name}: expected a name of data.eval = {sorted(self.data.eval)}, got none")
-        if self.eval.majority and (self.environment.is_set or not self.reward.types[0].can_vote):
-            scorer = "an environment" if self.environment.is_set else f"reward.type = {self.reward.type!r}"
-            raise ValueError(
-                f"eval.majority: expected false with {scorer}, which extracts no answers that could be voted on, got "
-                f"true"
-            )
-
-    @property
-    def takes_votes(self) -> bool:
-        """Whether evaluations take a vote over the answers to a row."""
-        if self.eval.majority is not None:
-            return self.eval.majority
-        return not self.environment.is_set and self.reward.types[0].votes_by_default
 
     @property
     def system_prompt(self) -> str:
@@ -207,7 +194,7 @@ class Config(Section):
         return self.reward.types[0].system_prompt
 
     @property
-    def row_needs(self) -> tuple[str, ...]:
+    def row_needs(self) -> tuple[RowField, ...]:
         """What every row must have for its rewards; environments and functions of the user's own say for themselves."""
         types = () if self.environment.is_set else self.reward.types
         return tuple(dict.fromkeys(key for one in types for key in one.row_fields))

@@ -6,43 +6,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_serializer, field_validator
 
 from async_rl.config.section import Section
 
 PromptFormat = Literal["chat", "text"]
 
 
-class ColumnsConfig(Section):
-    """The names that the fields of a row have in the data, where they differ from ours."""
-
-    messages: str = Field(
-        default="messages", min_length=1, description="Column with the chat so far: a list of messages, or one message."
-    )
-    prompt: str = Field(
-        default="prompt",
-        min_length=1,
-        description="Column with the prompt of rows without messages: text, or messages.",
-    )
-    gt_answer: str = Field(
-        default="gt_answer", min_length=1, description="Column with the right answer, for rewards that compare answers."
-    )
-    test_cases: str = Field(
-        default="test_cases", min_length=1, description="Column with the test inputs and outputs, for the code reward."
-    )
-    fn_name: str = Field(
-        default="fn_name",
-        min_length=1,
-        description="Column with the name of the function that the tests call; rows without one test a whole program.",
-    )
-    extra_info: str = Field(
-        default="extra_info",
-        min_length=1,
-        description="Column with further data, handed to environments and to your own rewards.",
-    )
+RowField = Literal["messages", "prompt", "gt_answer", "test_cases", "fn_name", "extra_info"]
+"""The fields of a row that async-rl reads; docs/data.md describes them. ``data.columns`` renames them."""
 
 
 class DataConfig(Section):
@@ -56,7 +30,11 @@ class DataConfig(Section):
     eval: dict[str, str] = Field(
         default={}, description="Evaluation sets: a table of NAME = SOURCE. A source has the same form as data.train."
     )
-    columns: ColumnsConfig = Field(default=ColumnsConfig(), description="Names of the columns, where they differ.")
+    columns: dict[RowField, Annotated[str, Field(min_length=1)]] = Field(
+        default={},
+        description="Columns of the data that have other names: a table FIELD = COLUMN. The fields are "
+        f"{', '.join(get_args(RowField))}.",
+    )
     prompt_format: PromptFormat = Field(
         default="chat",
         description="Whether the prompt column is a user's message of a chat, or text that the model continues as is.",
@@ -95,45 +73,8 @@ class DataConfig(Section):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class EvalSet:
-    """How one set is answered, defaults applied. ``max_new_tokens`` None: as in training; ``max_rows`` None: all."""
-
-    every: int
-    num_samples: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int | None
-    max_rows: int | None
-
-
 class EvalSetConfig(Section):
-    """Keys of ``eval`` for one evaluation set; those that are unset are as in ``eval``."""
-
-    every: int | None = Field(
-        default=None, ge=0, description="Steps between two evaluations of this set; if unset, eval.every."
-    )
-    num_samples: int | None = Field(
-        default=None, ge=1, le=1024, description="Answers to each row of this set; if unset, eval.num_samples."
-    )
-    temperature: float | None = Field(
-        default=None, ge=0, description="Temperature for this set; if unset, eval.temperature."
-    )
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Top-p for this set; if unset, eval.top_p.")
-    top_k: int | None = Field(default=None, ge=0, description="Top-k for this set; if unset, eval.top_k.")
-    max_new_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Maximum number of tokens of an answer to this set; if unset, eval.max_new_tokens.",
-    )
-    max_rows: int | None = Field(
-        default=None, ge=1, description="Number of rows of this set, the first ones; if unset, eval.max_rows."
-    )
-
-
-class EvalConfig(Section):
-    """When and how the sets of ``data.eval`` are answered."""
+    """How a set of ``data.eval`` is answered: the keys that one set may have of its own."""
 
     every: int = Field(
         default=50,
@@ -152,17 +93,24 @@ class EvalConfig(Section):
     max_rows: int | None = Field(
         default=None, ge=1, description="Number of rows of each set, the first ones; if unset, all rows."
     )
-    majority: bool | None = Field(
-        default=None,
-        description="Whether a majority vote over the answers to a row is reported; if unset, where reward.type "
-        "extracts answers.",
-    )
+
+
+class EvalConfig(EvalSetConfig):
+    """When and how the sets of ``data.eval`` are answered."""
+
     sets: dict[str, EvalSetConfig] = Field(
-        default={}, description="Keys that differ for single sets: a table from a name of data.eval to such keys."
+        default={},
+        description="Keys that differ for one set: a table [eval.sets.NAME], with NAME from data.eval, of any keys of "
+        "this section.",
     )
 
-    def of(self, name: str) -> EvalSet:
+    @field_serializer("sets")
+    def _only_what_is_set(self, sets: dict[str, EvalSetConfig]) -> dict[str, dict[str, Any]]:
+        """A default written out here would hide the key of the whole section when the config is read again."""
+        return {name: own.model_dump(exclude_unset=True, exclude_none=True) for name, own in sets.items()}
+
+    def of(self, name: str) -> EvalSetConfig:
         """How the set called ``name`` is answered."""
-        own = self.sets.get(name) or EvalSetConfig()
-        chosen = {field.name: getattr(own, field.name) for field in fields(EvalSet)}
-        return EvalSet(**{key: getattr(self, key) if value is None else value for key, value in chosen.items()})
+        shared = {key: getattr(self, key) for key in EvalSetConfig.model_fields}
+        own = self.sets.get(name, EvalSetConfig()).model_dump(exclude_unset=True)
+        return EvalSetConfig(**{**shared, **own})

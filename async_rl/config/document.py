@@ -22,9 +22,6 @@ from async_rl.config.config import Config
 from async_rl.config.loss import OFF_VALUES
 from async_rl.errors import ConfigError
 
-_NAME = "NAME"
-"""Stands for the user's own name in the keys of a table, as in ``eval.sets.NAME.every``."""
-
 _INTRO = """\
 # Every key of a config
 
@@ -93,24 +90,13 @@ def _tables_of(name: str, section: BaseModel) -> Iterator[Table]:
     inner: list[tuple[str, BaseModel]] = []
     for key, field in model.model_fields.items():
         default = getattr(section, key)
-        row = _row_model(field.annotation)
         if isinstance(default, BaseModel):
             inner.append((f"{name}.{key}", default))
-        elif row is not None:
-            inner.append((f"{name}.{key}.{_NAME}", row()))
         else:
             keys.append(Key(f"{name}.{key}", field, default))
     yield Table(name, " ".join((model.__doc__ or "").split()), tuple(keys))
     for inner_name, inner_section in inner:
         yield from _tables_of(inner_name, inner_section)
-
-
-def _row_model(annotation: Any) -> type[BaseModel] | None:
-    """The model of the values of a table such as ``dict[str, EvalSetConfig]``; None if it is another type."""
-    if get_origin(annotation) is not dict:
-        return None
-    value = get_args(annotation)[1]
-    return value if isinstance(value, type) and issubclass(value, BaseModel) else None
 
 
 def markdown() -> str:
@@ -169,8 +155,6 @@ def _wrapped(text: str, width: int) -> Sequence[str]:
 def _assignment(config: Config, name: str) -> str:
     value: Any = config
     for part in name.split("."):
-        if part == _NAME:
-            return name
         value = getattr(value, part)
     shown = _in_toml(name, value)
     return f"{name} (unset)" if shown == "unset" else f"{name} = {shown}"

@@ -56,7 +56,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Config:
 
 
 def _explain(detail: Mapping[str, Any]) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+    key = ".".join(str(part) for part in detail["loc"] if part != "[key]")  # pydantic's mark of a table's key
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":

@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from async_rl.config.data import RowField
 from async_rl.config.section import Section
 from async_rl.process.user_code import is_code_name
 
@@ -27,8 +28,6 @@ class RewardType:
 
     Attributes:
         row_fields: the fields that every row must have.
-        can_vote: it may extract an answer from a text, so that ``eval.majority`` can vote over answers.
-        votes_by_default: it does extract one; ``eval.majority`` is on if unset.
         compares_mathematics: ``reward.equality`` decides when two answers are equal.
         runs_programs: it runs the programs of ``reward.code``, so it needs a sandbox or a verifier.
         is_user_code: the user's own function, allowed by name and compared by digest; ``reward.time_limit_s`` bounds
@@ -38,9 +37,7 @@ class RewardType:
             Doctor and the fake backend write answers with it.
     """
 
-    row_fields: tuple[str, ...] = ()
-    can_vote: bool = False
-    votes_by_default: bool = False
+    row_fields: tuple[RowField, ...] = ()
     compares_mathematics: bool = False
     runs_programs: bool = False
     is_user_code: bool = False
@@ -58,16 +55,12 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
     {
         "boxed": RewardType(
             row_fields=("gt_answer",),
-            can_vote=True,
-            votes_by_default=True,
             compares_mathematics=True,
             system_prompt="Please reason step by step, and put your final answer within \\boxed{}.",
             answer_form="{thoughts}: the answer is \\boxed{{answer}}",
         ),
         "think_answer_tags": RewardType(
             row_fields=("gt_answer",),
-            can_vote=True,
-            votes_by_default=True,
             compares_mathematics=True,
             system_prompt=(
                 "You are a helpful assistant. You first think about the reasoning process inside <think> </think>, "
@@ -78,8 +71,6 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
         ),
         "exact": RewardType(
             row_fields=("gt_answer",),
-            can_vote=True,
-            votes_by_default=True,
             system_prompt=(
                 "A conversation between a User and an Assistant. The Assistant thinks about the question first, then "
                 "answers it, in exactly this form:\n<think>\nits thoughts\n</think>\n<answer>\nthe answer alone\n"
@@ -94,7 +85,7 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
     }
 )
 
-USER_CODE = RewardType(can_vote=True, is_user_code=True)
+USER_CODE = RewardType(is_user_code=True)
 """What is known of a function of the user's own before it is imported."""
 
 

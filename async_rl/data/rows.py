@@ -11,11 +11,11 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 
-from async_rl.config.data import ColumnsConfig, PromptFormat
+from async_rl.config.data import PromptFormat, RowField
 from async_rl.data.files import kind, parse_json
 from async_rl.errors import DataError
 from async_rl.records import TEXT_ROLE
@@ -24,8 +24,8 @@ from async_rl.rewards.code_tests import parse_tests
 MAX_NESTING = 6
 """Lists and objects inside each other in one value of a row; the wire allows little more around them."""
 
-_KEYS = tuple(ColumnsConfig.model_fields)
-_JSON_KEYS = ("messages", "test_cases", "extra_info")
+_KEYS: tuple[RowField, ...] = get_args(RowField)
+_JSON_KEYS: tuple[RowField, ...] = ("messages", "test_cases", "extra_info")
 """Text in these is read as JSON: CSV has no other way to write them, and some datasets write test cases so."""
 
 
@@ -46,14 +46,14 @@ class RowRules:
         needs: the keys that every row must have for its reward.
         needs_prompt: whether every row must ask something. An environment may ask by itself; the messages of a row that
             doesn't are ().
-        columns: what the keys are called in the data.
+        columns: the names of keys in the data, where they differ.
         prompt_format: whether a ``prompt`` is a user's message or text to be continued as it stands.
     """
 
     system_prompt: str = ""
-    needs: Collection[str] = ("gt_answer",)
+    needs: Collection[RowField] = ("gt_answer",)
     needs_prompt: bool = True
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    columns: Mapping[RowField, str] = field(default_factory=dict)
     prompt_format: PromptFormat = "chat"
 
 
@@ -80,13 +80,13 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     return Row(messages, reward_data)
 
 
-def _canonical(raw: Mapping[str, Any], columns: ColumnsConfig, where: str) -> dict[str, Any]:
+def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: str) -> dict[str, Any]:
     """``raw`` with its columns called by our keys; a column that has one of our names by chance is left out.
 
     The other columns keep their names.
     """
-    ours = {getattr(columns, key): key for key in _KEYS}
-    displaced = {key for key in _KEYS if getattr(columns, key) != key}
+    ours = {columns.get(key, key): key for key in _KEYS}
+    displaced = set(_KEYS) - ours.keys()
     fields: dict[str, Any] = {}
     for name, value in raw.items():
         if not isinstance(name, str):
@@ -98,8 +98,8 @@ def _canonical(raw: Mapping[str, Any], columns: ColumnsConfig, where: str) -> di
     return {key: value for key, value in fields.items() if value is not None or key not in _KEYS}
 
 
-def _column(key: str, rules: RowRules) -> str:
-    return getattr(rules.columns, key)
+def _column(key: RowField, rules: RowRules) -> str:
+    return rules.columns.get(key, key)
 
 
 def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, rules: RowRules) -> None:
@@ -109,7 +109,7 @@ def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, r
         return
     needed = " and ".join(f'"{_column(key, rules)}"' for key in ("messages", *rules.needs))
     what = missing[0] if asks else _column("messages", rules)
-    known = {getattr(rules.columns, key) for key in _KEYS}
+    known = {_column(key, rules) for key in _KEYS}
     hint = "" if known & raw.keys() else "; name its columns in [data.columns]"
     raise DataError(f"{where}: expected a row with {needed}, got no {what} in {sorted(raw)}{hint}")
 

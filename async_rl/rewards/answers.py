@@ -128,13 +128,13 @@ class XmlFormatReward:
 
 
 def vote_key_of(config: Config) -> VoteKey | None:
-    """How the run's answers vote; None where no vote is taken.
+    """How the run's answers vote; None for programs, which never vote.
 
     Where answers are compared as mathematics, those that are equal by sight vote together (``equality``'s first two
     steps, no verifier): ``1/2`` and ``0.50`` do, ``x+1`` and ``1+x`` don't. Else the same text does, space around it
     aside.
     """
-    if not config.takes_votes:
+    if config.reward.types[0].runs_programs:
         return None
     is_mathematics = config.reward.types[0].compares_mathematics and config.reward.equality == "math"
     return canonical_form if is_mathematics else str.strip

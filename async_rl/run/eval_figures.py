@@ -43,7 +43,8 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
 
     Args:
         rows: each row's rollouts, in the order of their index.
-        vote_key: answers with the same key vote together; None: no majority figure.
+        vote_key: answers with the same key vote together. There is no majority figure if it is None, or if no answer
+            was extracted from any rollout.
     """
     if not rows:
         return {"rows": 0}
@@ -56,7 +57,7 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
     if answered and max(map(len, answered)) > 1:
         found["best_of_n"] = sum(max(r.accuracy for r in row) for row in answered) / len(rows)
         found["reward_best_of_n"] = float(np.mean([max(r.reward for r in row) for row in answered]))
-        if vote_key is not None:
+        if vote_key is not None and any(rollout.extracted is not None for row in answered for rollout in row):
             found["majority_at_n"] = sum(_voted_accuracy(row, vote_key) for row in answered) / len(rows)
     found |= {"rows": len(rows), "unanswered": len(rows) - len(answered)}
     return found | (_answer_figures(answered) if answered else {})

@@ -1,5 +1,6 @@
 """Config: strict sections, keys that agree, files and overrides, TOML there and back; addresses."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
-from async_rl.config.data import EvalSet
+from async_rl.config.data import EvalSetConfig
 from async_rl.config.loading import apply_override, config_difference, config_to_toml, load_config, parse_config
 from async_rl.errors import AddressError, ConfigError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind
@@ -46,6 +47,12 @@ def test_missing_and_unknown_keys_and_sections_are_named_all_at_once():
     }
 
 
+def test_a_column_of_an_unknown_field_is_refused_with_the_fields_there_are():
+    found = refusal(data={"columns": {"promt": "question", "gt_answer": ""}})
+    assert "data.columns.promt: input should be 'messages', 'prompt', " in found
+    assert "data.columns.gt_answer: string should have at least 1 character" in found
+
+
 def test_deterministic_sampling_needs_an_engine_whose_batches_are_fixed_and_room_for_a_group():
     deterministic = {"deterministic": True, "group_size": 8}
     found = refusal(sampling=deterministic)
@@ -74,10 +81,18 @@ def test_vllm_takes_no_determinism_and_no_temperature_that_it_would_change():
 def test_a_set_of_evaluations_has_its_own_keys_and_the_common_ones_else():
     sets = {"math": {"num_samples": 8, "temperature": 0.6, "top_p": 0.95, "every": 100}}
     config = a_config(data={"eval": {"math": "f", "other": "g"}}, eval={"max_rows": 9, "top_k": 5, "sets": sets})
-    assert config.eval.of("math") == EvalSet(100, 8, 0.6, 0.95, 5, None, 9)
-    assert config.eval.of("other") == EvalSet(50, 1, 0.0, 1.0, 5, None, 9)
+    assert config.eval.of("math") == EvalSetConfig(
+        every=100, num_samples=8, temperature=0.6, top_p=0.95, top_k=5, max_rows=9
+    )
+    assert config.eval.of("other") == EvalSetConfig(top_k=5, max_rows=9)
     # 0 is a value of its own, not "none".
     assert a_config(data={"eval": {"a": "f"}}, eval={"sets": {"a": {"every": 0}}}).eval.of("a").every == 0
+    # A key of a set wins over that of the section, even with the value that is the default of both.
+    config = a_config(data={"eval": {"a": "f"}}, eval={"every": 7, "sets": {"a": {"every": 50}}})
+    again = parse_config(tomllib.loads(config_to_toml(config)), "again")
+    assert config.eval.of("a").every == again.eval.of("a").every == 50
+    assert config.eval.of("a").num_samples == again.eval.of("a").num_samples == 1
+    assert config_to_toml(again) == config_to_toml(config)
 
 
 def test_a_set_of_evaluations_must_be_there_and_have_a_name_for_files():
@@ -237,8 +252,6 @@ def test_an_override_of_another_form_is_refused(override: str):
     )
 )
 def test_the_toml_of_a_config_reads_back_equal(sections: dict[str, dict[str, Any]]):
-    import tomllib
-
     config = a_config(**sections)
     assert parse_config(tomllib.loads(config_to_toml(config)), "again") == config
 

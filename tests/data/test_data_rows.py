@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.data import ColumnsConfig
+from async_rl.config.data import RowField
 from async_rl.data.rows import Row, RowRules, parse_row
 from async_rl.errors import DataError
 
@@ -77,24 +77,24 @@ def test_arguments_of_a_function_are_values_or_text():
 )
 def test_test_cases_that_could_not_be_run_are_refused(cases: object, message: str):
     with pytest.raises(DataError, match=message):
-        parse({"messages": CHAT, "cases": cases}, needs=("test_cases",), columns=ColumnsConfig(test_cases="cases"))
+        parse({"messages": CHAT, "cases": cases}, needs=("test_cases",), columns={"test_cases": "cases"})
 
 
 def test_columns_go_by_the_names_that_the_data_has():
-    columns = ColumnsConfig(prompt="question", gt_answer="solution")
+    columns: dict[RowField, str] = {"prompt": "question", "gt_answer": "solution"}
     row = parse({"question": "1+1?", "solution": 2, "level": 5}, columns=columns)
     assert row == Row(({"role": "user", "content": "1+1?"},), {"gt_answer": "2", "level": 5})
 
 
 def test_a_column_that_only_happens_to_have_our_name_is_not_ours():
     # The answer is in "solution"; what this data calls gt_answer and prompt is something else.
-    columns = ColumnsConfig(messages="chat", prompt="question", gt_answer="solution")
+    columns: dict[RowField, str] = {"messages": "chat", "prompt": "question", "gt_answer": "solution"}
     row = parse({"chat": CHAT, "gt_answer": 7, "solution": 2, "prompt": "x"}, columns=columns)
     assert row == Row(tuple(CHAT), {"gt_answer": "2"})
 
 
 def test_errors_name_the_data_s_own_columns():
-    columns = ColumnsConfig(prompt="question", gt_answer="solution")
+    columns: dict[RowField, str] = {"prompt": "question", "gt_answer": "solution"}
     with pytest.raises(DataError, match=r'with "messages" and "solution", got no solution in \[\'question\'\]'):
         parse({"question": "1+1?"}, columns=columns)
     with pytest.raises(DataError, match="question: expected text that is not blank"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.data import EvalSet
+from async_rl.config.data import EvalSetConfig
 from async_rl.errors import ConfigError
 from async_rl.evaluation.settings import EvalSettings, describe_settings, eval_settings, run_config_of
 from tests.evaluation.options import eval_options
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_asked_as_its_run_asks(run: Path, part: str):
         "Be brief.", "mine.py:right", {"math": "math.jsonl", "chat": "chat.jsonl"},
     )  # fmt: skip
     assert config.model.path == str(run / part)
-    assert config.eval.of("math") == EvalSet(50, 8, 0.6, 1.0, 0, None, None)
+    assert config.eval.of("math") == EvalSetConfig(num_samples=8, temperature=0.6)
     assert found.notes[0] == f"settings: {run / 'config.toml'} (--config FILE chooses others)"
 
 
@@ -99,7 +99,11 @@ def test_the_command_line_wins_over_the_config_and_over_its_sets(run: Path):
         sampling__max_prompt_tokens=60, eval__max_rows=5, data__system_prompt="", generator__batch_size=3,
         run__seed=9, reward__type="exact",
     ).config  # fmt: skip
-    assert config.eval.of("math") == config.eval.of("chat") == EvalSet(50, 4, 0.0, 0.9, 7, 50, 5)
+    assert (
+        config.eval.of("math")
+        == config.eval.of("chat")
+        == EvalSetConfig(num_samples=4, top_p=0.9, top_k=7, max_new_tokens=50, max_rows=5)
+    )
     assert (config.system_prompt, config.reward.type) == ("", "exact")
     # In the run such a reward would outlast its leases; here there are none.
     assert settings(run, reward__type="code").config.reward.code.total_time_limit_s == 60
@@ -121,7 +125,7 @@ def test_a_model_of_no_run_is_asked_by_the_defaults():
     found = settings("owner/model", datasets=("a.jsonl",))
     assert found.notes == ()
     assert (found.config.reward.type, found.config.sampling.max_prompt_tokens) == ("boxed", 4096)
-    assert found.config.eval.of("a") == EvalSet(50, 1, 0.0, 1.0, 0, None, None)
+    assert found.config.eval.of("a") == EvalSetConfig()
     assert run_config_of("owner/model") is None
 
 
@@ -130,8 +134,6 @@ def test_nothing_to_ask_is_refused():
         settings("owner/model")
     with pytest.raises(ConfigError, match=r"no config file at nowhere\.toml"):
         settings("owner/model", config=Path("nowhere.toml"))
-    with pytest.raises(ConfigError, match=r"eval\.majority: expected false with reward\.type = 'code'"):
-        settings("owner/model", datasets=("a.jsonl",), reward__type="code", overrides=("eval.majority=true",))
 
 
 def test_how_a_set_is_answered_is_said_in_words(run: Path):

@@ -74,4 +74,4 @@ def test_votes_are_taken_as_the_run_compares_answers(tmp_path: Path):
     result = result_of([[("1", 1.0), ("2", 0.0), ("1.0", 1.0), ("2", 0.0), ("1.", 1.0)]])
     assert recorded(tmp_path / "a", result)["majority_at_n"] == 1.0
     assert recorded(tmp_path / "b", result, reward={"equality": "exact"})["majority_at_n"] == 0.0
-    assert "majority_at_n" not in recorded(tmp_path / "c", result, eval={"majority": False})
+    assert "majority_at_n" not in recorded(tmp_path / "c", result, reward={"type": "code"})

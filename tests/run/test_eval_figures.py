@@ -214,11 +214,10 @@ def test_metrics_are_named_by_their_set_and_every_figure_is_explained():
         ({"type": "boxed", "equality": "exact"}, str.strip),
         ({"type": "exact"}, str.strip),
         ({"type": "code"}, None),
-        ({"type": "xml_format"}, None),
-        ({"type": "mine:f"}, None),
+        ({"type": "mine:f"}, str.strip),
     ],
 )
-def test_a_vote_is_taken_where_answers_are_extracted(reward: dict[str, Any], key: object):
+def test_programs_do_not_vote_and_other_answers_vote_as_they_are_compared(reward: dict[str, Any], key: object):
     assert vote_key_of(config(reward=reward)) is key
 
 
@@ -226,11 +225,5 @@ def config(**sections: Any) -> Config:
     return Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}, **sections})
 
 
-def test_a_vote_over_what_has_no_answers_is_refused_by_name():
-    for reward in ("code", "xml_format"):
-        with pytest.raises(ValueError, match=rf"eval\.majority: expected false with reward\.type = '{reward}', which"):
-            config(eval={"majority": True}, reward={"type": reward})
-    with pytest.raises(ValueError, match=r"eval\.majority: expected false with an environment"):
-        config(eval={"majority": True}, environment={"name": "mine.py"})
-    assert vote_key_of(config(eval={"majority": True}, reward={"type": "mine:f"})) is str.strip
-    assert vote_key_of(config(eval={"majority": False})) is None
+def test_there_is_no_majority_where_nothing_was_extracted():
+    assert "majority_at_n" not in eval_figures([[rollout(1.0, None), rollout(0.0, None)]], vote_key=str.strip)
