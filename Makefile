@@ -35,7 +35,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not vllm"
+	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m "long and not vllm"

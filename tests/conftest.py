@@ -1,10 +1,11 @@
-"""Settings of every test: hypothesis draws the same examples each time, and a busy machine is no failure."""
+"""Settings of every test."""
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("deterministic", derandomize=True, deadline=None)
-settings.load_profile("deterministic")
+from tests.examples import QUICK
+
+settings.load_profile(QUICK)  # before any test module is read; --hypothesis-profile=full replaces it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

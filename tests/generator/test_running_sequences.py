@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.generator.counter_random import rollout_keys, uniforms
 from async_rl.generator.hf.running_sequences import RunningSequences
+from tests.examples import examples
 from tests.generator.leases import make_lease
 
 MAX_RUNNING = 6
@@ -18,7 +19,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(ACTIONS, max_size=25))
 def test_every_sequence_keeps_its_own_tokens_wherever_it_is_moved(actions):
     table = RunningSequences(MAX_RUNNING)

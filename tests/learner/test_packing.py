@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
@@ -21,6 +21,7 @@ from async_rl.learner.packing import (
 )
 from async_rl.net import wire
 from async_rl.sampling_mask import pack_ids
+from tests.examples import examples
 
 
 def sequence(sequence_id: int, length: int, *, prompt: int = 1, temperature: float = 1.0) -> TrainSequence:
@@ -94,7 +95,7 @@ def test_optional_logprobs_of_some_sequences_or_of_another_length_are_refused(na
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=12), num_ranks=st.integers(1, 4), max_tokens=st.integers(12, 40))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_by_sequence_undoes_pack(lengths: list[int], num_ranks: int, max_tokens: int):
     sequences = [sequence(i, length) for i, length in enumerate(lengths)]
     parts = pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks)
@@ -134,7 +135,7 @@ def test_sampling_masks_for_another_number_of_trained_tokens_are_refused():
     num_ranks=st.integers(1, 4),
     max_tokens=st.integers(12, 40),
 )
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_every_trained_token_keeps_its_own_set_through_packing(
     drawn: list[tuple[int, bool]], num_ranks: int, max_tokens: int
 ):
@@ -252,7 +253,6 @@ answers = st.integers(1, 40)
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(prompts, answers), max_size=60), st.integers(64, 200), st.integers(1, 5))
 def test_pack_keeps_every_sequence_once_within_budget_and_balanced(
     drawn: list[tuple[list[int], int]], max_tokens: int, num_ranks: int
@@ -281,7 +281,6 @@ def test_pack_keeps_every_sequence_once_within_budget_and_balanced(
         assert max(sizes) - min(sizes) <= slack
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(2, 64), min_size=1, max_size=60), st.integers(64, 200), st.integers(1, 5))
 def test_sequences_that_share_nothing_differ_by_at_most_the_longest(
     lengths: list[int], max_tokens: int, num_ranks: int

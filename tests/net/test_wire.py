@@ -6,11 +6,12 @@ import tracemalloc
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
 from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
+from tests.examples import examples
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -205,7 +206,7 @@ def test_more_items_than_the_limit_are_refused():
             decode(encode("t", {"x": six}), limits)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_a_mutated_frame_is_read_or_refused_and_nothing_else(data: st.DataObject):
     frame = bytearray(encode("group", {"a": [1, {"b": "c"}]}, [np.arange(5, dtype=np.int32)]))

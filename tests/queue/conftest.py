@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,10 @@ from async_rl.config.loading import config_to_toml
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement
 from async_rl.run.queue_files import read_record
+from tests.forked import Forked, preload
+from tests.queue import serve
+
+preload("tests.queue.serve")
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
@@ -31,8 +35,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @dataclass
 class Server:
-    process: subprocess.Popen[str]
+    process: Forked
     address: str
+
+
+def run_server(arguments: list[str], parent_watch: Connection | None) -> None:
+    """The server's process."""
+    sys.exit(serve.main(arguments, parent_watch))
 
 
 class Servers:
@@ -40,21 +49,18 @@ class Servers:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Forked] = []
         self._clients: list[GeneratorQueue | LearnerQueue] = []
 
-    def spawn(self, config: Config, *options: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+    def spawn(self, config: Config, *options: str, parent_watch: Connection | None = None) -> Forked:
         path = self._directory / f"config-{len(self._processes)}.toml"
         path.write_text(config_to_toml(config))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.queue.serve", str(path), *options], cwd=ROOT, text=True, pass_fds=pass_fds,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        process = Forked(run_server, [str(path), *options], parent_watch)
         self._processes.append(process)
         return process
 
-    def start(self, config: Config, *options: str, pass_fds: tuple[int, ...] = ()) -> Server:
-        process = self.spawn(config, *options, pass_fds=pass_fds)
+    def start(self, config: Config, *options: str, parent_watch: Connection | None = None) -> Server:
+        process = self.spawn(config, *options, parent_watch=parent_watch)
 
         def recorded() -> bool:
             if process.poll() is not None:
@@ -82,7 +88,7 @@ class Servers:
             client.close()
         for process in self._processes:
             process.kill()
-            process.communicate()
+            process.wait()
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
 """A queue server on made-up rows, as a process: ``python -m tests.queue.serve CONFIG [--run-id ID] [--insecure]``.
 
-``--parent-watch FD`` ends it with that pipe, ``--rows N`` sets the number of training rows, ``--no-journal`` keeps all
-in memory.
+``--rows N`` sets the number of training rows, ``--no-journal`` keeps all in memory. Tests that need no command of their
+own fork it instead: ``tests.queue.conftest``.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 
 from async_rl.config.loading import load_config
 from async_rl.errors import UserError
@@ -18,22 +20,23 @@ from async_rl.queue.storage.journal import Journal
 from tests.queue.builders import rows
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None, parent_watch: Connection | None = None) -> int:
+    """Serve until the end. The server ends with the other side of ``parent_watch``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--run-id", default="")
     parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--parent-watch", type=int)
     parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--orphan-s", type=float)
     parser.add_argument("--no-journal", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     config = load_config(options.config)
     try:
         open_journal = None if options.no_journal else partial(Journal, journal_directory(config))
         server = QueueServer(
             config, rows(options.rows), {"test": rows(2)}, open_journal=open_journal, run_id=options.run_id,
-            insecure=options.insecure, parent_watch_fd=options.parent_watch, orphan_s=options.orphan_s,
+            insecure=options.insecure, parent_watch_fd=parent_watch.fileno() if parent_watch else None,
+            orphan_s=options.orphan_s,
         )  # fmt: skip
     except UserError as error:
         print(error, file=sys.stderr)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from async_rl.config.queue import OnStale
+from tests.examples import examples
 from tests.queue.events import EVENTS, Event
 from tests.queue.witness import Knobs
 from tests.queue.world import World
@@ -77,21 +78,19 @@ class MaskMachine(BufferMachine):
     on_stale = "mask"
 
 
-def _case(machine: type[BufferMachine], max_examples: int) -> type:
-    case = type(f"{machine.__name__}{max_examples}", (machine.TestCase,), {})
-    case.settings = settings(
-        max_examples=max_examples, stateful_step_count=25, deadline=None, derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )  # fmt: skip
+def _case(machine: type[BufferMachine], chosen: settings) -> type:
+    case = type(machine.__name__, (machine.TestCase,), {})
+    slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    case.settings = settings(chosen, stateful_step_count=25, suppress_health_check=slow)
     return case
 
 
 MACHINES = (DropMachine, WaitMachine, MaskMachine)
-TestDrop, TestWait, TestMask = (_case(machine, 30) for machine in MACHINES)
-TestMoreDrop, TestMoreWait, TestMoreMask = (pytest.mark.slow(_case(machine, 150)) for machine in MACHINES)
+TestDrop, TestWait, TestMask = (_case(machine, examples(150, num_quick=12)) for machine in MACHINES)
 
 NUM_LONG = 3_400
 """Of each of the three: more than 10,000 together."""
 TestManyDrop, TestManyWait, TestManyMask = (
-    pytest.mark.long(pytest.mark.timeout(1800)(_case(machine, NUM_LONG))) for machine in MACHINES
+    pytest.mark.long(pytest.mark.timeout(1800)(_case(machine, examples(NUM_LONG, num_quick=NUM_LONG))))
+    for machine in MACHINES
 )

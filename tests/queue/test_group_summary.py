@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from async_rl.net.codec import decode_group, encode_group
 from async_rl.queue.core.ingest import read_summary, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
 from async_rl.sampling_mask import SamplingMask, contains, pack_ids
+from tests.examples import examples
 
 NEWEST = 5
 """The learner's version in these tests."""
@@ -149,13 +150,13 @@ def check_against_decoded(payload: bytes) -> None:
         assert why_unfit(facts, lease, newest_version=NEWEST) == why_unfit_by_rollouts(group, lease)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, num_quick=40)
 @given(groups())
 def test_facts_and_judgement_are_those_of_the_decoded_group(group: Group):
     check_against_decoded(encode_group(group))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, num_quick=40)
 @given(groups(), st.data())
 def test_a_mutated_frame_is_refused_exactly_where_it_can_not_be_decoded(group: Group, data: st.DataObject):
     frame = bytearray(encode_group(group))

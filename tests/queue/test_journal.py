@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import asdict
@@ -19,6 +18,7 @@ from msgspec.structs import asdict
 from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system, pack, unpack
 from async_rl.queue.storage.payloads import PayloadRef
+from tests.examples import examples
 from tests.queue.test_segments import HEADER, file_size_limit
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -314,7 +314,7 @@ class JournalMachine(RuleBasedStateMachine):
 
 
 TestRandomHistories = JournalMachine.TestCase
-TestRandomHistories.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRandomHistories.settings = examples(40, stateful_step_count=40)
 
 
 # Other processes.

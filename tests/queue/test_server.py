@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -414,10 +415,10 @@ def test_the_server_ends_when_its_learner_has_left(servers, tmp_path):
 
 
 def test_the_server_ends_with_its_parent(servers, tmp_path):
-    read_end, write_end = os.pipe()
-    server = servers.start(make_config(str(tmp_path / "run")), "--parent-watch", str(read_end), pass_fds=(read_end,))
-    os.close(read_end)
-    os.close(write_end)
+    watched, parent = multiprocessing.Pipe(duplex=False)
+    server = servers.start(make_config(str(tmp_path / "run")), parent_watch=watched)
+    watched.close()
+    parent.close()
     assert server.process.communicate(timeout=20)[0] == "ended: whoever started it is gone\n"
 
 

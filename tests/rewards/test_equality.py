@@ -6,7 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.rewards.equality import MAX_ANSWER_CHARS, answers_equal, plain_number, typeset_form
@@ -121,7 +121,6 @@ plain_values = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(plain_values.flatmap(lambda v: st.tuples(st.just(v), renderings(v), renderings(v))))
 def test_all_ways_to_write_a_number_are_equal(case: tuple[Fraction, str, str]):
     value, gold, prediction = case
@@ -129,7 +128,6 @@ def test_all_ways_to_write_a_number_are_equal(case: tuple[Fraction, str, str]):
     assert equal_in_process(gold, prediction)
 
 
-@settings(deadline=None)
 @given(
     st.tuples(plain_values, plain_values).flatmap(lambda v: st.tuples(st.just(v), renderings(v[0]), renderings(v[1])))
 )
@@ -138,7 +136,6 @@ def test_two_plain_numbers_are_equal_exactly_if_their_values_are(case: tuple[tup
     assert equal_in_process(gold, prediction) == (gold_value == value)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60), st.text(alphabet="0123456789.,/{}$\\ -+frac", max_size=40))
 def test_the_fast_path_survives_any_text(anything: str, numberlike: str):
     for text in (anything, numberlike):

@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import plan_layout
 from async_rl.weights.tcp import delta
 from async_rl.weights.tcp.delta import apply_delta, element_runs, encode_delta
+from tests.examples import examples
 
 
 def applied(base: np.ndarray, encoded: bytes, runs) -> np.ndarray:
@@ -21,7 +22,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     dtypes=st.lists(st.sampled_from(["bfloat16", "float32", "uint8", "int64", "bool"]), min_size=1, max_size=5),
     size=st.integers(0, 3000),
@@ -90,7 +91,7 @@ def test_float32_weights_that_all_moved_a_little_travel_as_dense_differences():
     assert np.array_equal(applied(base.view(np.uint8), encoded, runs), target.view(np.uint8))
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_a_damaged_delta_is_an_error_or_gives_other_bytes_but_never_anything_worse(data: st.DataObject):
     base = np.arange(2000, dtype=np.uint16)

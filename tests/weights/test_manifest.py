@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WeightsError, WireError
@@ -41,7 +41,6 @@ def test_tensors_lie_aligned_one_after_the_other_and_a_large_one_gets_a_bucket_o
 
 
 @given(SPECS, st.integers(64, 5000))
-@settings(deadline=None)
 def test_no_two_tensors_overlap_and_the_wire_gives_back_the_same_manifest(specs, bucket_bytes):
     manifest = manifest_of(specs, bucket_bytes)
     ends: dict[int, int] = {}

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Manifest, digest_bytes, plan_layout
 from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers, ReceivedWeights
+from tests.examples import examples
 
 LAYOUT = plan_layout([("a", "float32", [4]), ("b", "uint8", [3])], 64)
 
@@ -70,7 +70,7 @@ class Rotation(RuleBasedStateMachine):
         assert len(self.buffers._all) <= ReceiveBuffers.MAX_BUFFERS
 
 
-Rotation.TestCase.settings = settings(max_examples=60, deadline=None)
+Rotation.TestCase.settings = examples(60)
 TestRotation = Rotation.TestCase
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,6 +17,7 @@ from async_rl.weights.scheduler import (
     StartAction,
     SyncScheduler,
 )
+from tests.examples import examples
 
 _T = TypeVar("_T")
 A, B, C = b"a", b"b", b"c"
@@ -362,5 +362,5 @@ class Chaos(RuleBasedStateMachine):
                 assert member.pull is not None or member.member_id in self.scheduler.awaited
 
 
-Chaos.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Chaos.TestCase.settings = examples(150, stateful_step_count=40)
 TestChaos = Chaos.TestCase

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -278,7 +278,6 @@ def test_row_with_a_token_that_no_sequence_holds_is_refused():
         packed_layout(np.array([0, 3]), np.array([0, 1, 3]))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12))
 def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int]):
     layout = packed_layout(bounds(lengths))

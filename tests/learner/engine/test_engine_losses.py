@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.packing import TrainSequence
+from tests.examples import examples
 from tests.learner.engine.test_fsdp_engine import Tensors, assert_same_stats
 from tests.learner.rank_scenarios import (
     LOSSES,
@@ -104,7 +105,7 @@ def gradient_on(directory: Path, name: str) -> Tensors:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(order=st.permutations(range(7)), max_tokens=st.integers(30, 160))
-@settings(max_examples=6, deadline=None, derandomize=True)
+@examples(6)
 def test_gradient_is_the_same_in_any_order_and_any_cut(one: OneRank, loss: str, order: list[int], max_tokens: int):
     ours = one.gradient(loss, [one.sequences[i] for i in order], max_tokens=max_tokens)
     assert_same_gradient(ours, one.whole(loss))

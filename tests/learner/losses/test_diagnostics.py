@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
+from tests.examples import examples
 from tests.learner.losses.cases import Case, inputs_of, of_ratios, part_of, ragged_cases
 
 LOSS = LossConfig(skip_threshold=3.0, token_range=(0.3, 2.5))
@@ -87,7 +87,7 @@ def test_every_size_of_ratio_has_its_bin(log_ratio: float):
     assert found == pytest.approx(log_ratio, rel=0.06, abs=1e-6)
 
 
-@hypothesis_settings(max_examples=60)
+@examples(60)
 @given(ragged_cases(), st.integers(0, 5), st.integers(1, 6))
 def test_rows_add_up_over_any_cut(case: Case, cut: int, num_lags: int):
     cut = min(cut, len(case.lengths))
@@ -97,7 +97,7 @@ def test_rows_add_up_over_any_cut(case: Case, cut: int, num_lags: int):
     np.testing.assert_allclose(added, whole, rtol=1e-9, atol=1e-12)
 
 
-@hypothesis_settings(max_examples=60)
+@examples(60)
 @given(ragged_cases())
 def test_summary_equals_the_loop_over_tokens(case: Case):
     inputs = inputs_of(case)

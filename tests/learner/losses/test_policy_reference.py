@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from async_rl.learner.losses.policy import PolicyInputs
+from tests.examples import examples
 from tests.learner.losses.by_loops import loss_by_loops
 from tests.learner.losses.cases import SETTINGS, Case, inputs_of, joined, part_of, ragged_cases, run, settings
 
 names = st.sampled_from(sorted(SETTINGS))
-few = hypothesis_settings(max_examples=60)
+few = examples(60)
 
 
 def near(expected: Any) -> Any:
@@ -26,7 +26,7 @@ def near(expected: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-@hypothesis_settings(max_examples=25)
+@examples(25)
 @given(case=ragged_cases())
 def test_loss_equals_the_loop_over_tokens_in_value_and_gradient(name: str, case: Case):
     want = loss_by_loops(case, settings(name))
