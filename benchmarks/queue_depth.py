@@ -1,7 +1,7 @@
-"""What a group costs the queue by how many are queued: the real buffer with its journal, in this process, CPU time.
+"""What a group costs the queue by how many are queued: the real state with its journal, in this process, CPU time.
 
 The journal's index lies on disk like its segments. A step leases, returns, takes and acknowledges one batch, with a
-commit after each of them, as the server's turns do; reading the group and the buffer's work are in, sockets are not.
+commit after each of them, as the server's turns do; reading the group and the state's work are in, sockets are not.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from tempfile import TemporaryDirectory
 from async_rl.config.loading import parse_config
 from async_rl.data.rows import Row
 from async_rl.net.codec import encode_group
-from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.ingest import read_summary
+from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core.admission import QueueSettings
+from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Journal
 from async_rl.records import Sampling
@@ -32,43 +33,43 @@ _NUM_ROWS = 4096
 
 @dataclass(slots=True)
 class _Queue:
-    """A buffer with its journal, and a learner and a generator that call it directly."""
+    """A queue with its journal, and a learner and a generator that call it directly."""
 
-    buffer: Buffer
+    state: QueueState
     changes: Changes
     journal: Journal
     version: int = 0
 
     def commit(self) -> None:
-        self.journal.commit(self.changes.drain(), {"queue": self.buffer.save()})
+        self.journal.commit(self.changes.drain(), {"queue": persistence.save(self.state)})
 
     def announce(self) -> None:
-        self.buffer.announce(Announcement(_LINEAGE, self.version, "digest", "tcp://127.0.0.1:1"))
+        learner_requests.announce(self.state, Announcement(_LINEAGE, self.version, "digest", "tcp://127.0.0.1:1"))
 
     def fill(self, num_groups: int) -> None:
         """Lease and return so many groups."""
         made = rollouts(tokens_for(_SIZE_BYTES), self.version)
         now = time.monotonic()
-        leases = self.buffer.lease("generator-0", (_LINEAGE, self.version), num_groups, now).leases
+        leases = generator_requests.lease(self.state, "generator-0", (_LINEAGE, self.version), num_groups, now).leases
         assert len(leases) == num_groups
         self.commit()
         for lease in leases:
             payload = encode_group(
                 make_group(lease.lease_id, lease.prompt.position, lease.lineage, made, "generator-0")
             )
-            verdict = self.buffer.put("generator-0", read_summary(payload), payload, now)
+            verdict, _ = generator_requests.receive(self.state, "generator-0", read_summary(payload), payload, now)
             assert verdict == "queued", verdict
         self.commit()
 
     def step(self) -> None:
         """Take a batch and acknowledge it."""
         now = time.monotonic()
-        taken = self.buffer.take(_LINEAGE, self.version, self.version, GROUPS_PER_STEP, now)
+        taken = learner_requests.take(self.state, _LINEAGE, self.version, self.version, now)
         assert not isinstance(taken, NotReady), taken.reason
         self.commit()
         num_rollouts = GROUPS_PER_STEP * GROUP_SIZE
         facts = TrainedCounts(True, num_rollouts, {}, num_rollouts * tokens_for(_SIZE_BYTES), {})
-        self.buffer.ack(StepAck(_LINEAGE, self.version, self.version + 1, facts), now)
+        learner_requests.ack(self.state, StepAck(_LINEAGE, self.version, self.version + 1, facts), now)
         self.version += 1
         self.announce()
         self.commit()
@@ -85,13 +86,13 @@ def cost_us(num_queued: int, journal_dir: Path, *, num_steps: int = 30) -> float
             {"run": {"dir": "none"}, "model": {"path": "none"}, "data": {"train": "none.jsonl"}}, "benchmark"
         )
         settings = replace(
-            BufferSettings.from_config(any_config, vocab_size=None),
+            QueueSettings.from_config(any_config, vocab_size=None),
             group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, max_staleness=_MAX_STALENESS,
             sampling=Sampling(1.0, 1.0, 0, tokens, PROMPT_TOKENS, ()), max_bytes=16 << 30, lease_timeout_s=3600.0,
         )  # fmt: skip
-        buffer = Buffer(settings, rows, PromptStream(_NUM_ROWS, seed=0), payloads=journal, changes=changes)
-        buffer.attach(_LINEAGE, "", 0, 0, 10_000_000, None, time.monotonic())
-        queue = _Queue(buffer, changes, journal)
+        state = QueueState(settings, rows, PromptStream(_NUM_ROWS, seed=0), payloads=journal, changes=changes)
+        learner_requests.attach(state, _LINEAGE, "", 0, 0, 10_000_000, None, time.monotonic())
+        queue = _Queue(state, changes, journal)
         queue.announce()
         try:
             for _ in range(num_queued // GROUPS_PER_STEP):

@@ -1,4 +1,4 @@
-"""Generators and a learner in simulated time around the real ``Buffer``: events in a heap, no sleep, no thread.
+"""Generators and a learner in simulated time around the real ``QueueState``: events in a heap, no sleep, no thread.
 
 Time is counted in decode steps: a sequence in a slot gains one token a step, and weights change between two steps. A
 generator asks for leases as the worker does (as many as fill its free slots and one in line, under the version that
@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,11 +21,12 @@ import numpy as np
 from async_rl.config.loading import parse_config
 from async_rl.config.queue import OnStale
 from async_rl.learner.drop_bias import drop_bias
-from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.batches import TakenPayload
-from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.ingest import GroupSummary
+from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core.admission import QueueSettings
+from async_rl.queue.core.groups import GroupSummary
+from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts
 from async_rl.records import Sampling
 from benchmarks.simulated_generator import Sample, SampledGroup, SimulatedGenerator
@@ -142,14 +143,14 @@ class _Simulation:
             {"run": {"dir": "none"}, "model": {"path": "none"}, "data": {"train": "none.jsonl"}}, "simulation"
         )
         settings = replace(
-            BufferSettings.from_config(any_config, vocab_size=None),
+            QueueSettings.from_config(any_config, vocab_size=None),
             group_size=scenario.group_size, groups_per_step=scenario.groups_per_step,
             max_staleness=scenario.max_staleness, sampling=_SAMPLING, max_bytes=1 << 40, filter_range=None,
             on_stale=scenario.on_stale, wait_s=scenario.wait_steps * self._step_time,
             lease_timeout_s=self._step_time, generator_timeout_s=self._step_time,
         )  # fmt: skip
         rows: Sequence[Any] = [_Row()] * _NUM_ROWS
-        self._buffer = Buffer(settings, rows, PromptStream(_NUM_ROWS, seed=0, shuffle=False))
+        self._state = QueueState(settings, rows, PromptStream(_NUM_ROWS, seed=0, shuffle=False))
         self._generators = [SimulatedGenerator(f"g{i}", scenario.max_running) for i in range(scenario.num_generators)]
         self._by_name = {g.name: g for g in self._generators}
         self._handed: dict[str, tuple[dict[int, int], ...]] = {}
@@ -162,7 +163,7 @@ class _Simulation:
         self._alarm_at = math.inf
         self._taken_at = -1
         self._tally = _Tally()
-        self._begun_at, self._begun_with = 0.0, self._buffer.stats().ledger
+        self._begun_at, self._begun_with = 0.0, report.stats(self._state).ledger
 
     def run(self) -> Outcome:
         """Until the last step that counts is trained.
@@ -170,20 +171,20 @@ class _Simulation:
         Raises:
             RuntimeError: learner and generators wait for each other.
         """
-        scenario, buffer = self._scenario, self._buffer
+        scenario, state = self._scenario, self._state
         last = scenario.warmup_steps + scenario.steps
         # The queue expects more steps, so that no step that counts is one of the last, which run dry.
-        buffer.attach(_LINEAGE, "", 0, 0, last + 4 * (scenario.max_staleness + 2), None, 0.0)
+        learner_requests.attach(state, _LINEAGE, "", 0, 0, last + 4 * (scenario.max_staleness + 2), None, 0.0)
         self._publish(delay=0.0)
         for index, generator in enumerate(self._generators):
             self._at(float(index), lambda g=generator: self._beat(g))
         while self._version < last:
             if self._waits_since is not None and self._now - self._waits_since > _STANDSTILL_STEPS * self._step_time:
-                raise RuntimeError(f"the learner waits for ever: {buffer.status(self._now)}")
+                raise RuntimeError(f"the learner waits for ever: {report.status(state, self._now)}")
             self._now, _, happen = heapq.heappop(self._events)
             happen()
             self._settle()
-        buffer.check()
+        report.check(state)
         return self._outcome()
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:
@@ -202,7 +203,7 @@ class _Simulation:
 
     def _beat(self, generator: SimulatedGenerator) -> None:
         progress = {lease_id: group.num_tokens(self._decode_step) for lease_id, group in generator.groups.items()}
-        void = self._buffer.heartbeat(generator.name, progress, GeneratorStats(), self._now)
+        void = generator_requests.heartbeat(self._state, generator.name, progress, GeneratorStats(), self._now)
         self._cancel(generator, void)
         self._at(self._now + self._step_time / _HEARTBEATS_A_STEP, lambda: self._beat(generator))
 
@@ -248,9 +249,9 @@ class _Simulation:
             temperature=lease.sampling.temperature, has_sampling_mask=False,
         )  # fmt: skip
         self._handed[lease.lease_id] = rollouts
-        self._buffer.put(generator.name, facts, lease.lease_id.encode(), self._now)
+        generator_requests.receive(self._state, generator.name, facts, lease.lease_id.encode(), self._now)
 
-    def _cancel(self, generator: SimulatedGenerator, lease_ids: Sequence[str]) -> None:
+    def _cancel(self, generator: SimulatedGenerator, lease_ids: Iterable[str]) -> None:
         for lease_id in lease_ids:
             lost = generator.cancel(lease_id, self._decode_step)
             if self._counts:
@@ -261,20 +262,20 @@ class _Simulation:
 
     def _settle(self) -> None:
         """As the server after every turn: tell of void leases, and try what waits again if anything changed."""
-        buffer = self._buffer
-        buffer.expire(self._now)
+        state = self._state
+        state.expire(self._now)
         while True:
-            for name in buffer.generators_to_notify():
-                self._cancel(self._by_name[name], buffer.pop_cancelled(name))
+            for name in state.generators.to_notify():
+                self._cancel(self._by_name[name], state.generators.pop_cancelled(name))
             for generator in self._generators:
                 self._ask(generator)
-            if self._waits_since is not None and self._taken_at != buffer.revision:
-                self._taken_at = buffer.revision
+            if self._waits_since is not None and self._taken_at != state.revision:
+                self._taken_at = state.revision
                 self._take()
-            all_asked = all(g.request is None or g.asked_at == buffer.revision for g in self._generators)
-            if all_asked and not buffer.generators_to_notify():
+            all_asked = all(g.request is None or g.asked_at == state.revision for g in self._generators)
+            if all_asked and not state.generators.to_notify():
                 break
-        deadline = buffer.next_deadline
+        deadline = state.next_deadline
         if deadline is not None and deadline < self._alarm_at:
             self._alarm_at = deadline
             self._at(deadline, self._ring)
@@ -284,11 +285,11 @@ class _Simulation:
 
     def _ask(self, generator: SimulatedGenerator) -> None:
         request = generator.ask(self._scenario.group_size)
-        if request is None or generator.asked_at == self._buffer.revision:
+        if request is None or generator.asked_at == self._state.revision:
             return
         version, wanted = request
-        granted = self._buffer.lease(generator.name, (_LINEAGE, version), wanted, self._now)
-        generator.asked_at, told = self._buffer.revision, (version, granted.activate)
+        granted = generator_requests.lease(self._state, generator.name, (_LINEAGE, version), wanted, self._now)
+        generator.asked_at, told = self._state.revision, (version, granted.activate)
         if granted.leases or (granted.activate is not None and generator.told != told):
             generator.request, generator.told, generator.asked_at = None, told, -1
             generator.activate_first = -1 if granted.activate is None else granted.activate
@@ -297,8 +298,7 @@ class _Simulation:
     # The learner.
 
     def _take(self) -> None:
-        groups = self._scenario.groups_per_step
-        taken = self._buffer.take(_LINEAGE, self._version, self._version, groups, self._now)
+        taken = learner_requests.take(self._state, _LINEAGE, self._version, self._version, self._now)
         if isinstance(taken, NotReady):
             return
         assert self._waits_since is not None
@@ -309,10 +309,10 @@ class _Simulation:
 
     def _trained(self, taken: Sequence[TakenPayload]) -> None:
         facts = self._facts(taken)
-        self._buffer.ack(StepAck(_LINEAGE, self._version, self._version + 1, facts), self._now)
+        learner_requests.ack(self._state, StepAck(_LINEAGE, self._version, self._version + 1, facts), self._now)
         self._version += 1
         if self._version == self._scenario.warmup_steps:
-            self._begun_at, self._begun_with = self._now, self._buffer.stats().ledger
+            self._begun_at, self._begun_with = self._now, report.stats(self._state).ledger
         self._publish(delay=_ACTIVATION_DELAY * self._scenario.train_time)
         self._waits_since = self._now
 
@@ -335,13 +335,13 @@ class _Simulation:
 
     def _publish(self, delay: float) -> None:
         version = self._version
-        self._buffer.announce(Announcement(_LINEAGE, version, f"digest-{version}", "none"))
+        learner_requests.announce(self._state, Announcement(_LINEAGE, version, f"digest-{version}", "none"))
         for generator in self._generators:
             self._at(self._now + delay, lambda g=generator: self._activate(g, version))
 
     def _outcome(self) -> Outcome:
         scenario, tally = self._scenario, self._tally
-        before, after = self._begun_with, self._buffer.stats().ledger
+        before, after = self._begun_with, report.stats(self._state).ledger
 
         def ended(unit: str, *causes: str) -> int:
             return sum(after[unit]["dropped"][cause] - before[unit]["dropped"][cause] for cause in causes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.queue.core.ingest import read_summary
+from async_rl.queue.core.groups import read_summary
 from benchmarks.queue_depth import cost_us
 from benchmarks.queue_measure import Load, Meter, Pacer
 from benchmarks.queue_product import GROUP_SIZE, ProductOptions, body_of, measure_product, tokens_for

@@ -24,7 +24,7 @@ from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence, pack
 from async_rl.net.codec import decode_group, encode_group
-from async_rl.queue.core.ingest import read_summary, why_unfit
+from async_rl.queue.core.groups import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Rollout
 from async_rl.sampling_mask import pack_ids

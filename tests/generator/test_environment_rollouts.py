@@ -18,7 +18,7 @@ from async_rl.generator.rollouts import Graded
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
 from async_rl.net.codec import encode_group
-from async_rl.queue.core.ingest import read_summary, why_unfit
+from async_rl.queue.core.groups import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import NO_VERSION, TEXT_ROLE, Group, Lease, Rollout
 from tests.end_to_end.harness import wait_until

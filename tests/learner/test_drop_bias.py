@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 
 from async_rl.learner.drop_bias import WINDOW_STEPS, DropBias
+from async_rl.queue.core import generator_requests, report
 from async_rl.queue.core.ledger import Outcome, Outcomes
 from async_rl.queue.messages import GeneratorStats
-from tests.queue.builders import ack, group, leases, make_buffer, put, take
+from tests.queue.builders import ack, group, leases, make_state, put, take
 
 GROUP_SIZE = 2
 
@@ -106,20 +107,20 @@ def test_the_warning_comes_once_in_a_window(caplog: pytest.LogCaptureFixture):
 
 def test_a_cancelled_lease_counts_with_the_tokens_that_its_holder_reported():
     # Two groups of two rollouts a step; the third lease is cancelled when the second batch is taken without it.
-    buffer = make_buffer()
+    queue_state = make_state()
     bias = DropBias()
-    bias.step(buffer.stats().ledger)
-    late = leases(buffer, 3)
-    buffer.heartbeat("g0", {late[2].lease_id: 24}, GeneratorStats(), 1.0)
+    bias.step(report.stats(queue_state).ledger)
+    late = leases(queue_state, 3)
+    generator_requests.heartbeat(queue_state, "g0", {late[2].lease_id: 24}, GeneratorStats(), 1.0)
     for lease in late[:2]:
-        put(buffer, group(lease))
-    take(buffer)
-    ack(buffer)
-    for lease in leases(buffer, 2, version=1):
-        put(buffer, group(lease, 1))
-    take(buffer)
-    ack(buffer)
+        put(queue_state, group(lease))
+    take(queue_state)
+    ack(queue_state)
+    for lease in leases(queue_state, 2, version=1):
+        put(queue_state, group(lease, 1))
+    take(queue_state)
+    ack(queue_state)
     # Trained: 8 rollouts of 3 tokens. Cancelled: 2 of at least 12. All: (24 + 24) / 10 = 4.8.
-    metrics = bias.step(buffer.stats().ledger)
+    metrics = bias.step(report.stats(queue_state).ledger)
     assert metrics["bias/lost"] == pytest.approx(1 / 5)
     assert metrics["bias/length"] == pytest.approx(3 / 4.8)

@@ -24,7 +24,7 @@ from async_rl.learner.staleness_control import (
 from async_rl.net.codec import decode_group
 from async_rl.queue.messages import NotReady
 from tests.learner.losses.test_objective import STEPPED, sums_of
-from tests.queue.builders import ack, groups_of, make_buffer, take
+from tests.queue.builders import ack, groups_of, make_state, take
 from tests.queue.test_bounds import fill
 
 LIMITS = BoundLimits(lowest=0, highest=16, min_ess=0.9, max_kl=0.02)
@@ -115,24 +115,24 @@ def test_at_a_limit_the_next_step_of_the_other_kind_still_counts():
 @pytest.mark.parametrize("sync_every", [1, 3])
 def test_over_a_real_queue_the_bound_ends_where_the_strain_is_bearable(sync_every: int):
     # KL = 0.001 age^2: past 0.02 from an age of 5 on; healthy up to 3 (0.009); 4 (0.016) is neither.
-    buffer = make_buffer(max_staleness=16, num_rows=3000, num_steps=1000, sync_every=sync_every)
+    queue_state = make_state(max_staleness=16, num_rows=3000, num_steps=1000, sync_every=sync_every)
     limits = replace(LIMITS, lowest=sync_every - 1)
     state, ages = BoundState(16), list[int]()
     for _ in range(100):
-        fill(buffer)
-        learner = buffer.learner
+        fill(queue_state)
+        learner = queue_state.learner
         assert learner is not None
-        answer = take(buffer)
+        answer = take(queue_state)
         assert not isinstance(answer, NotReady), answer.reason
-        fill(buffer)
+        fill(queue_state)
         ages.append(max(learner.version - decode_group(bytes(item.payload)).oldest_version for item in answer))
         state = update_bound(state, Reading(1.0, 0.001 * ages[-1] ** 2, ages[-1]), limits)
-        ack(buffer, lease_bound=state.bound, announced=not (learner.version + 1) % sync_every)
+        ack(queue_state, lease_bound=state.bound, announced=not (learner.version + 1) % sync_every)
     # The first steps are ever older. Those at 5 and 6 strain, and 6 // 2 = 3; there it is healthy, and 3 + 1 = 4.
     assert max(ages) > 4
     assert state.bound == 4
     assert max(ages[-30:]) == 4
-    assert groups_of(buffer)["dropped"]["stale"] == 0
+    assert groups_of(queue_state)["dropped"]["stale"] == 0
 
 
 def test_the_worst_of_a_batch_s_updates_is_read():

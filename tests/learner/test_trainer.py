@@ -1,4 +1,4 @@
-"""The learner's loop over the real buffer, checkpoints and metrics: deaths and restarts, skips, ends, publications."""
+"""The learner's loop over the real queue, checkpoints and metrics: deaths and restarts, skips, ends, publications."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from async_rl.learner.start import RunCheckpoints, _restore, _rewind
 from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core import learner_requests, report
+from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.state import QueueState
 from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir
 from async_rl.run.metrics import MetricsWriter
 from async_rl.run.step_log import StepLog, read_rows
-from tests.learner.buffer_queue import NUM_EVAL_ROWS, BufferQueue
+from tests.learner.direct_queue import NUM_EVAL_ROWS, DirectQueue
 from tests.queue.builders import group, make_config, rows
 
 
@@ -115,10 +116,10 @@ class Run:
     """One run directory and one queue, through any number of learner starts."""
 
     config: Config
-    buffer: Buffer
+    queue_state: QueueState
     engine: ScriptedEngine = field(default_factory=ScriptedEngine)
     weights: DigestWeights = field(default_factory=DigestWeights)
-    queue: BufferQueue | None = None
+    queue: DirectQueue | None = None
 
     @property
     def path(self) -> Path:
@@ -136,8 +137,10 @@ class Run:
         trained.rewind_to(state.step if state.is_resumed else -1)
         _rewind(run_dir, metrics, state, self.config)
         steps = self.config.learner.steps
-        self.buffer.attach(state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0)
-        self.queue = BufferQueue(self.buffer, answer=answer, before=before)
+        learner_requests.attach(
+            self.queue_state, state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0
+        )
+        self.queue = DirectQueue(self.queue_state, answer=answer, before=before)
         weights: WeightsPlane = self.weights
         if self.config.learner.fixed_lag is not None:
             weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
@@ -175,8 +178,8 @@ class Run:
 
     @property
     def dropped(self) -> dict[str, int]:
-        self.buffer.check()
-        return {cause: n for cause, n in self.buffer.stats().ledger["groups"]["dropped"].items() if n}
+        report.check(self.queue_state)
+        return {cause: n for cause, n in report.stats(self.queue_state).ledger["groups"]["dropped"].items() if n}
 
 
 def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, Any]) -> Run:
@@ -186,7 +189,7 @@ def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, A
     config = make_config(str(directory / "run"), data=data, **merged)
     (directory / "run").mkdir(parents=True)
     stream = PromptStream(num_rows, seed=0, shuffle=False, epochs=config.data.epochs)
-    return Run(config, Buffer(BufferSettings.from_config(config, vocab_size=None), rows(num_rows), stream))
+    return Run(config, QueueState(QueueSettings.from_config(config, vocab_size=None), rows(num_rows), stream))
 
 
 def test_a_run_evaluates_first_between_and_last_and_every_answer_is_delivered(tmp_path: Path):
@@ -194,7 +197,7 @@ def test_a_run_evaluates_first_between_and_last_and_every_answer_is_delivered(tm
     state = run.start()
     assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     assert (state.step, state.version) == (5, 5)
-    eval_groups = run.buffer.stats().ledger["eval"]["groups"]
+    eval_groups = report.stats(run.queue_state).ledger["eval"]["groups"]
     assert eval_groups["delivered"] == eval_groups["issued"] == 4 * NUM_EVAL_ROWS
 
 
@@ -226,7 +229,7 @@ def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path
     assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     aside = run.path / "metrics.rolled_back-1.jsonl"
     assert len(read_rows(aside)) == before
-    assert run.buffer.stats().ledger["groups"]["trained"] == 10
+    assert report.stats(run.queue_state).ledger["groups"]["trained"] == 10
     assert (run.dropped.get("rolled_back", 0) > 0) == (request_name != "await_eval")
 
 
@@ -283,7 +286,7 @@ def test_skipped_optimizer_steps_in_a_row_go_on_with_new_groups_and_no_new_versi
     state = run.start()
     assert (run.steps, state.version, run.weights.published) == ([1, 2, 3, 4, 5], 1, [0, 1])
     assert run.dropped == {"step_skipped": 8}
-    assert run.buffer.stats().ledger["groups"]["trained"] == 2
+    assert report.stats(run.queue_state).ledger["groups"]["trained"] == 2
     written = [row["tokens/trained"] for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
     assert written == [0, 0, 0, 12, 0]
 
@@ -305,7 +308,7 @@ def test_a_batch_of_two_updates_may_be_skipped_in_part(tmp_path: Path):
     # Versions before each update: a step that was skipped leaves the version as it is.
     assert run.engine.versions == [0, 1, 1, 1, 2, 3]
     assert (state.version, run.weights.published) == (4, [0, 1, 2, 4])
-    rollouts, tokens = run.buffer.stats().ledger["rollouts"], run.buffer.stats().ledger["tokens"]
+    rollouts, tokens = report.stats(run.queue_state).ledger["rollouts"], report.stats(run.queue_state).ledger["tokens"]
     # Two groups a step, one an update: two updates were skipped, with two rollouts of three tokens each.
     assert (rollouts["trained"], rollouts["masked"]) == (8, {"step_skipped": 4})
     assert (tokens["trained"], tokens["masked"]) == (24, {"step_skipped": 12})
@@ -367,7 +370,7 @@ def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, 
     run.start(answer=forged)
     first = next(row for row in read_rows(run.path / "metrics.jsonl") if "version" in row)
     assert first["masked/unknown_weights"] == 2
-    assert run.buffer.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
+    assert report.stats(run.queue_state).ledger["rollouts"]["masked"] == {"unknown_weights": 2}
 
 
 @pytest.mark.parametrize("fixed_lag", [0, 1, 3])

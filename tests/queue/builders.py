@@ -1,4 +1,4 @@
-"""Small buffers, leases answered with made-up groups, and configs for the queue's tests."""
+"""Small queues, leases answered with made-up groups, and configs for the queue's tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.net.codec import encode_group
-from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.batches import TakenPayload
-from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.ingest import read_summary
+from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core.admission import QueueSettings
+from async_rl.queue.core.groups import read_summary
+from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts, Verdict
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenSequence
 
@@ -33,7 +34,7 @@ def rows(count: int) -> list[PlainRow]:
     return [PlainRow(({"role": "user", "content": f"row {i}"},), {"gt_answer": str(i)}) for i in range(count)]
 
 
-def settings(**changes: Any) -> BufferSettings:
+def settings(**changes: Any) -> QueueSettings:
     plain: dict[str, Any] = {
         "group_size": 2,
         "groups_per_step": 2,
@@ -57,28 +58,28 @@ def settings(**changes: Any) -> BufferSettings:
         "vocab_size": None,
         "max_turns": 1,
     }
-    return BufferSettings(**(plain | changes))
+    return QueueSettings(**(plain | changes))
 
 
-def make_buffer(
+def make_state(
     *, num_rows: int = 100, epochs: int | None = None, num_steps: int = 100, attached: bool = True, **changes: Any
-) -> Buffer:
-    """A buffer with an attached learner at version 0, announced, in dataset order."""
+) -> QueueState:
+    """A state with an attached learner at version 0, announced, in dataset order."""
     stream = PromptStream(num_rows, seed=0, shuffle=False, epochs=epochs)
-    buffer = Buffer(settings(**changes), rows(num_rows), stream)
+    state = QueueState(settings(**changes), rows(num_rows), stream)
     if attached:
-        buffer.attach(LINEAGE, "", 0, 0, num_steps, None, 0.0)
-        announce(buffer, 0)
-    return buffer
+        learner_requests.attach(state, LINEAGE, "", 0, 0, num_steps, None, 0.0)
+        announce(state, 0)
+    return state
 
 
-def announce(buffer: Buffer, version: int, lineage: str = LINEAGE) -> None:
-    buffer.announce(Announcement(lineage, version, f"digest-{version}", "tcp://127.0.0.1:1"))
+def announce(state: QueueState, version: int, lineage: str = LINEAGE) -> None:
+    learner_requests.announce(state, Announcement(lineage, version, f"digest-{version}", "tcp://127.0.0.1:1"))
 
 
-def leases(buffer: Buffer, count: int, version: int = 0, *, generator: str = "g0", now: float = 0.0) -> list[Lease]:
-    lineage = buffer.learner.lineage if buffer.learner is not None else LINEAGE
-    return list(buffer.lease(generator, (lineage, version), count, now).leases)
+def leases(state: QueueState, count: int, version: int = 0, *, generator: str = "g0", now: float = 0.0) -> list[Lease]:
+    lineage = state.learner.lineage if state.learner is not None else LINEAGE
+    return list(generator_requests.lease(state, generator, (lineage, version), count, now).leases)
 
 
 def group(
@@ -106,15 +107,15 @@ def group(
     )
 
 
-def put(buffer: Buffer, returned: Group, *, now: float = 0.0) -> Verdict:
+def put(state: QueueState, returned: Group, *, now: float = 0.0) -> Verdict:
     payload = encode_group(returned)
-    return buffer.put(returned.generator_id, read_summary(payload), payload, now)
+    return generator_requests.receive(state, returned.generator_id, read_summary(payload), payload, now)[0]
 
 
-def take(buffer: Buffer, *, now: float = 0.0) -> tuple[TakenPayload, ...] | NotReady:
-    learner = buffer.learner
+def take(state: QueueState, *, now: float = 0.0) -> tuple[TakenPayload, ...] | NotReady:
+    learner = state.learner
     assert learner is not None
-    return buffer.take(learner.lineage, learner.step, learner.version, buffer.settings.groups_per_step, now)
+    return learner_requests.take(state, learner.lineage, learner.step, learner.version, now)
 
 
 def positions(taken: tuple[TakenPayload, ...] | NotReady) -> list[int]:
@@ -130,31 +131,31 @@ SKIPPED = TrainedCounts(False, 0)
 
 
 def ack(
-    buffer: Buffer, facts: TrainedCounts | None = None, *, snapshot: bool = False, now: float = 0.0,
+    state: QueueState, facts: TrainedCounts | None = None, *, snapshot: bool = False, now: float = 0.0,
     lease_bound: int | None = None, announced: bool = True,
 ) -> bytes | None:  # fmt: skip
     """Ack the taken step, one version on if it was stepped, and announce it."""
-    learner = buffer.learner
+    learner = state.learner
     assert learner is not None
-    facts = facts or all_trained(buffer.settings.groups_per_step)
+    facts = facts or all_trained(state.settings.groups_per_step)
     version = learner.version + facts.stepped
-    payload = buffer.ack(
-        StepAck(learner.lineage, learner.step, version, facts, snapshot=snapshot, lease_bound=lease_bound), now
+    payload = learner_requests.ack(
+        state, StepAck(learner.lineage, learner.step, version, facts, snapshot=snapshot, lease_bound=lease_bound), now
     ).snapshot
     if announced:
-        announce(buffer, version, learner.lineage)
+        announce(state, version, learner.lineage)
     return payload
 
 
-def groups_of(buffer: Buffer) -> dict[str, Any]:
+def groups_of(state: QueueState) -> dict[str, Any]:
     """The ledger of groups, after its check."""
-    buffer.check()
-    return dict(buffer.stats().ledger["groups"])
+    report.check(state)
+    return dict(report.stats(state).ledger["groups"])
 
 
-def dropped(buffer: Buffer) -> dict[str, int]:
+def dropped(state: QueueState) -> dict[str, int]:
     """Causes of dropped groups that are not zero."""
-    return {cause: n for cause, n in groups_of(buffer)["dropped"].items() if n}
+    return {cause: n for cause, n in groups_of(state)["dropped"].items() if n}
 
 
 def make_config(run_dir: str, **sections: Mapping[str, Any]) -> Config:

@@ -1,6 +1,6 @@
 """What can happen in a run, one function an event; the arguments come from a seeded generator of random numbers.
 
-``test_buffer_machine`` draws them. Who can't do what an event says (return a lease that it has not) does nothing.
+``test_core_machine`` draws them. Who can't do what an event says (return a lease that it has not) does nothing.
 """
 
 from __future__ import annotations

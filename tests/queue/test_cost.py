@@ -9,35 +9,35 @@ from typing import Any, get_args
 import pytest
 
 from async_rl.net.wire import pack_plain
-from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.ingest import GroupSummary
+from async_rl.queue.core import generator_requests, learner_requests, persistence, report
+from async_rl.queue.core.groups import GroupRecord, GroupSummary, StoredGroup
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.core.stored_groups import GroupRecord, StoredGroup
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Kind
 from async_rl.queue.storage.payloads import MemoryPayloads
 from async_rl.records import Lease
-from tests.queue.builders import LINEAGE, announce, leases, make_buffer, rows, settings
+from tests.queue.builders import LINEAGE, announce, leases, make_state, rows, settings
 from tests.queue.witness import written
 
 NUM_FEW, NUM_MANY = 100, 100_000
 NUM_CYCLES = 8
 
 
-def put(buffer: Buffer, lease: Lease, version: int) -> None:
+def put(state: QueueState, lease: Lease, version: int) -> None:
     position, lease_id = lease.prompt.position, lease.lease_id
     facts = GroupSummary(
         lease_id, "train", position, "g0", lease.lineage, 2, 6, version, version, 1.0, 1.0, False, "", 1.0, False
     )
-    assert buffer.put("g0", facts, b"body", 0.0) == "queued"
+    assert generator_requests.receive(state, "g0", facts, b"body", 0.0)[0] == "queued"
 
 
-def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
+def make_full_queue(num_queued: int, on_stale: str) -> QueueState:
     """Loaded as after a restart. Bound and bytes leave room for all that is queued and one step more."""
     plain: dict[str, Any] = {"max_staleness": num_queued // 2 + 1, "max_bytes": 1 << 50, "on_stale": on_stale}
-    saved, payloads = decode_state(make_buffer(num_steps=NUM_MANY, **plain).save()), MemoryPayloads()
+    saved, payloads = decode_state(persistence.save(make_state(num_steps=NUM_MANY, **plain))), MemoryPayloads()
     saved.cursor.position = num_queued
     # 2 rollouts a group, 3 tokens a rollout.
     ledger = saved.ledger
@@ -47,29 +47,29 @@ def make_full_buffer(num_queued: int, on_stale: str) -> Buffer:
     for i in range(num_queued):
         held = StoredGroup(f"lease-{i}", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, payloads.keep(b"body"))
         groups[held.lease_id] = written(GroupRecord(held))
-    buffer = Buffer(settings(**plain), rows(100), PromptStream(100, seed=0), payloads=payloads)
+    state = QueueState(settings(**plain), rows(100), PromptStream(100, seed=0), payloads=payloads)
     entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
-    buffer.load({**entries, "group": groups}, pack_plain(saved), {}, {}, 0.0)
-    return buffer
+    persistence.load(state, {**entries, "group": groups}, pack_plain(saved), {}, {}, 0.0)
+    return state
 
 
-def cycles(buffer: Buffer, count: int) -> None:
+def cycles(state: QueueState, count: int) -> None:
     for _ in range(count):
-        cycle(buffer)
+        cycle(state)
 
 
-def cycle(buffer: Buffer) -> None:
+def cycle(state: QueueState) -> None:
     """Two groups come in, two are trained."""
-    learner = buffer.learner
+    learner = state.learner
     assert learner is not None
     step, version = learner.step, learner.version
-    for lease in leases(buffer, 2, version):
-        put(buffer, lease, version)
-    assert not isinstance(buffer.take(LINEAGE, step, version, 2, 0.0), NotReady)
-    buffer.ack(StepAck(LINEAGE, step, version + 1, TrainedCounts(True, 4, {}, 12, {})), 0.0)
-    announce(buffer, version + 1)
-    buffer.heartbeat("g0", {}, buffer.stats().generators, 0.0)
-    buffer.ledger_file()
+    for lease in leases(state, 2, version):
+        put(state, lease, version)
+    assert not isinstance(learner_requests.take(state, LINEAGE, step, version, 0.0), NotReady)
+    learner_requests.ack(state, StepAck(LINEAGE, step, version + 1, TrainedCounts(True, 4, {}, 12, {})), 0.0)
+    announce(state, version + 1)
+    generator_requests.heartbeat(state, "g0", {}, report.stats(state).generators, 0.0)
+    report.ledger_file(state)
 
 
 def calls_of(work: Callable[[], None]) -> int:
@@ -100,18 +100,18 @@ def peak_bytes_of(work: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("on_stale", ["wait", pytest.param("mask", marks=pytest.mark.slow)])
 def test_a_group_costs_the_same_whatever_is_queued(on_stale):
-    few, many = make_full_buffer(NUM_FEW, on_stale), make_full_buffer(NUM_MANY, on_stale)
-    for buffer in (few, many):
-        cycles(buffer, 1)  # what happens once
+    few, many = make_full_queue(NUM_FEW, on_stale), make_full_queue(NUM_MANY, on_stale)
+    for state in (few, many):
+        cycles(state, 1)  # what happens once
     for measure in (calls_of, peak_bytes_of):
         cost_few, cost_many = (measure(partial(cycles, b, NUM_CYCLES)) for b in (few, many))
         assert cost_many <= 2 * cost_few, measure.__name__
-    assert many.stats().depth == NUM_MANY
+    assert report.stats(many).depth == NUM_MANY
 
 
 def test_a_lease_that_ended_leaves_nothing_behind_but_its_fate():
     table = LeaseTable(10.0, Changes(is_wanted=False))
-    lease = leases(make_buffer(), 1)[0]
+    lease = leases(make_state(), 1)[0]
     for _ in range(3):
         table.add(ActiveLease(lease, "g0", 0, 10, 0.0, 0.0))
         table.close(lease.lease_id, "returned")

@@ -25,12 +25,13 @@ from async_rl.net.codec import encode_group
 from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
-from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core import generator_requests, persistence, report
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck
 from async_rl.queue.server.handlers import Deferred, Handlers
 from async_rl.queue.server.sockets import MessageLimits
 from async_rl.queue.storage.journal import pack
-from tests.queue.builders import LINEAGE, all_trained, group, leases, make_buffer, make_config, rows
+from tests.queue.builders import LINEAGE, all_trained, group, leases, make_config, make_state, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
 from tests.queue.mutants import Frames, corpus, mutants
 from tests.queue.test_security import is_answered
@@ -51,10 +52,10 @@ def test_the_corpus_has_every_type_that_the_server_knows():
 
 def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:
     """A queue in the middle of a run, and messages that are its own learner's and generator's."""
-    buffer = make_buffer(num_rows=50)
-    buffer.hello("fuzz", "h", "fake", 0.0)
-    held = leases(buffer, 3, generator="fuzz")
-    handlers = Handlers(buffer, make_config("unused"), {"test": rows(2)}, "run")
+    state = make_state(num_rows=50)
+    generator_requests.hello(state, "fuzz", "h", "fake", 0.0)
+    held = leases(state, 3, generator="fuzz")
+    handlers = Handlers(state, make_config("unused"), {"test": rows(2)}, "run")
     messages = corpus(lineage=LINEAGE, generator_id="fuzz", run_id="run", step=0)
     fields = {"request_id": "r", "generator_id": "fuzz", "lease_ids": [held[0].lease_id]}
     messages["return"] = encode("return", fields, num_parts=1), encode_group(group(held[0], generator="fuzz"))
@@ -85,12 +86,12 @@ def test_no_mutant_breaks_the_books_even_with_every_right():
             # What ended or took over the run is undone, so that the next ones find one to break.
             handlers, _ = fresh_handlers()
         answered += handle(handlers, frames, sizes, number * 0.01)
-        buffer: Buffer = handlers.buffer
-        buffer.check()
-        assert buffer.save()
+        state: QueueState = handlers.state
+        report.check(state)
+        assert persistence.save(state)
         assert pack({"handlers": handlers.save()})
-        json.dumps(buffer.status(number * 0.01), allow_nan=False)
-        json.dumps(buffer.ledger_file(), allow_nan=False)
+        json.dumps(report.status(state, number * 0.01), allow_nan=False)
+        json.dumps(report.ledger_file(state), allow_nan=False)
     assert answered > 1000
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from async_rl.errors import WireError
 from async_rl.net.codec import decode_group, encode_group
-from async_rl.queue.core.ingest import read_summary, why_unfit
+from async_rl.queue.core.groups import read_summary, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
 from async_rl.sampling_mask import SamplingMask, contains, pack_ids
 from tests.examples import examples

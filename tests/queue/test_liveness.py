@@ -2,6 +2,7 @@
 
 import pytest
 
+from async_rl.queue.core import learner_requests, report
 from async_rl.queue.messages import NotReady
 from tests.queue.witness import WORST_CASE, Knobs
 from tests.queue.world import World
@@ -77,7 +78,7 @@ def test_a_group_above_what_was_reserved_is_kept_while_any_step_of_such_fits():
     world.ask("g0", 2)
     for lease_id in list(world.generators["g0"].leases):
         assert world.give("g0", lease_id, "huge") == "queued"
-    assert world.buffer.stats().bytes == 3 * WORST_CASE
+    assert report.stats(world.state).bytes == 3 * WORST_CASE
     world.run_to_the_end()
 
 
@@ -148,7 +149,7 @@ def test_the_end_of_the_run_ends_the_leases_of_evaluations_too():
     world = World(Knobs())
     world.evaluate(exclusive=False)
     assert [lease.kind for lease in world.ask("g0", 2).leases] == ["eval", "eval"]
-    world.buffer.finish(world.lineage, world.now)
+    learner_requests.finish(world.state, world.lineage, world.now)
     world.settle()
     assert not world.entries["lease"]
     world.restart_server()

@@ -6,14 +6,15 @@ from typing import Any, get_args
 
 import msgspec
 
-from async_rl.queue.core import persistence
+from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.ledger import Account, Ledger, Outcomes, Sums
 from async_rl.queue.core.persistence import KEPT_AT_RESTORE
 from async_rl.queue.core.prompt_stream import StreamCursor
-from async_rl.queue.core.state import Attempts, LearnerSide, PersistedState, QueueState
+from async_rl.queue.core.state import Attempts, PersistedState, QueueState
 from async_rl.queue.messages import Announcement
 from async_rl.queue.storage.journal import Kind
-from tests.queue.builders import LINEAGE, make_buffer
+from tests.queue.builders import LINEAGE, make_state
 
 DATA_DIGEST = "rows-1"
 
@@ -48,7 +49,7 @@ def full_state() -> PersistedState:
 
 
 def new_state() -> QueueState:
-    state = make_buffer(attached=False)._state
+    state = make_state(attached=False)
     state.data_digest = DATA_DIGEST
     return state
 
@@ -110,8 +111,8 @@ def test_a_restore_without_a_snapshot_leaves_nothing_but_what_is_kept():
 
 
 def test_a_snapshot_counts_what_is_in_flight_as_not_yet_drawn():
-    buffer = make_buffer()
-    buffer.lease("g0", (LINEAGE, 0), 2, 0.0)
-    found = persistence.read_snapshot(buffer._state, buffer.snapshot(LINEAGE, 0.0), step=0, version=0)
+    state = make_state()
+    generator_requests.lease(state, "g0", (LINEAGE, 0), 2, 0.0)
+    found = persistence.read_snapshot(state, learner_requests.snapshot(state, LINEAGE, 0.0), step=0, version=0)
     assert found.state.cursor == StreamCursor(2, [0, 1])
-    assert buffer._state.cursor == StreamCursor(2, [])
+    assert state.cursor == StreamCursor(2, [])

@@ -1,10 +1,11 @@
-"""A queue server that dies alone: the next one goes on from what was written down. See ``test_buffer_machine`` too."""
+"""A queue server that dies alone: the next one goes on from what was written down. See ``test_core_machine`` too."""
 
 import pytest
 
 from async_rl.errors import QueueError
-from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core import learner_requests, persistence, report
 from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, StepAck
 from tests.queue.builders import SAMPLING, rows, settings
 from tests.queue.witness import Knobs
@@ -42,7 +43,10 @@ def test_an_ack_repeated_to_the_next_server_gives_the_same_snapshot():
     assert world.acked is not None
     step, version, done, snapshot = world.acked
     world.restart_server()
-    assert world.buffer.ack(StepAck(world.lineage, step, version, done, snapshot=True), 0.0).snapshot == snapshot
+    assert (
+        learner_requests.ack(world.state, StepAck(world.lineage, step, version, done, snapshot=True), 0.0).snapshot
+        == snapshot
+    )
 
 
 def test_every_lease_may_grow_anew():
@@ -86,9 +90,9 @@ def test_an_evaluation_goes_on_with_the_rows_that_are_missing():
     (lease_id,) = world.generators["g0"].leases
     world.give("g0", lease_id)
     world.collect_evaluations()
-    assert world.buffer.eval_results(world.lineage) == []
+    assert learner_requests.eval_results(world.state, world.lineage) == []
     world.restart_server()
-    world.buffer.evaluate("test", 1, rows(2), 2, SAMPLING, 0, True)
+    learner_requests.evaluate(world.state, "test", 1, rows(2), 2, SAMPLING, 0, True)
     assert [lease.kind for lease in world.ask("g1", 1).leases] == ["train"]
 
 
@@ -97,21 +101,21 @@ def test_a_finished_run_stays_finished():
     world.ack(1)
     world.run_to_the_end()
     world.restart_server()
-    assert world.buffer.finished
+    assert world.state.finished
     assert isinstance(world.take(), NotReady)
 
 
-def load_into(digest: str, world: World, **changes) -> Buffer:
-    buffer = Buffer(settings(**changes), rows(12), PromptStream(12, seed=0), data_digest=digest)
-    buffer.load(world.entries, world.buffer.save(), {}, {}, 0.0)
-    return buffer
+def load_into(digest: str, world: World, **changes) -> QueueState:
+    state = QueueState(settings(**changes), rows(12), PromptStream(12, seed=0), data_digest=digest)
+    persistence.load(state, world.entries, persistence.save(world.state), {}, {}, 0.0)
+    return state
 
 
 def test_records_of_other_training_rows_are_refused_unless_asked_for():
     world = make_world()
     with pytest.raises(QueueError, match="expected rows with digest"):
         load_into("other", world)
-    assert load_into("other", world, accepts_changed_data=True).stats().depth == 1
+    assert report.stats(load_into("other", world, accepts_changed_data=True)).depth == 1
 
 
 def test_records_that_are_not_understood_are_refused_by_name():

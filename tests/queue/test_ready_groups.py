@@ -1,6 +1,6 @@
 """The ready groups: order of delivery, age, and totals."""
 
-from async_rl.queue.core.stored_groups import ReadyGroups, StoredGroup
+from async_rl.queue.core.groups import ReadyGroups, StoredGroup
 from async_rl.queue.storage.payloads import PayloadRef
 
 

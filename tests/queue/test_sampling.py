@@ -8,15 +8,15 @@ from msgspec.structs import replace
 
 from async_rl.errors import ConfigError
 from async_rl.queue.core import persistence
-from async_rl.queue.core.admission import BufferSettings
-from async_rl.queue.core.buffer import Buffer
-from tests.queue.builders import SAMPLING, ack, group, leases, make_buffer, make_config, put, settings, take
+from async_rl.queue.core.admission import QueueSettings
+from async_rl.queue.core.state import QueueState
+from tests.queue.builders import SAMPLING, ack, group, leases, make_config, make_state, put, settings, take
 
 COOLING = {"temperature_end": 0.6, "temperature_steps": 4}
 
 
-def temperatures(buffer: Buffer, version: int) -> list[float]:
-    return [lease.sampling.temperature for lease in leases(buffer, 2, version)]
+def temperatures(state: QueueState, version: int) -> list[float]:
+    return [lease.sampling.temperature for lease in leases(state, 2, version)]
 
 
 def test_temperature_goes_down_on_a_line_over_the_versions_and_stays():
@@ -30,34 +30,34 @@ def test_temperature_goes_down_on_a_line_over_the_versions_and_stays():
 
 
 def test_a_lease_has_the_temperature_of_the_version_that_samples_it():
-    buffer = make_buffer(max_staleness=1, **COOLING)
-    first = leases(buffer, 2)
+    state = make_state(max_staleness=1, **COOLING)
+    first = leases(state, 2)
     assert [lease.sampling.temperature for lease in first] == [1.0, 1.0]
     for lease in first:
-        assert put(buffer, group(lease)) == "queued"
-    take(buffer)
-    ack(buffer)
+        assert put(state, group(lease)) == "queued"
+    take(state)
+    ack(state)
     # The learner is at version 1, the generator still at 0 or already at 1.
-    assert temperatures(buffer, 0) == [1.0, 1.0]
-    assert temperatures(buffer, 1) == pytest.approx([0.9, 0.9])
+    assert temperatures(state, 0) == [1.0, 1.0]
+    assert temperatures(state, 1) == pytest.approx([0.9, 0.9])
 
 
 def test_samples_at_the_temperature_of_another_version_are_refused():
-    buffer = make_buffer(**COOLING)
-    (lease,) = leases(buffer, 1)
-    assert put(buffer, structs.replace(group(lease), temperature=0.9)) == "refused"
+    state = make_state(**COOLING)
+    (lease,) = leases(state, 1)
+    assert put(state, structs.replace(group(lease), temperature=0.9)) == "refused"
 
 
 def test_a_restarted_queue_gives_its_leases_the_temperature_they_had():
-    buffer = make_buffer(max_staleness=1, **COOLING)
-    for lease in leases(buffer, 2):
-        put(buffer, group(lease))
-    take(buffer)
-    ack(buffer)
-    for lease in leases(buffer, 1, version=0) + leases(buffer, 1, version=1):
-        held = buffer._state.leases.get(lease.lease_id)
+    state = make_state(max_staleness=1, **COOLING)
+    for lease in leases(state, 2):
+        put(state, group(lease))
+    take(state)
+    ack(state)
+    for lease in leases(state, 1, version=0) + leases(state, 1, version=1):
+        held = state.leases.get(lease.lease_id)
         assert held is not None
-        assert persistence.build_active_lease(buffer._state, lease.lease_id, held.record()).lease == lease
+        assert persistence.build_active_lease(state, lease.lease_id, held.record()).lease == lease
 
 
 # 2 rollouts a group, 8 + 8 tokens of 13 bytes each, 1024 bytes a rollout and 4096 a group: 6560 without sampling masks.
@@ -97,7 +97,7 @@ def test_a_step_that_sampling_masks_make_too_large_is_refused_with_the_remedy():
 
 def test_settings_come_from_the_config():
     config = make_config("r", sampling={"temperature": 1.2, "temperature_end": 0.8, "top_p": 0.9, "group_size": 2})
-    found = BufferSettings.from_config(config, vocab_size=100)
+    found = QueueSettings.from_config(config, vocab_size=100)
     assert (found.sampling.top_p, found.vocab_size) == (0.9, 100)
     # 3 steps of one update each.
     assert [found.sampling_at(v).temperature for v in (0, 3, 4)] == pytest.approx([1.2, 0.8, 0.8])

@@ -31,7 +31,7 @@ from async_rl.queue.messages import (
 from async_rl.queue.server.handlers import Deferred, Handlers
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.records import Sampling
-from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_buffer, make_config, put, take
+from tests.queue.builders import LINEAGE, ack, all_trained, announce, group, leases, make_config, make_state, put, take
 from tests.queue.conftest import ROOT, attach, wait_until
 
 
@@ -505,12 +505,12 @@ def test_a_learner_of_launch_waits_for_the_queue_server_and_never_starts_one(ser
 
 def test_no_answer_of_an_earlier_learner_s_time_is_repeated_to_a_generator():
     # The reply that names version 1 was lost; meanwhile a learner came that is at version 0.
-    buffer = make_buffer(max_staleness=0)
-    handlers = Handlers(buffer, make_config("unused"), {}, "run")
-    for lease in leases(buffer, 2):
-        put(buffer, group(lease))
-    take(buffer)
-    ack(buffer)
+    state = make_state(max_staleness=0)
+    handlers = Handlers(state, make_config("unused"), {}, "run")
+    for lease in leases(state, 2):
+        put(state, group(lease))
+    take(state)
+    ack(state)
     fields = {"generator_id": "g0", "lineage": LINEAGE, "version": 0, "max_leases": 2, "wait_s": 0.0}
     request = decode(encode("lease", {"request_id": "r1", **fields}))
 
@@ -526,5 +526,5 @@ def test_no_answer_of_an_earlier_learner_s_time_is_repeated_to_a_generator():
     assert asked().activate == 1
     attach = {"run_id": "run", "lineage": "line-b", "parent_lineage": "", "fork_version": 0, "step": 0, "num_steps": 9}
     handlers.handle(decode(encode("attach", {**attach, "config_toml": "", "files": [], "has_snapshot": False})), 0.0)
-    announce(buffer, 0, "line-b")
+    announce(state, 0, "line-b")
     assert asked().activate == 0

@@ -1,6 +1,6 @@
 """SnapshotRefs: what a snapshot needs stays until nothing pins it."""
 
-from async_rl.queue.core.stored_groups import SnapshotRecord, SnapshotRefs, snapshot_key
+from async_rl.queue.core.groups import SnapshotRecord, SnapshotRefs, snapshot_key
 from async_rl.queue.storage.journal import Changes
 from tests.queue.test_ready_groups import held, ids
 

@@ -1,6 +1,6 @@
-"""A queue server as seen from outside: the buffer, the records that its journal would keep, and what must hold.
+"""A queue server as seen from outside: the state, the records that its journal would keep, and what must hold.
 
-Nothing is read but the buffer's public face and those records. ``world.World`` adds the clients, and tells the books
+Nothing is read but the state's public face and those records. ``world.World`` adds the clients, and tells the books
 where prompts ended.
 """
 
@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from async_rl.config.queue import OnStale
-from async_rl.queue.core.buffer import Buffer
-from async_rl.queue.core.ingest import GroupSummary
+from async_rl.queue.core import persistence, report
+from async_rl.queue.core.admission import LearnerSide
+from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompt_stream import PromptStream
-from async_rl.queue.core.state import LearnerSide, PersistedState
+from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import Verdict
 from async_rl.queue.storage.journal import Changes, Kind, pack, unpack
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadRef
@@ -81,49 +82,49 @@ class Witness:
         self.num_servers += 1
         self.payloads = MemoryPayloads() if payloads is None else payloads
         self.entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
-        self.buffer = self._new_buffer()
+        self.state = self._new_state()
         self._remember()
 
-    def _new_buffer(self) -> Buffer:
+    def _new_state(self) -> QueueState:
         self.changes = Changes()
         stream = PromptStream(self.knobs.num_rows, seed=0, epochs=self.knobs.epochs)
-        return Buffer(
+        return QueueState(
             self.settings, rows(self.knobs.num_rows), stream, instance=str(self.num_servers), payloads=self.payloads,
             changes=self.changes,
         )  # fmt: skip
 
     def _remember(self) -> None:
-        self._revision, self._small = self.buffer.revision, self._saved()
+        self._revision, self._small = self.state.revision, self._saved()
 
     def _saved(self) -> PersistedState:
         """As it comes back from a disk; without the clock, which runs while nothing changes."""
-        return replace(decode_state(self.buffer.save()), now=0.0)
+        return replace(decode_state(persistence.save(self.state)), now=0.0)
 
     def reload(self, clock: float) -> None:
         """The server dies; another, whose clock may be any, goes on from its records."""
         entries: dict[Kind, dict[str, Any]] = {kind: written(fields) for kind, fields in self.entries.items()}
-        saved, depth, payloads = self.buffer.save(), self.buffer.stats().depth, self.payloads
+        saved, depth, payloads = persistence.save(self.state), report.stats(self.state).depth, self.payloads
         self.now = clock
         self.start_server(payloads)
-        places = self.buffer.load(entries, saved, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
+        places = persistence.load(self.state, entries, saved, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
         assert len(set(places)) == len(places) == len(payloads)
         for change in self.changes.drain():
             assert change.fields is not None
             assert written(change.fields) == entries[change.kind][change.key]
         self.entries = entries
-        assert decode_state(self.buffer.save()) == decode_state(saved)
-        assert self.buffer.stats().depth == depth
+        assert decode_state(persistence.save(self.state)) == decode_state(saved)
+        assert report.stats(self.state).depth == depth
         self._remember()
         self.settle()
 
     @property
     def learner(self) -> LearnerSide:
-        assert self.buffer.learner is not None
-        return self.buffer.learner
+        assert self.state.learner is not None
+        return self.state.learner
 
     @property
     def ledger(self) -> dict[str, Any]:
-        return self.buffer.stats().ledger["groups"]
+        return report.stats(self.state).ledger["groups"]
 
     @property
     def held_ids(self) -> frozenset[str]:
@@ -143,11 +144,11 @@ class Witness:
         return any(f["exclusive"] and answered[key] < 2 for key, f in self.entries["evaluation"].items())
 
     def settle(self) -> None:
-        """Write down what changed, as the server does, and hold the buffer against the books."""
+        """Write down what changed, as the server does, and hold the state against the books."""
         self.is_sound = False
         changes = self.changes.drain()
         small = self._saved()
-        if self.buffer.revision == self._revision:
+        if self.state.revision == self._revision:
             # The server writes nothing down, and wakes nobody, while the revision stands still.
             assert not changes
             assert small == self._small
@@ -156,8 +157,8 @@ class Witness:
                 self.entries[change.kind].pop(change.key, None)
             else:
                 self.entries[change.kind][change.key] = written(change.fields)
-        self._revision, self._small = self.buffer.revision, small
-        self.buffer.check()
+        self._revision, self._small = self.state.revision, small
+        report.check(self.state)
         self._check_prompts(small)
         self._check_payloads()
         self.is_sound = True

@@ -1,6 +1,6 @@
-"""A run around the real buffer: generators, learners, checkpoints, and queue servers that die alone.
+"""A run around the real state: generators, learners, checkpoints, and queue servers that die alone.
 
-Events go in; after each ``witness.Witness`` holds the buffer against the books. ``events`` draws them at random, and
+Events go in; after each ``witness.Witness`` holds the state against the books. ``events`` draws them at random, and
 the tests of one history at a time call them one by one.
 """
 
@@ -14,8 +14,9 @@ from typing import Literal
 import pytest
 
 from async_rl.errors import LineageError
-from async_rl.queue.core.batches import TakenPayload
-from async_rl.queue.core.ingest import GroupSummary
+from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core.groups import GroupSummary
+from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts, Verdict
 from async_rl.records import Lease
 from tests.queue import builders
@@ -66,7 +67,7 @@ class World(Witness):
         self.taken: list[str] | None = None
         self.acked: tuple[int, int, TrainedCounts, bytes | None] | None = None
         self.staleness: list[int] = []
-        self.buffer.attach("line-0", "", 0, 0, knobs.num_steps, None, self.now)
+        learner_requests.attach(self.state, "line-0", "", 0, 0, knobs.num_steps, None, self.now)
         self.announce()
 
     @property
@@ -79,7 +80,7 @@ class World(Witness):
         generator, oldest_after_step = self.generators[name], self.settings.oldest_after_step(self.learner.version)
         blocked = self.is_blocked
         num_queued = self.ledger["queued"]
-        granted = self.buffer.lease(name, generator.active, count, self.now)
+        granted = generator_requests.lease(self.state, name, generator.active, count, self.now)
         assert len(granted.leases) <= count
         assert granted.leases or granted.reason
         for lease in granted.leases:
@@ -146,20 +147,20 @@ class World(Witness):
     def put(self, lease_id: str) -> Verdict:
         """Send a group, maybe once more."""
         facts, payload = self.sent[lease_id]
-        return self.buffer.put(facts.generator_id, facts, payload, self.now)
+        return generator_requests.receive(self.state, facts.generator_id, facts, payload, self.now)[0]
 
     def give_again(self, lease_id: str) -> None:
-        depth = self.buffer.stats().depth
+        depth = report.stats(self.state).depth
         assert self.put(lease_id) in ("duplicate", "unknown_lease", "old_lineage")
         assert self.put(lease_id) in ("duplicate", "unknown_lease")
-        assert self.buffer.stats().depth == depth
+        assert report.stats(self.state).depth == depth
         self.settle()
 
     def fail(self, name: str, lease_id: str, cause: Literal["prompt_too_long", "engine_error"]) -> None:
         generator = self.generators[name]
         lease = generator.leases.pop(lease_id)
         del generator.asked[lease_id]
-        if self.buffer.fail(name, lease_id, cause, self.now) == "refused":
+        if generator_requests.fail(self.state, name, lease_id, cause, self.now) == "refused":
             assert lease_id in self.entries["lease"]
             if cause == "prompt_too_long" and lease.kind == "train":
                 self.books.too_long.add(lease.prompt.position)
@@ -169,7 +170,7 @@ class World(Witness):
         """Leases that the generator believes to have and the queue doesn't are told, and forgotten."""
         generator = self.generators[name]
         progress = {lease_id: int(self.now * 10) if grows else 0 for lease_id in generator.leases}
-        void = self.buffer.heartbeat(name, progress, GeneratorStats(), self.now)
+        void = generator_requests.heartbeat(self.state, name, progress, GeneratorStats(), self.now)
         self.settle()
         assert generator.leases.keys() - self.entries["lease"].keys() <= set(void)
         assert not self.entries["lease"].keys() & set(void)
@@ -182,26 +183,26 @@ class World(Witness):
         self.generators[name] = Generator(("none", -1))
 
     def leave(self, name: str) -> None:
-        self.buffer.goodbye(name, self.now)
+        generator_requests.goodbye(self.state, name, self.now)
         self.die(name)
         self.settle()
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.buffer.expire(self.now)
-        deadline = self.buffer.next_deadline
+        self.state.expire(self.now)
+        deadline = self.state.next_deadline
         assert deadline is None or deadline > self.now, "the server would wake up for nothing"
         self.settle()
 
     # The learner.
 
     def announce(self) -> None:
-        builders.announce(self.buffer, self.learner.version, self.lineage)
+        builders.announce(self.state, self.learner.version, self.lineage)
         self.settle()
 
     def take(self) -> tuple[TakenPayload, ...] | NotReady:
         learner, settings = self.learner, self.settings
-        answer = self.buffer.take(self.lineage, learner.step, learner.version, 2, self.now)
+        answer = learner_requests.take(self.state, self.lineage, learner.step, learner.version, self.now)
         if isinstance(answer, NotReady):
             assert answer.reason
             assert self.taken is None
@@ -241,8 +242,8 @@ class World(Witness):
             done = TrainedCounts(False, 0)
         step, version = learner.step, learner.version + updates
         bound = learner.lease_bound if lease_bound is None else lease_bound
-        payload = self.buffer.ack(
-            StepAck(self.lineage, step, version, done, snapshot=snapshot, lease_bound=bound), self.now
+        payload = learner_requests.ack(
+            self.state, StepAck(self.lineage, step, version, done, snapshot=snapshot, lease_bound=bound), self.now
         ).snapshot
         assert self.learner.lease_bound == bound
         self.acked, self.taken = (step, version, done, payload), None
@@ -259,14 +260,13 @@ class World(Witness):
         """The answer to the last ack was lost."""
         if self.acked is not None:
             step, version, done, payload = self.acked
-            assert (
-                self.buffer.ack(StepAck(self.lineage, step, version, done, snapshot=True), self.now).snapshot == payload
-            )
+            ack = StepAck(self.lineage, step, version, done, snapshot=True)
+            assert learner_requests.ack(self.state, ack, self.now).snapshot == payload
             self.settle()
 
     def snapshot(self) -> None:
         """A checkpoint between two steps."""
-        payload = self.buffer.snapshot(self.lineage, self.now)
+        payload = learner_requests.snapshot(self.state, self.lineage, self.now)
         self.settle()
         self._note_checkpoint(payload)
 
@@ -275,25 +275,27 @@ class World(Witness):
         if self.written:
             self.checkpoint = self.written[-1]
             self.written.clear()
-            self.buffer.checkpoint_committed(self.lineage, self.checkpoint.step)
+            learner_requests.checkpoint_committed(self.state, self.lineage, self.checkpoint.step)
             self.settle()
             assert len(self.entries["snapshot"]) == 1
 
     def evaluate(self, *, exclusive: bool) -> None:
         self.num_evals += 1
-        self.buffer.evaluate("test", self.num_evals, EVAL_ROWS, 2, SAMPLING, self.learner.version, exclusive)
+        learner_requests.evaluate(
+            self.state, "test", self.num_evals, EVAL_ROWS, 2, SAMPLING, self.learner.version, exclusive
+        )
         self.settle()
 
     def collect_evaluations(self) -> None:
         """What is finished is handed over until the learner says that it has it."""
-        results = self.buffer.eval_results(self.lineage)
+        results = learner_requests.eval_results(self.state, self.lineage)
         for result in results:
             assert [prompt.row for prompt, _ in result.answers] == [0, 1]
             for _, payload in result.answers:
                 assert payload is None or payload == self.sent[bytes(payload).rstrip(b".").decode()][1]
         received = [(result.dataset, result.step) for result in results]
-        self.buffer.eval_results(self.lineage, received)
-        assert self.buffer.eval_results(self.lineage, received) == []
+        learner_requests.eval_results(self.state, self.lineage, received)
+        assert learner_requests.eval_results(self.state, self.lineage, received) == []
         self.settle()
 
     def restart_learner(self, checkpoint: Checkpoint | None, *, lost_queue: bool = False) -> None:
@@ -310,7 +312,7 @@ class World(Witness):
         self.num_evals = 0
         step, version = (0, 0) if checkpoint is None else (checkpoint.step, checkpoint.version)
         snapshot = None if checkpoint is None else checkpoint.snapshot
-        self.buffer.attach(self.lineage, old, version, step, self.knobs.num_steps, snapshot, self.now)
+        learner_requests.attach(self.state, self.lineage, old, version, step, self.knobs.num_steps, snapshot, self.now)
         self.settle()
         assert self.held_ids == (frozenset() if checkpoint is None else checkpoint.held)
         highest = self.settings.max_staleness
@@ -320,15 +322,16 @@ class World(Witness):
     def wake_old_learner(self) -> None:
         """A learner that everyone thought dead is refused, and changes nothing."""
         for old in self.old_lineages[-2:]:
+            stale_ack = StepAck(old, 0, 1, TrainedCounts(True, 4), snapshot=True)
             calls: tuple[Callable[..., object], ...] = (
-                partial(self.buffer.take, old, 0, 0, 2, self.now),
-                partial(self.buffer.ack, StepAck(old, 0, 1, TrainedCounts(True, 4), snapshot=True), self.now),
-                partial(builders.announce, self.buffer, 0, old),
-                partial(self.buffer.checkpoint_committed, old, 1),
-                partial(self.buffer.snapshot, old, self.now),
-                partial(self.buffer.eval_results, old),
-                partial(self.buffer.finish, old, self.now),
-                partial(self.buffer.attach, old, "", 0, 0, 9, None, self.now),
+                partial(learner_requests.take, self.state, old, 0, 0, self.now),
+                partial(learner_requests.ack, self.state, stale_ack, self.now),
+                partial(builders.announce, self.state, 0, old),
+                partial(learner_requests.checkpoint_committed, self.state, old, 1),
+                partial(learner_requests.snapshot, self.state, old, self.now),
+                partial(learner_requests.eval_results, self.state, old),
+                partial(learner_requests.finish, self.state, old, self.now),
+                partial(learner_requests.attach, self.state, old, "", 0, 0, 9, None, self.now),
             )
             for call in calls:
                 with pytest.raises(LineageError):
@@ -349,7 +352,7 @@ class World(Witness):
     def run_to_the_end(self) -> NotReady:
         """From here on everyone does what they are told and returns everything: it must come to an end."""
         for _ in range(2000):
-            before = self.buffer.revision
+            before = self.state.revision
             if self.learner.announced_version != self.learner.version:
                 self.announce()
             told = [self._serve(name) for name in GENERATORS]
@@ -360,11 +363,11 @@ class World(Witness):
             elif (answer.stop or answer.exhausted) and not self.entries["evaluation"]:
                 self._finish()
                 return answer
-            elif self.buffer.revision == before and not any(told):
-                deadline = self.buffer.next_deadline
+            elif self.state.revision == before and not any(told):
+                deadline = self.state.next_deadline
                 assert deadline is not None, f"everybody waits: {answer.reason}"
                 self.pass_time(deadline - self.now)
-        raise AssertionError(f"the run does not end: {self.buffer.status(self.now)}")
+        raise AssertionError(f"the run does not end: {report.status(self.state, self.now)}")
 
     def _serve(self, name: str) -> bool:
         """One turn of a generator; whether it was told to activate a version."""
@@ -377,14 +380,14 @@ class World(Witness):
         return granted.activate is not None
 
     def _finish(self) -> None:
-        self.buffer.finish(self.lineage, self.now)
+        learner_requests.finish(self.state, self.lineage, self.now)
         self.settle()
         assert self.ledger["in_flight"] == self.ledger["queued"] == self.ledger["taken"] == 0
         assert not self.entries["lease"]
         assert not self.held_ids
         assert self.ask("g0", 3).leases == ()
         self.restart_server()
-        assert self.buffer.finished
+        assert self.state.finished
 
     def _note_checkpoint(self, payload: bytes | None) -> None:
         assert payload is not None

@@ -1,7 +1,7 @@
 """The queue's rules as a pure state machine: no sockets, no threads, no clock, no disk.
 
-Requests enter as calls of ``Buffer``, with the time; leases, batches, verdicts and reports leave. ``server`` calls it.
-``admission`` has the rule for leases, ``lease_scheduler`` grants them, ``ingest`` takes groups in, ``batches`` hands
-them to the learner. All of them change one ``QueueState``, which ``persistence`` writes and reads. The ``ledger``
-counts every group, rollout and token.
+Requests enter as calls of ``learner_requests`` and ``generator_requests``, each with the ``QueueState`` and the time;
+leases, batches, verdicts and reports leave. ``server`` calls them, and tests drive them event by event. ``admission``
+has the rule for leases. ``groups``, ``leases`` and ``evals`` are the tables of the state, ``persistence`` writes and
+reads it, ``report`` describes it, and the ``ledger`` counts every group, rollout and token.
 """

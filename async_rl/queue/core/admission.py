@@ -1,6 +1,7 @@
 """The admission rule: how many groups may be outstanding, and how old their tokens may be. Pure.
 
-``BufferSettings`` holds the config values that the queue needs. The lease scheduler, the ingest and the batches use it.
+``QueueSettings`` holds the config values that the queue needs, ``LearnerSide`` the step, version and bound of the
+learner. The functions that grant leases, take groups in and hand them out ask both.
 
 With ``k`` optimizer steps a batch, the last step on a batch taken at version ``v`` is made at version ``v + k - 1``;
 the last step on the batch after it at ``v + 2k - 1``, and so on. A group sampled at version ``m`` is within the bound
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
 from async_rl.config.queue import OnStale
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, QueueError
+from async_rl.queue.messages import Announcement, StepAck
 from async_rl.records import LeaseKind, Sampling
 from async_rl.sampling_mask import words_at_most
 
@@ -34,7 +37,7 @@ GENERATOR_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class BufferSettings:
+class QueueSettings:
     """The config values that the queue's core needs. ``from_config`` builds them; the config owns the defaults.
 
     Raises:
@@ -86,7 +89,7 @@ class BufferSettings:
             )
 
     @classmethod
-    def from_config(cls, config: Config, *, vocab_size: int | None) -> BufferSettings:
+    def from_config(cls, config: Config, *, vocab_size: int | None) -> QueueSettings:
         """``vocab_size`` is the model's, if known: it limits the tokens that top-p keeps where top-k does not."""
         return cls(
             group_size=config.sampling.group_size,
@@ -165,6 +168,64 @@ class BufferSettings:
     def lease_seed(self, kind: LeaseKind, dataset: str, position: int) -> int:
         """As ``lease_seed``, with this run's seed."""
         return lease_seed(self.seed, kind, dataset, position)
+
+
+LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound")
+"""The fields of the learner that the status shows."""
+
+
+class LearnerSide(msgspec.Struct):
+    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken_ids`` belong to ``step``.
+
+    ``acked`` is the last acked step with the snapshot that its ack requested. ``lease_bound`` is the staleness bound
+    of new leases, as of the last ack: ``max_staleness``, or less.
+    """
+
+    lineage: str
+    step: int
+    num_steps: int
+    version: int
+    fork_version: int
+    lease_bound: int
+    announcement: Announcement | None = None
+    taken_ids: tuple[str, ...] = ()
+    acked: tuple[int, bytes | None] | None = None
+    finished: bool = False
+
+    def group_limit(self, settings: QueueSettings, active_version: int) -> int:
+        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks."""
+        return settings.group_limit(
+            version=self.version, active_version=active_version, steps_left=self.steps_left, bound=self.lease_bound
+        )
+
+    def oldest_for_lease(self, settings: QueueSettings, outstanding: int) -> int:
+        """The oldest version that may sample the next lease, with ``outstanding`` groups before it."""
+        return settings.oldest_for_lease(version=self.version, outstanding=outstanding, bound=self.lease_bound)
+
+    def check(self, ack: StepAck, settings: QueueSettings) -> None:
+        """Check an ack. Raises QueueError: it is of another step, or its version or bound is out of range."""
+        if ack.step != self.step:
+            raise QueueError(f"expected an ack of step {self.step}, taken before, got one of step {ack.step}")
+        oldest = self.version + ack.trained.stepped
+        newest = self.version + (settings.updates_per_batch if ack.trained.stepped else 0)
+        if not oldest <= ack.version <= newest:
+            raise QueueError(f"expected version {oldest}..{newest} after step {ack.step}, got {ack.version}")
+        lowest, highest = settings.lowest_bound, settings.max_staleness
+        if ack.lease_bound is not None and not lowest <= ack.lease_bound <= highest:
+            raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {ack.lease_bound}")
+
+    def advance(self, ack: StepAck, settings: QueueSettings) -> None:
+        """Set step, version and bound to those after the acked step, which was checked before."""
+        self.step, self.version = ack.step + 1, ack.version
+        self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
+
+    @property
+    def steps_left(self) -> int:
+        return max(0, self.num_steps - self.step)
+
+    @property
+    def announced_version(self) -> int | None:
+        return None if self.announcement is None else self.announcement.version
 
 
 def lease_seed(run_seed: int, kind: LeaseKind, dataset: str, position: int) -> int:

@@ -1,6 +1,6 @@
 """Evaluations: sample every row of a dataset, and keep the answers until the learner has received them. Pure.
 
-The learner asks for an evaluation; ``lease_scheduler`` grants its rows, ``ingest`` stores the answers. Evaluations have
+The learner asks for an evaluation; ``generator_requests`` grants its rows and stores the answers. Evaluations have
 a ledger of their own and do not count in admission. A row that can't be sampled has an answer without a group.
 """
 

@@ -2,7 +2,7 @@
 
 Groups and rollouts are issued with a lease and end trained (or delivered, in an evaluation), filtered or dropped with
 one cause; inside trained groups a rollout is trained, masked with a cause, or failed. Tokens exist from the moment
-they are received. Only the buffer moves amounts.
+they are received. Only the queue's core moves amounts.
 """
 
 from __future__ import annotations

@@ -21,12 +21,13 @@ import xxhash
 
 from async_rl.errors import QueueError
 from async_rl.net.wire import pack_plain
-from async_rl.queue.core import lease_scheduler
+from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.evals import Answer, Evaluation, EvaluationRecord, Row
+from async_rl.queue.core.generator_requests import build_lease
+from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
 from async_rl.queue.core.leases import ActiveLease, ClosedLease, LeaseRecord
 from async_rl.queue.core.prompt_stream import StreamCursor
-from async_rl.queue.core.state import LearnerSide, PersistedState, QueueState
-from async_rl.queue.core.stored_groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
+from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import DropCause
 from async_rl.queue.storage.journal import Kind
 from async_rl.queue.storage.payloads import PayloadRef
@@ -157,7 +158,7 @@ def _load_leases(state: QueueState, entries: Entries) -> None:
 def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) -> ActiveLease:
     """Rebuild the lease from ``record``, with no progress."""
     evaluation = None if record.evaluation is None else state.evals.get(record.evaluation)
-    lease = lease_scheduler.build_lease(
+    lease = build_lease(
         state, evaluation, record.position, lease_id=lease_id, lineage=record.lineage,
         min_version=record.min_version, attempt=record.attempt, version=record.version,
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""The queue's state for people and metrics, as records and plain data. Reads, never writes."""
+"""The queue's state for people and metrics, as records and plain data. Reads only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.queue.core.state import LEARNER_STATUS, LearnerSide, QueueState
+from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, QueueStats
 
 _ANNOUNCED = ("lineage", "version", "digest", "channel")
@@ -72,7 +73,7 @@ def _prompts(state: QueueState) -> int:
 
 
 def ledger_file(state: QueueState) -> dict[str, Any]:
-    """What ``ledger.json`` holds. ``broken`` names an identity that does not hold (a bug of ours)."""
+    """The content of ``ledger.json``. ``broken`` names an identity that does not hold (a bug of ours)."""
     learner = state.learner
     plain: dict[str, Any] = {
         "lineage": learner.lineage if learner else None,
@@ -104,8 +105,9 @@ def stats(state: QueueState) -> QueueStats:
     )
 
 
-def not_ready(state: QueueState, learner: LearnerSide, num_groups: int) -> NotReady:
-    """Why a take of ``num_groups`` can't be filled, for the watchdog."""
+def not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
+    """The answer to a take that can't be filled, with the reason for the watchdog."""
+    num_groups = state.settings.groups_per_step
     if learner.finished or not learner.steps_left:
         return NotReady(f"all {learner.num_steps} steps are trained", stats(state), exhausted=True)
     stop = state.stop_diagnosis()
@@ -136,8 +138,9 @@ def who_samples(state: QueueState) -> str:
     return "" if state.generators.alive(state.now) else "no generator is connected: "
 
 
-def status(state: QueueState) -> dict[str, Any]:
+def status(state: QueueState, now: float) -> dict[str, Any]:
     """The full status of the queue for people, as plain data."""
+    state.at(now)
     learner = state.learner
     announced = learner.announcement if learner else None
     return {

@@ -1,7 +1,7 @@
 """The queue's state, and the changes that requests share: end a lease, drop a group, requeue a prompt. Pure.
 
-``Buffer`` owns a ``QueueState``; the scheduler of leases, the ingest and the batches change it. Its persisted part,
-``PersistedState``, is written and read by ``persistence``.
+The server owns one ``QueueState``. The functions of ``learner_requests`` and ``generator_requests`` change it, and so
+does the time, by ``QueueState.expire``. Its persisted part, ``PersistedState``, is written and read by ``persistence``.
 """
 
 from __future__ import annotations
@@ -15,77 +15,19 @@ import msgspec
 
 from async_rl.errors import LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
-from async_rl.queue.core.admission import BufferSettings
+from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.evals import Answer, EvalBook, EvalKey, Row
+from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompt_stream import PromptStream, StreamCursor
-from async_rl.queue.core.stored_groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
-from async_rl.queue.messages import Announcement, DropCause, StepAck
+from async_rl.queue.messages import DropCause
 from async_rl.queue.storage.journal import Changes
-from async_rl.queue.storage.payloads import PayloadStore
+from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
 from async_rl.records import Prompt
 
 _NAMED = 100
 """Number of excluded prompts that are listed at most. All are counted."""
-
-
-LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound")
-"""The fields of the learner that the status shows."""
-
-
-class LearnerSide(msgspec.Struct):
-    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken_ids`` belong to ``step``.
-
-    ``acked`` is the last acked step with the snapshot that its ack requested. ``lease_bound`` is the staleness bound
-    of new leases, as of the last ack: ``max_staleness``, or less.
-    """
-
-    lineage: str
-    step: int
-    num_steps: int
-    version: int
-    fork_version: int
-    lease_bound: int
-    announcement: Announcement | None = None
-    taken_ids: tuple[str, ...] = ()
-    acked: tuple[int, bytes | None] | None = None
-    finished: bool = False
-
-    def group_limit(self, settings: BufferSettings, active_version: int) -> int:
-        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks."""
-        return settings.group_limit(
-            version=self.version, active_version=active_version, steps_left=self.steps_left, bound=self.lease_bound
-        )
-
-    def oldest_for_lease(self, settings: BufferSettings, outstanding: int) -> int:
-        """The oldest version that may sample the next lease, with ``outstanding`` groups before it."""
-        return settings.oldest_for_lease(version=self.version, outstanding=outstanding, bound=self.lease_bound)
-
-    def check(self, ack: StepAck, settings: BufferSettings) -> None:
-        """Check an ack. Raises QueueError: it is of another step, or its version or bound is out of range."""
-        if ack.step != self.step:
-            raise QueueError(f"expected an ack of step {self.step}, taken before, got one of step {ack.step}")
-        oldest = self.version + ack.trained.stepped
-        newest = self.version + (settings.updates_per_batch if ack.trained.stepped else 0)
-        if not oldest <= ack.version <= newest:
-            raise QueueError(f"expected version {oldest}..{newest} after step {ack.step}, got {ack.version}")
-        lowest, highest = settings.lowest_bound, settings.max_staleness
-        if ack.lease_bound is not None and not lowest <= ack.lease_bound <= highest:
-            raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {ack.lease_bound}")
-
-    def advance(self, ack: StepAck, settings: BufferSettings) -> None:
-        """Set step, version and bound to those after the acked step, which was checked before."""
-        self.step, self.version = ack.step + 1, ack.version
-        self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
-
-    @property
-    def steps_left(self) -> int:
-        return max(0, self.num_steps - self.step)
-
-    @property
-    def announced_version(self) -> int | None:
-        return None if self.announcement is None else self.announcement.version
 
 
 class Attempts(msgspec.Struct):
@@ -134,24 +76,29 @@ class PersistedState:
     received_evals: set[EvalKey] = field(default_factory=set)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class QueueState(PersistedState):
-    """The whole mutable state. ``revision`` grows with every change, so that waiting requests are retried.
+    """The queue: its whole mutable state.
 
-    ``taken`` are the groups of the learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, the time at
-    which the next batch was complete but began to wait for leases that its step would make stale.
+    ``rows`` are the training rows, and ``stream`` the order in which they are sampled. ``instance`` makes the lease ids
+    of two server processes of one run differ. ``payloads`` stores the encoded groups. ``changes`` collects the records
+    for the journal; by default none are collected.
+
+    ``revision`` grows with every change, so that waiting requests are retried. ``taken`` are the groups of the
+    learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, the time at which the next batch was complete
+    but began to wait for leases that its step would make stale.
     """
 
-    settings: BufferSettings
+    settings: QueueSettings
     rows: Sequence[Row]
     stream: PromptStream
-    instance: str
-    payloads: PayloadStore
-    changes: Changes
-    leases: LeaseTable
-    generators: GeneratorTable
-    evals: EvalBook
-    snapshot_refs: SnapshotRefs
+    instance: str = "0"
+    payloads: PayloadStore = field(default_factory=MemoryPayloads)
+    changes: Changes = field(default_factory=lambda: Changes(is_wanted=False))
+    leases: LeaseTable = field(init=False)
+    generators: GeneratorTable = field(init=False)
+    evals: EvalBook = field(init=False)
+    snapshot_refs: SnapshotRefs = field(init=False)
     queued: ReadyGroups = field(default_factory=ReadyGroups)
     taken: tuple[StoredGroup, ...] = ()
     taken_bytes: int = 0
@@ -161,7 +108,13 @@ class QueueState(PersistedState):
     clock_ahead_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.stream.num_rows != len(self.rows):
+            raise ValueError(f"expected a stream over the {len(self.rows)} rows, got one over {self.stream.num_rows}")
         self.stream.cursor = self.cursor
+        self.leases = LeaseTable(self.settings.lease_timeout_s, self.changes)
+        self.generators = GeneratorTable(self.settings.generator_timeout_s)
+        self.evals = EvalBook(self.changes, self.payloads)
+        self.snapshot_refs = SnapshotRefs(self.changes)
 
     def adopt(self, saved: PersistedState) -> None:
         """Replace every persisted field by that of ``saved``."""
@@ -184,6 +137,30 @@ class QueueState(PersistedState):
         """
         self.now = max(self.now, now + self.clock_ahead_s)
 
+    def expire(self, now: float) -> int:
+        """Expire leases without progress, and stop waits under ``on_stale = "wait"`` that are over.
+
+        Return the number of expired leases.
+        """
+        self.at(now)
+        self._stop_waiting()
+        expired = self.leases.expired(self.now)
+        for active in expired:
+            self.lose_lease(active, "expired")
+        self.generators.forget_silent(self.now)
+        return len(expired)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The time at which ``expire`` next has something to do; None if there is none."""
+        deadlines = (self.leases.next_deadline, self._wait_deadline)
+        return min((d - self.clock_ahead_s for d in deadlines if d is not None), default=None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self.learner is not None and self.learner.finished
+
     def attached(self, lineage: str) -> LearnerSide:
         """The learner, which must have this ``lineage``.
 
@@ -201,6 +178,11 @@ class QueueState(PersistedState):
                 f"lineage {lineage} no longer owns the queue, {self.learner.lineage} does; a newer learner took over"
             )
         return self.learner
+
+    def alive_generators(self, now: float) -> tuple[str, ...]:
+        """The ids of the generators that sent a message recently."""
+        self.at(now)
+        return tuple(entry.generator_id for entry in self.generators.alive(self.now))
 
     @property
     def group_bytes(self) -> int:
@@ -345,6 +327,17 @@ class QueueState(PersistedState):
             for active in self.leases.training_older_than(oldest):
                 self.lose_lease(active, "cancelled")
 
+    def cancel_left_behind(self, learner: LearnerSide) -> None:
+        """Cancel the leases that the step at the learner's version makes stale and that are not in its batch.
+
+        Once the batch is taken, these leases can't be trained. If they were sampled further, they would occupy slots
+        and count in admission: at a bound of 1 this cost a tenth of the steps/s (``benchmarks/on_stale.py``). If the
+        optimizer step is then skipped, the leases were cancelled needlessly; their prompts are requeued.
+        """
+        if self.settings.on_stale != "mask":
+            for active in self.leases.training_older_than(self.settings.oldest_after_step(learner.version)):
+                self.lose_lease(active, "cancelled")
+
     def end_training(self) -> None:
         """Drop queued groups and training leases as unused, because no further step follows."""
         for group in self.queued.pop_all():
@@ -377,6 +370,20 @@ class QueueState(PersistedState):
                 f"slow queue.max_attempts times); see the generators' logs"
             )
         return ""
+
+    @property
+    def _wait_deadline(self) -> float | None:
+        """The time at which a waiting step stops waiting for leases; None if no step waits."""
+        return None if self.waits_since is None else self.waits_since + self.settings.wait_s
+
+    def _stop_waiting(self) -> None:
+        """Cancel the leases that a step has waited for long enough; the step would make them stale."""
+        deadline = self._wait_deadline
+        if self.learner is None or deadline is None or self.now < deadline:
+            return
+        self.cancel_left_behind(self.learner)
+        # Leases given out since a batch is complete are young enough: it is taken next, and waits for nothing again.
+        self.waits_since = None
 
     def _requeue_or_exclude(self, position: int, cause: DropCause) -> DropCause:
         """Requeue the prompt, or exclude it if it has no attempt left. Return the cause to count."""

@@ -1,4 +1,4 @@
-"""One request in, one reply out: messages become calls of the buffer. The server calls it; it owns no socket.
+"""One request in, one reply out: messages become calls of the queue's core. The server calls it; it owns no socket.
 
 A handler gets the request as its record and returns a ``Reply``, or a ``Deferred`` that the server tries again after
 every change until the request's time is up. A malformed or refused message raises ``WireError`` or ``QueueError``,
@@ -17,11 +17,12 @@ from async_rl.net.codec import field, read_as
 from async_rl.net.wire import Frame, Message
 from async_rl.process.package_versions import package_versions
 from async_rl.queue import messages
+from async_rl.queue.core import generator_requests, learner_requests, report
 from async_rl.queue.core.admission import eval_sampling
-from async_rl.queue.core.batches import TakenPayload
-from async_rl.queue.core.buffer import Buffer
 from async_rl.queue.core.evals import Row
-from async_rl.queue.core.ingest import read_summary
+from async_rl.queue.core.groups import read_summary
+from async_rl.queue.core.learner_requests import TakenPayload
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     GENERATOR_REQUESTS,
     REQUESTS,
@@ -58,8 +59,8 @@ class WelcomePack:
 class Handlers:
     """Handles requests by type. ``run_id`` is that of the first learner, unless it was given."""
 
-    def __init__(self, buffer: Buffer, config: Config, eval_rows: Mapping[str, Sequence[Row]], run_id: str) -> None:
-        self.buffer, self.run_id = buffer, run_id
+    def __init__(self, state: QueueState, config: Config, eval_rows: Mapping[str, Sequence[Row]], run_id: str) -> None:
+        self.state, self.run_id = state, run_id
         self._config, self.eval_rows = config, eval_rows
         self.welcome: WelcomePack | None = None
         self.registry = GeneratorRegistry()
@@ -91,10 +92,10 @@ class Handlers:
     # Anyone.
 
     def _on_ping(self, request: messages.Ping, message: Message, now: float) -> Reply:
-        return Reply(messages.Pong(self.run_id, self.buffer.learner is not None, package_versions()))
+        return Reply(messages.Pong(self.run_id, self.state.learner is not None, package_versions()))
 
     def _on_status(self, request: messages.GetStatus, message: Message, now: float) -> Reply:
-        return Reply(messages.Status({"run_id": self.run_id, **self.buffer.status(now)}))
+        return Reply(messages.Status({"run_id": self.run_id, **report.status(self.state, now)}))
 
     # The learner.
 
@@ -106,8 +107,9 @@ class Handlers:
             )
         if len(parts) != num_files + request.has_snapshot:
             raise WireError(f"expected {num_files} files and {int(request.has_snapshot)} snapshot, got {len(parts)}")
-        before = self.buffer.learner
-        self.buffer.attach(
+        before = self.state.learner
+        learner_requests.attach(
+            self.state,
             lineage=request.lineage,
             parent=request.parent_lineage,
             fork_version=request.fork_version,
@@ -116,7 +118,7 @@ class Handlers:
             snapshot=bytes(parts[-1]) if request.has_snapshot else None,
             now=now,
         )
-        if self.buffer.learner is not before:
+        if self.state.learner is not before:
             # Lease answers given under another learner may name versions that this one does not have.
             self.registry.forget_answers()
         self.run_id, self.learner_gone = request.run_id, False
@@ -127,29 +129,31 @@ class Handlers:
         return None
 
     def _on_bye_learner(self, request: messages.LearnerGoodbye, message: Message, now: float) -> Reply:
-        learner = self.buffer.learner
+        learner = self.state.learner
         if learner is not None and learner.lineage == request.lineage:
             self.learner_gone = True
         return Reply(Ok())
 
     def _on_announce(self, request: Announcement, message: Message, now: float) -> Reply:
-        self.buffer.announce(request)
+        learner_requests.announce(self.state, request)
         return Reply(Ok())
 
     def _on_evaluate(self, request: messages.Evaluate, message: Message, now: float) -> Reply:
-        self.buffer.require(request.lineage)
+        self.state.attached(request.lineage)
         dataset = request.dataset
         rows = self.eval_rows.get(dataset)
         if rows is None:
             raise QueueError(f"expected a dataset of data.eval = {sorted(self.eval_rows)}, got {dataset!r}")
         num_samples, sampling = self._config.eval.of(dataset).num_samples, eval_sampling(self._config, dataset)
-        self.buffer.evaluate(dataset, request.step, rows, num_samples, sampling, request.min_version, request.exclusive)
+        learner_requests.evaluate(
+            self.state, dataset, request.step, rows, num_samples, sampling, request.min_version, request.exclusive
+        )
         return Reply(Ok())
 
     def _on_eval_results(self, request: messages.GetEvalResults, message: Message, now: float) -> Reply:
         entries: list[EvalEntry] = []
         parts: list[Payload] = []
-        for result in self.buffer.eval_results(request.lineage, request.received):
+        for result in learner_requests.eval_results(self.state, request.lineage, request.received):
             rows = tuple(EvalRow(prompt, payload is not None) for prompt, payload in result.answers)
             entries.append(EvalEntry(result.dataset, result.step, rows))
             parts += [payload for _, payload in result.answers if payload is not None]
@@ -157,18 +161,18 @@ class Handlers:
 
     def _on_await_eval(self, request: messages.AwaitEval, message: Message, now: float) -> Deferred:
         def attempt(now: float, last: bool) -> Reply | None:
-            reason = self.buffer.eval_wait(request.lineage)
+            reason = learner_requests.eval_wait(self.state, request.lineage)
             return Reply(messages.EvalWait(reason)) if last or not reason else None
 
         return Deferred(_wait_s(message), attempt)
 
     def _on_take(self, request: messages.Take, message: Message, now: float) -> Deferred:
-        lineage, step, num_groups = request.lineage, request.step, self.buffer.settings.groups_per_step
+        lineage, step = request.lineage, request.step
 
         def attempt(now: float, last: bool) -> Reply | None:
-            if not last and self.buffer.lacks_groups(lineage, step, num_groups):
+            if not last and learner_requests.lacks_groups(self.state, lineage, step):
                 return None
-            answer = self.buffer.take(lineage, step, request.version, num_groups, now)
+            answer = learner_requests.take(self.state, lineage, step, request.version, now)
             if isinstance(answer, NotReady):
                 return Reply(answer) if last or answer.stop or answer.exhausted else None
             return batch_reply(answer)
@@ -176,22 +180,22 @@ class Handlers:
         return Deferred(_wait_s(message), attempt)
 
     def _on_ack(self, request: messages.StepAck, message: Message, now: float) -> Reply:
-        return _acked(self.buffer.ack(request, now))
+        return _acked(learner_requests.ack(self.state, request, now))
 
     def _on_snapshot(self, request: messages.TakeSnapshot, message: Message, now: float) -> Reply:
-        snapshot = self.buffer.snapshot(request.lineage, now)
-        return _acked(Acked(self.buffer.stats(), snapshot))
+        snapshot = learner_requests.snapshot(self.state, request.lineage, now)
+        return _acked(Acked(report.stats(self.state), snapshot))
 
     def _on_checkpoint_committed(self, request: messages.CheckpointCommitted, message: Message, now: float) -> Reply:
-        self.buffer.checkpoint_committed(request.lineage, request.step)
+        learner_requests.checkpoint_committed(self.state, request.lineage, request.step)
         return Reply(Ok())
 
     def _on_finish(self, request: messages.Finish, message: Message, now: float) -> Reply:
-        self.buffer.finish(request.lineage, now)
+        learner_requests.finish(self.state, request.lineage, now)
         return Reply(Ok())
 
     def _on_parity_answers(self, request: messages.GetProbeAnswers, message: Message, now: float) -> Reply:
-        self.buffer.require(request.lineage)
+        self.state.attached(request.lineage)
         found = self.registry.answers_since(request.lineage, request.since)
         return Reply(messages.ProbeAnswers(tuple(found)), list(found.values()))
 
@@ -199,7 +203,7 @@ class Handlers:
 
     def _on_hello(self, request: messages.Hello, message: Message, now: float) -> Deferred:
         generator_id, replaces = request.generator_id, request.replaces
-        self.buffer.hello(generator_id, request.host, request.backend, now, replaces=replaces)
+        generator_requests.hello(self.state, generator_id, request.host, request.backend, now, replaces=replaces)
         if replaces is not None:
             self.registry.leave(replaces)
         self.registry.seen(generator_id, now).has_left = False
@@ -222,11 +226,11 @@ class Handlers:
             return Reply(known[1])
 
         def attempt(now: float, last: bool) -> Reply | None:
-            granted = self.buffer.lease(generator_id, active, request.max_leases, now)
+            granted = generator_requests.lease(self.state, generator_id, active, request.max_leases, now)
             told = (active, granted.activate)
             # A generator that has not yet activated the requested version must wait; else it would ask in a loop.
             is_news = granted.activate is not None and generator.told != told
-            if not (granted.leases or is_news or last or self.buffer.finished):
+            if not (granted.leases or is_news or last or self.state.finished):
                 return None
             generator.told = told
             self.registry.grant(generator, request_id, granted)
@@ -235,7 +239,7 @@ class Handlers:
         return Deferred(_wait_s(message), attempt)
 
     def _on_heartbeat(self, request: messages.Heartbeat, message: Message, now: float) -> Reply:
-        cancelled = self.buffer.heartbeat(request.generator_id, request.progress, request.stats, now)
+        cancelled = generator_requests.heartbeat(self.state, request.generator_id, request.progress, request.stats, now)
         return Reply(messages.HeartbeatReply(cancelled))
 
     def _on_return(self, request: messages.ReturnGroups, message: Message, now: float) -> Reply:
@@ -256,12 +260,12 @@ class Handlers:
             if group.lease_id != lease_id:
                 raise WireError(f"expected the group of lease {lease_id}, got {group.lease_id}")
         except WireError as error:
-            return self.buffer.refuse(generator_id, lease_id, now), str(error)
-        return self.buffer.put_explained(generator_id, group, payload, now)
+            return generator_requests.refuse(self.state, generator_id, lease_id, now), str(error)
+        return generator_requests.receive(self.state, generator_id, group, payload, now)
 
     def _on_fail(self, request: messages.FailLease, message: Message, now: float) -> Reply:
         lease_id = request.lease_id
-        verdict = self.buffer.fail(request.generator_id, lease_id, request.cause, now)
+        verdict = generator_requests.fail(self.state, request.generator_id, lease_id, request.cause, now)
         return Reply(messages.ReturnReply({lease_id: verdict}, {lease_id: request.detail}))
 
     def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> Reply:
@@ -272,7 +276,7 @@ class Handlers:
         return Reply(Ok())
 
     def _on_bye(self, request: messages.Goodbye, message: Message, now: float) -> Reply:
-        self.buffer.goodbye(request.generator_id, now)
+        generator_requests.goodbye(self.state, request.generator_id, now)
         self.registry.leave(request.generator_id)
         return Reply(Ok())
 
@@ -298,10 +302,12 @@ class Handlers:
         return {"config_toml": pack.config_toml, "names": list(pack.names), "files": list(pack.files)}
 
     def load(self, plain: Mapping[str, Any], welcome: Mapping[str, Any] | None, now: float) -> None:
-        """Restore what ``save`` and ``save_welcome`` gave, after the buffer is loaded."""
+        """Restore what ``save`` and ``save_welcome`` gave, after the state is loaded."""
         self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
         for generator_id, (request_id, lease_ids) in plain["granted"].items():
-            leases = tuple(lease for lease_id in lease_ids if (lease := self.buffer.lease_of(lease_id)) is not None)
+            leases = tuple(
+                active.lease for lease_id in lease_ids if (active := self.state.leases.get(lease_id)) is not None
+            )
             if leases:
                 self.registry.grant(self.registry.seen(generator_id, now), request_id, LeasesGranted(leases))
         if welcome is not None:
@@ -312,8 +318,8 @@ class Handlers:
     @property
     def news(self) -> tuple[Announcement | None, bool]:
         """The notice for all generators: the newest version, and whether the run is over."""
-        learner = self.buffer.learner
-        return None if learner is None else learner.announcement, self.buffer.finished
+        learner = self.state.learner
+        return None if learner is None else learner.announcement, self.state.finished
 
     def notice(self, generator_id: str) -> dict[str, Any]:
         """The notice for one generator, which any message to it may carry: the news, and its cancelled leases."""
@@ -323,7 +329,7 @@ class Handlers:
             notice["announcement"] = announcement
         if finished:
             notice["finished"] = True
-        if cancelled := self.buffer.pop_cancelled(generator_id):
+        if cancelled := self.state.generators.pop_cancelled(generator_id):
             notice["cancelled"] = list(cancelled)
         return notice
 

@@ -1,4 +1,4 @@
-"""The queue server: one ROUTER socket around the buffer, one thread, one loop.
+"""The queue server: one ROUTER socket around the queue's state, one thread, one loop.
 
 Requests that can't be answered yet wait and are retried after every change. Changes are committed before replies go
 out, so a crash can't undo an answered request. Malformed requests are counted and answered with an error.
@@ -16,6 +16,7 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError,
 from async_rl.net.codec import read_as
 from async_rl.net.wire import Message, decode, encode
 from async_rl.process.fault_points import fault_point
-from async_rl.queue.core.admission import BufferSettings, eval_sampling
-from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core import persistence, report
+from async_rl.queue.core.admission import QueueSettings, eval_sampling
 from async_rl.queue.core.evals import Row
 from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     LEARNER_REQUESTS,
     WIRE_TYPES,
@@ -46,7 +48,7 @@ from async_rl.queue.server.clients import Deferred, PendingRequests, Reply, Requ
 from async_rl.queue.server.handlers import Handlers, WelcomePack
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Changes, Journal, pack, unpack
-from async_rl.queue.storage.payloads import RecentPayloads
+from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads
 from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class QueueServer:
         stream = PromptStream(
             len(train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
         )
-        settings = BufferSettings.from_config(config, vocab_size=_vocabulary_size(config))
+        settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config))
         run_dir = Path(config.run.dir)
         # Bind first: a server that can't bind its address must not create a journal.
         self._endpoint = Endpoint(
@@ -98,16 +100,16 @@ class QueueServer:
             self._endpoint.close()
             raise
         self._changes = Changes(is_wanted=self._journal is not None)
-        buffer = Buffer(
+        state = QueueState(
             settings, train_rows, stream, data_digest=data_digest, instance=secrets.token_hex(2),
-            payloads=None if self._journal is None else RecentPayloads(self._journal, _RECENT_BYTES),
+            payloads=MemoryPayloads() if self._journal is None else RecentPayloads(self._journal, _RECENT_BYTES),
             changes=self._changes,
         )  # fmt: skip
         limited = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
-        self._handlers = Handlers(buffer, config, limited, run_id)
-        self._buffer, self._config, self._on_ready = buffer, config, on_ready
+        self._handlers = Handlers(state, config, limited, run_id)
+        self._state, self._config, self._on_ready = state, config, on_ready
         self._parent_watch_fd, self._orphan_s = parent_watch_fd, orphan_s
-        self._pending = PendingRequests(lambda: buffer.revision, self._send, self._failed)
+        self._pending = PendingRequests(lambda: state.revision, self._send, self._failed)
         self._has_batch = False
         self._committed = -1
         self._last_news: tuple[Announcement | None, bool] = None, False
@@ -152,7 +154,7 @@ class QueueServer:
                     self._commit()
                     self._flush()
                 now = time.monotonic()
-                self._buffer.expire(now)
+                self._state.expire(now)
                 self._pending.answer(now)
                 self._push_notices()
                 self._commit()
@@ -160,7 +162,7 @@ class QueueServer:
                 self._write_files(now)
             logger.info("the queue ends: %s", reason)
             self._commit()
-            self._files.write_last(self._handlers.run_id, self._buffer.ledger_file())
+            self._files.write_last(self._handlers.run_id, report.ledger_file(self._state))
             return reason
         finally:
             self._close()
@@ -177,8 +179,8 @@ class QueueServer:
     def _wait(self) -> None:
         now = time.monotonic()
         deadlines = [now + LEDGER_EVERY_S, *self._pending.deadlines()]
-        if self._buffer.next_deadline is not None:
-            deadlines.append(self._buffer.next_deadline)
+        if self._state.next_deadline is not None:
+            deadlines.append(self._state.next_deadline)
         self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
 
     def _drain(self) -> None:
@@ -237,7 +239,7 @@ class QueueServer:
             self._pending.add(request, answer, now)
 
     def _note_learner(self, message: Message, now: float) -> None:
-        learner = self._buffer.learner
+        learner = self._state.learner
         lineage = message.fields.get("lineage")
         if message.type == "attach" or (learner is not None and lineage == learner.lineage and message.type != "lease"):
             self._learner_seen = now
@@ -254,7 +256,7 @@ class QueueServer:
             self._endpoint.send(request.peer, [frame, *message.parts])
 
     def _whole_status(self, status: Status) -> Status:
-        """The status of the buffer, extended by the server's own."""
+        """The queue's status, extended by the server's own."""
         waits = self._pending.waits(time.monotonic())
         extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
         return Status({**status.status, **extra})
@@ -273,17 +275,17 @@ class QueueServer:
 
     def _commit(self) -> None:
         """Commit the changes since the last turn to the journal."""
-        if self._journal is None or self._committed == self._buffer.revision:
+        if self._journal is None or self._committed == self._state.revision:
             return
-        state = {"queue": self._buffer.save()}
+        blobs = {"queue": persistence.save(self._state)}
         if (key := self._handlers.saved_key) != self._saved_handlers:
             self._saved_handlers = key
-            state["handlers"] = pack(self._handlers.save())
+            blobs["handlers"] = pack(self._handlers.save())
         if self._handlers.welcome is not self._saved_welcome:
             self._saved_welcome = self._handlers.welcome
-            state["welcome"] = pack(self._handlers.save_welcome())
-        self._journal.commit(self._changes.drain(), state)
-        self._committed = self._buffer.revision
+            blobs["welcome"] = pack(self._handlers.save_welcome())
+        self._journal.commit(self._changes.drain(), blobs)
+        self._committed = self._state.revision
         fault_point("queue.journaled")
 
     def _load(self, journal: Journal) -> None:
@@ -294,13 +296,13 @@ class QueueServer:
         welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
         rows, now = self._handlers.eval_rows, time.monotonic()
         samplings = {name: eval_sampling(self._config, name) for name in rows}
-        journal.adopt(self._buffer.load(found.entries, found.state["queue"], rows, samplings, now))
+        journal.adopt(persistence.load(self._state, found.entries, found.state["queue"], rows, samplings, now))
         self._handlers.load(unpack(found.state["handlers"]), welcome, now)
         self._saved_welcome = self._handlers.welcome
         # Loading must not count as a change.
         self._changes.drain()
-        self._committed = self._buffer.revision
-        stats = self._buffer.stats()
+        self._committed = self._state.revision
+        stats = report.stats(self._state)
         logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
 
     def _push_notices(self) -> None:
@@ -308,16 +310,18 @@ class QueueServer:
         news = self._handlers.news
         everyone = news != self._last_news and news != (None, False)
         self._last_news = news
-        to_notify = self._buffer.alive_generators(time.monotonic()) if everyone else self._buffer.generators_to_notify()
+        state = self._state
+        to_notify = state.alive_generators(time.monotonic()) if everyone else state.generators.to_notify()
         for generator_id in to_notify:
             peer = self._handlers.registry.peer_of(generator_id)
             if peer is not None:
                 self._endpoint.send(peer, [encode("notice", self._handlers.notice(generator_id))])
 
     def _write_files(self, now: float) -> None:
-        buffer = self._buffer
-        step = -1 if buffer.learner is None else buffer.learner.step
-        self._files.write(self._handlers.run_id, buffer.ledger_file, now, revision=buffer.revision, step=step)
+        state = self._state
+        step = -1 if state.learner is None else state.learner.step
+        ledger = partial(report.ledger_file, state)
+        self._files.write(self._handlers.run_id, ledger, now, revision=state.revision, step=step)
 
     # Life.
 
@@ -326,14 +330,14 @@ class QueueServer:
             return self._stop_reason
         if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
             return "whoever started it is gone"
-        if self._buffer.finished:
+        if self._state.finished:
             self._finished_at = self._finished_at or now
-            unaware = [g for g in self._buffer.alive_generators(now) if not self._handlers.registry.has_left(g)]
+            unaware = [g for g in self._state.alive_generators(now) if not self._handlers.registry.has_left(g)]
             if not unaware or now - self._finished_at >= FINISH_GRACE_S:
                 return "the run is finished"
             return ""
         linger_s = self._config.queue.linger_s
-        if self._buffer.learner is None:
+        if self._state.learner is None:
             if self._orphan_s is not None and now - self._started >= self._orphan_s:
                 return f"no learner attached for {self._orphan_s:.0f} s"
             return ""

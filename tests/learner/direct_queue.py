@@ -1,4 +1,4 @@
-"""The learner's queue without sockets: the real buffer, and one generator that answers every lease at once.
+"""The learner's queue without sockets: the real queue, and one generator that answers every lease at once.
 
 Every ``take`` and ``await_eval`` lets the generator activate what is announced, ask, and return. Time stands still.
 """
@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from async_rl.net.codec import decode_group
-from async_rl.queue.core.buffer import Buffer
+from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     Acked,
     Announcement,
@@ -27,34 +28,36 @@ MAX_LEASES = 64
 NUM_EVAL_ROWS = 2
 
 
-class BufferQueue:
+class DirectQueue:
     """As ``LearnerQueue``. ``answer`` makes a lease's group, sampled with the version given."""
 
     def __init__(
         self,
-        buffer: Buffer,
+        queue_state: QueueState,
         *,
         answer: Callable[[Lease, int], Group],
         before: Callable[[str, int], None],
     ) -> None:
         """``before`` is told the name of a request and the learner's step; it may raise, as if the learner died."""
-        self.buffer, self._answer, self._before = buffer, answer, before
+        self.queue_state, self._answer, self._before = queue_state, answer, before
         self._eval_rows = rows(NUM_EVAL_ROWS)
         self.announced: list[Announcement] = []
         self.refusals: list[LeasesGranted] = []
         self.asked: list[tuple[str, int, bool]] = []
 
     def announce(self, announcement: Announcement) -> None:
-        self.buffer.announce(announcement)
+        learner_requests.announce(self.queue_state, announcement)
         self.announced.append(announcement)
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
-        self.buffer.require(lineage)
+        self.queue_state.attached(lineage)
         self.asked.append((dataset, step, exclusive))
-        self.buffer.evaluate(dataset, step, self._eval_rows, 1, settings().sampling, min_version, exclusive)
+        learner_requests.evaluate(
+            self.queue_state, dataset, step, self._eval_rows, 1, settings().sampling, min_version, exclusive
+        )
 
     def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
-        found = self.buffer.eval_results(lineage, list(received))
+        found = learner_requests.eval_results(self.queue_state, lineage, list(received))
         return [
             EvalResult(
                 e.dataset,
@@ -67,7 +70,7 @@ class BufferQueue:
     def await_eval(self, lineage: str, wait_s: float) -> str:
         self._told("await_eval")
         self.generate()
-        return self.buffer.eval_wait(lineage)
+        return learner_requests.eval_wait(self.queue_state, lineage)
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
         """Nothing to begin: ``take`` answers at once."""
@@ -75,7 +78,7 @@ class BufferQueue:
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
         self._told("take")
         self.generate()
-        answer = self.buffer.take(lineage, step, version, self.buffer.settings.groups_per_step, 0.0)
+        answer = learner_requests.take(self.queue_state, lineage, step, version, 0.0)
         if isinstance(answer, NotReady):
             return answer
         groups = [
@@ -86,37 +89,39 @@ class BufferQueue:
 
     def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
         self._told("ack")
-        acked = self.buffer.ack(ack, 0.0)
-        self.buffer.check()
+        acked = learner_requests.ack(self.queue_state, ack, 0.0)
+        report.check(self.queue_state)
         return acked
 
     def snapshot(self, lineage: str) -> bytes:
-        return self.buffer.snapshot(lineage, 0.0)
+        return learner_requests.snapshot(self.queue_state, lineage, 0.0)
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
         self._told("checkpoint_committed")
-        self.buffer.checkpoint_committed(lineage, step)
+        learner_requests.checkpoint_committed(self.queue_state, lineage, step)
 
     def finish(self, lineage: str) -> None:
         self._told("finish")
-        self.buffer.finish(lineage, 0.0)
-        self.buffer.check()
+        learner_requests.finish(self.queue_state, lineage, 0.0)
+        report.check(self.queue_state)
 
     def generate(self) -> None:
         """Sample until there is no lease to be had."""
         while self.announced:
             newest = self.announced[-1]
-            granted = self.buffer.lease("g0", (newest.lineage, newest.version), MAX_LEASES, 0.0)
+            granted = generator_requests.lease(
+                self.queue_state, "g0", (newest.lineage, newest.version), MAX_LEASES, 0.0
+            )
             if not granted.leases:
                 self.refusals.append(granted)
                 return
             for lease in granted.leases:
-                put(self.buffer, self._answer(lease, newest.version))
+                put(self.queue_state, self._answer(lease, newest.version))
 
     def _told(self, request: str) -> None:
-        assert self.buffer.learner is not None
-        self._before(request, self.buffer.learner.step)
+        assert self.queue_state.learner is not None
+        self._before(request, self.queue_state.learner.step)
 
     @property
     def ledger(self) -> Mapping[str, Any]:
-        return self.buffer.stats().ledger
+        return report.stats(self.queue_state).ledger

@@ -21,7 +21,7 @@ SEEDS = st.integers(0, (1 << 24) - 1)
 ONE_EVENT = st.sampled_from([event for event, weight in EVENTS.items() for _ in range(weight)])
 
 
-class BufferMachine(RuleBasedStateMachine):
+class CoreMachine(RuleBasedStateMachine):
     """Single events and bursts of them; in every history some kinds are more frequent, and some never happen."""
 
     on_stale: ClassVar[OnStale]
@@ -66,19 +66,19 @@ class BufferMachine(RuleBasedStateMachine):
             self.world.run_to_the_end()
 
 
-class DropMachine(BufferMachine):
+class DropMachine(CoreMachine):
     on_stale = "drop"
 
 
-class WaitMachine(BufferMachine):
+class WaitMachine(CoreMachine):
     on_stale = "wait"
 
 
-class MaskMachine(BufferMachine):
+class MaskMachine(CoreMachine):
     on_stale = "mask"
 
 
-def _case(machine: type[BufferMachine], chosen: settings) -> type:
+def _case(machine: type[CoreMachine], chosen: settings) -> type:
     case = type(machine.__name__, (machine.TestCase,), {})
     slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     case.settings = settings(chosen, stateful_step_count=25, suppress_health_check=slow)

@@ -1,0 +1,360 @@
+"""The requests of generators: hello, leases, heartbeats, returned groups, failures, goodbye. Pure.
+
+Each public function is one request. It changes ``state`` and returns the answer. Time comes as ``now``, in seconds. A
+repeated request does no harm; the server keeps the answers to lease requests for that. Leases are granted for
+evaluations first, then for training while the staleness bound and the memory have room; the rule is in ``admission``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from async_rl.queue.core.admission import LearnerSide
+from async_rl.queue.core.evals import Answer, Evaluation
+from async_rl.queue.core.groups import GroupSummary, StoredGroup, why_unfit
+from async_rl.queue.core.leases import ActiveLease, GeneratorEntry
+from async_rl.queue.core.state import QueueState
+from async_rl.queue.messages import DropCause, FailureCause, GeneratorStats, LeasesGranted, Verdict
+from async_rl.queue.storage.payloads import Payload
+from async_rl.records import Lease, LeaseKind
+
+_RETURNED = "returned"
+"""Status of a closed lease whose group arrived. A second group for it is a duplicate."""
+
+
+def hello(
+    state: QueueState, generator_id: str, host: str, backend: str, now: float, *, replaces: str | None = None
+) -> None:
+    """Register a generator. The one that it ``replaces`` is dead: expire that one's leases."""
+    entry = _seen(state, generator_id, now)
+    entry.host, entry.backend = host, backend
+    if replaces is not None and replaces != generator_id:
+        for active in [active for active in state.leases if active.generator_id == replaces]:
+            state.lose_lease(active, "expired", stop_sampling=False)
+        state.generators.remove(replaces)
+        state.revision += 1
+
+
+def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_leases: int, now: float) -> LeasesGranted:
+    """Grant up to ``max_leases`` leases to a generator that samples with ``active`` (lineage, version).
+
+    Without a lease, ``reason`` is the reason. ``activate`` names a version if the generator must activate it first.
+    """
+    _seen(state, generator_id, now).active = active
+    state.expire(now)
+    learner = state.learner
+    if learner is None:
+        return LeasesGranted((), "waits for a learner to attach")
+    if learner.finished:
+        return LeasesGranted((), "the run is finished")
+    version = _version_in_lineage(learner, active)
+    if version is None:
+        if learner.announced_version is None:
+            return LeasesGranted((), "waits for the learner's first version")
+        return LeasesGranted((), f"the learner is at lineage {learner.lineage}", activate=learner.announced_version)
+    if version > learner.version:
+        return LeasesGranted((), f"version {version} is unknown here: the learner is at {learner.version}")
+    leases, answer = _grant_evals(state, learner, generator_id, version, max_leases)
+    blocker = state.evals.exclusive
+    if blocker is not None:
+        answer = answer or LeasesGranted((), f"no training lease before evaluation {blocker.progress_line}")
+    elif len(leases) < max_leases:
+        more, answer_train = _grant_training(state, learner, generator_id, version, max_leases - len(leases))
+        leases += more
+        # An evaluation may wait for a future version while training continues with an available one.
+        if answer is None or (answer_train is not None and answer_train.activate is not None):
+            answer = answer_train
+    if leases:
+        state.revision += 1
+        return LeasesGranted(tuple(leases))
+    return answer or LeasesGranted((), "no lease is wanted")
+
+
+def heartbeat(
+    state: QueueState, generator_id: str, progress: Mapping[str, int], stats: GeneratorStats, now: float
+) -> tuple[str, ...]:
+    """Record a generator's progress by lease. Return the ids of the leases that it must stop sampling."""
+    _seen(state, generator_id, now).stats = stats
+    void = state.generators.pop_cancelled(generator_id)
+    for lease_id, tokens in progress.items():
+        active = state.leases.get(lease_id)
+        if active is None or active.generator_id != generator_id:
+            void.add(lease_id)
+        else:
+            state.leases.grow(lease_id, tokens, state.now)
+    state.expire(now)
+    return tuple(sorted(void | state.generators.pop_cancelled(generator_id)))
+
+
+def receive(
+    state: QueueState, generator_id: str, group: GroupSummary, payload: Payload, now: float
+) -> tuple[Verdict, str]:
+    """Take in a group: its summary and its ``payload``. Return the verdict, and the reason if it was refused."""
+    _seen(state, generator_id, now)
+    active, learner = state.leases.get(group.lease_id), state.learner
+    if active is None or learner is None or active.generator_id != generator_id:
+        return _receive_late(state, group), ""
+    unfit = why_unfit(group, active.lease, newest_version=learner.version)
+    free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
+    # A larger group could forever leave too little room for the rest of its step.
+    room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
+    if not unfit and active.evaluation is None and len(payload) > max(active.reserved, room):
+        unfit = f"{len(payload)} bytes are more than the {active.reserved} reserved, and queue.max_bytes has no room"
+    if unfit:
+        _lose_returned(state, active, "failed" if group.every_rollout_failed else "refused", group.num_tokens)
+        return "refused", f"group {group.lease_id}: {unfit}"
+    if active.evaluation is not None:
+        return _receive_answer(state, active, group, payload), ""
+    return _receive_training(state, learner, active, group, payload), ""
+
+
+def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause, now: float) -> Verdict:
+    """Close a lease that a generator returned unsampled."""
+    _seen(state, generator_id, now)
+    active = state.leases.get(lease_id)
+    if active is None or active.generator_id != generator_id:
+        return "duplicate" if state.leases.status_of(lease_id) is not None else "unknown_lease"
+    if cause == "prompt_too_long":
+        state.refuse_prompt(active)
+    else:
+        state.lose_lease(active, "failed", stop_sampling=False)
+    return "refused"
+
+
+def refuse(state: QueueState, generator_id: str, lease_id: str, now: float) -> Verdict:
+    """Refuse a returned group that can't be decoded, and requeue its prompt."""
+    state.at(now)
+    active = state.leases.get(lease_id)
+    if active is not None and active.generator_id == generator_id:
+        state.lose_lease(active, "refused", stop_sampling=False)
+    return "refused"
+
+
+def goodbye(state: QueueState, generator_id: str, now: float) -> None:
+    """Remove a generator that shuts down, and requeue its leases at once."""
+    state.at(now)
+    for active in state.leases:
+        if active.generator_id == generator_id:
+            state.give_back(active)
+    state.generators.remove(generator_id)
+    state.revision += 1
+
+
+def _seen(state: QueueState, generator_id: str, now: float) -> GeneratorEntry:
+    state.at(now)
+    return state.generators.seen(generator_id, state.now)
+
+
+# Granting leases.
+
+
+def _version_in_lineage(learner: LearnerSide, active: tuple[str, int]) -> int | None:
+    lineage, version = active
+    return version if lineage == learner.lineage and version >= 0 else None
+
+
+def _grant_evals(
+    state: QueueState, learner: LearnerSide, generator_id: str, version: int, max_leases: int
+) -> tuple[list[Lease], LeasesGranted | None]:
+    leases: list[Lease] = []
+    answer: LeasesGranted | None = None
+    for evaluation in state.evals.unfinished:
+        if not evaluation.todo:
+            continue
+        wanted = evaluation.request.min_version
+        if version < wanted:
+            reason = f"evaluation {evaluation.progress_line} wants version {wanted}, active is {version}"
+            announced = learner.announced_version
+            can_activate = announced is not None and announced >= wanted
+            answer = answer or LeasesGranted((), reason, activate=announced if can_activate else None)
+            continue
+        while evaluation.todo and len(leases) < max_leases:
+            leases.append(_issue_eval(state, learner, generator_id, version, evaluation))
+    return leases, answer
+
+
+def _grant_training(
+    state: QueueState, learner: LearnerSide, generator_id: str, version: int, max_leases: int
+) -> tuple[list[Lease], LeasesGranted | None]:
+    stop = state.stop_diagnosis()
+    if stop:
+        return [], LeasesGranted((), f"the run has stopped: {stop}")
+    if not learner.steps_left:
+        return [], LeasesGranted((), f"all {learner.num_steps} steps are trained")
+    settings = state.settings
+    limit = learner.group_limit(state.settings, version)
+    leases: list[Lease] = []
+    while len(leases) < max_leases:
+        if state.outstanding >= limit:
+            return leases, _full(state, learner, version, limit)
+        used = state.group_bytes + state.leases.reserved
+        if used + settings.worst_case_bytes > settings.max_bytes:
+            return leases, LeasesGranted(
+                (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
+            )
+        position = state.stream.draw()
+        if position is None:
+            return leases, LeasesGranted((), "the data has ended")
+        leases.append(_issue_training(state, learner, generator_id, version, position))
+    return leases, None
+
+
+def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> LeasesGranted:
+    groups = state.ledger.groups
+    line = (
+        f"limit {limit} groups: {groups.taken} taken, {groups.in_flight} in flight, {groups.queued} queued "
+        f"(learner at version {learner.version}, generator at {version}, {learner.steps_left} steps left)"
+    )
+    announced = learner.announced_version
+    if (
+        announced is not None
+        and announced > version
+        and state.outstanding < learner.group_limit(state.settings, announced)
+    ):
+        return LeasesGranted((), line, activate=announced)
+    return LeasesGranted((), line)
+
+
+def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, version: int, position: int) -> Lease:
+    settings = state.settings
+    attempts = state.attempts_of(position)
+    lease = build_lease(
+        state, None, position, lease_id=_new_id(state, learner, "train", position), lineage=learner.lineage,
+        min_version=learner.oldest_for_lease(settings, state.outstanding),
+        attempt=attempts.failed + attempts.stale + 1, version=version,
+    )  # fmt: skip
+    state.leases.add(ActiveLease(lease, generator_id, version, settings.worst_case_bytes, state.now, state.now))
+    state.ledger.issue(settings.group_size)
+    return lease
+
+
+def _issue_eval(
+    state: QueueState, learner: LearnerSide, generator_id: str, version: int, evaluation: Evaluation
+) -> Lease:
+    row, wanted = heapq.heappop(evaluation.todo), evaluation.request
+    lease = build_lease(
+        state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
+        min_version=wanted.min_version, attempt=wanted.attempts.get(row, 0) + 1, version=version,
+    )  # fmt: skip
+    state.leases.add(ActiveLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
+    state.eval_ledger.issue(wanted.num_samples)
+    return lease
+
+
+def _new_id(state: QueueState, learner: LearnerSide, kind: LeaseKind, position: int) -> str:
+    state.num_leases += 1
+    return f"{learner.lineage[:8]}-{state.instance}-{kind}{position}-{state.num_leases}"
+
+
+def build_lease(
+    state: QueueState, evaluation: Evaluation | None, position: int, *, lease_id: str, lineage: str, min_version: int,
+    attempt: int, version: int,
+) -> Lease:  # fmt: skip
+    """Build a lease of the training prompt at ``position``, or of an evaluation's row.
+
+    ``version`` is the one that the generator had active at its request. The temperature is that of the oldest version
+    that may sample the lease, so it does not depend on the generator or on the time.
+    """
+    settings = state.settings
+    kind: LeaseKind = "train" if evaluation is None else "eval"
+    return Lease(
+        lease_id=lease_id,
+        kind=kind,
+        prompt=state.prompt(position) if evaluation is None else evaluation.prompt(position),
+        group_size=settings.group_size if evaluation is None else evaluation.request.num_samples,
+        sampling=settings.sampling_at(max(version, min_version)) if evaluation is None else evaluation.sampling,
+        lineage=lineage,
+        min_version=min_version,
+        max_staleness=settings.max_staleness,
+        attempt=attempt,
+        seed=settings.lease_seed(kind, "" if evaluation is None else evaluation.key[0], position),
+    )
+
+
+# Returned groups.
+
+
+def _receive_late(state: QueueState, group: GroupSummary) -> Verdict:
+    status = state.leases.status_of(group.lease_id)
+    if status is None:
+        return "unknown_lease"
+    if status == _RETURNED:
+        return "duplicate"
+    # Tokens that can't be trained are counted once, under the cause that closed their lease.
+    ledger = state.ledger if group.kind == "train" else state.eval_ledger
+    ledger.late(status, group.num_tokens)
+    state.leases.set_status(group.lease_id, _RETURNED)
+    state.revision += 1
+    return "old_lineage" if status == "rolled_back" else "unknown_lease"
+
+
+def _lose_returned(state: QueueState, active: ActiveLease, cause: DropCause, tokens: int) -> None:
+    state.lose_lease(active, cause, tokens=tokens, stop_sampling=False)
+    state.leases.set_status(active.lease.lease_id, _RETURNED)
+
+
+def _receive_answer(state: QueueState, active: ActiveLease, group: GroupSummary, payload: Payload) -> Verdict:
+    assert active.evaluation is not None
+    evaluation = state.evals.get(active.evaluation)
+    if evaluation is None:
+        _lose_returned(state, active, "refused", group.num_tokens)
+        return "unknown_lease"
+    if group.num_tokens and group.oldest_version < evaluation.request.min_version:
+        _lose_returned(state, active, "stale", group.num_tokens)
+        return "stale"
+    state.leases.close(active.lease.lease_id, _RETURNED)
+    answer = Answer(state.payloads.keep(payload), group.num_rollouts, group.num_tokens)
+    state.evals.answer(evaluation, active.lease.prompt.row, answer)
+    state.eval_ledger.arrive("queued", group.num_rollouts, group.num_tokens)
+    state.revision += 1
+    return "eval_done"
+
+
+def _receive_training(
+    state: QueueState, learner: LearnerSide, active: ActiveLease, group: GroupSummary, payload: Payload
+) -> Verdict:
+    settings = state.settings
+    accuracy = group.accuracy / group.num_rollouts
+    fits_filter = _inside(settings.filter_range, accuracy)
+    bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version
+    state.count_outcome("received", group)
+    if bound_version < settings.oldest_trainable(learner.version):
+        state.count_outcome("dropped", group)
+        _lose_returned(state, active, "stale", group.num_tokens)
+        return "stale"
+    state.leases.close(active.lease.lease_id, _RETURNED)
+    state.revision += 1
+    if not fits_filter and settings.refill:
+        state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
+        state.count_outcome("filtered", group)
+        state.attempts.pop(group.position, None)
+        state.filtered_since_step += 1
+        assert settings.filter_range is not None
+        state.filtered_right_since_step += accuracy >= settings.filter_range[1]
+        return "filtered"
+    state.ledger.arrive("queued", group.num_rollouts, group.num_tokens)
+    announced = learner.announced_version
+    state.add_group(
+        StoredGroup(
+            lease_id=group.lease_id,
+            position=group.position,
+            named_version=active.version,
+            oldest_version=group.oldest_version,
+            newest_version=group.newest_version,
+            bound_version=bound_version,
+            num_rollouts=group.num_rollouts,
+            num_tokens=group.num_tokens,
+            reward=group.reward,
+            accuracy=group.accuracy,
+            arrived_at=state.now,
+            arrival_version=learner.version if announced is None else announced,
+            masked=not fits_filter,
+            ref=state.payloads.keep(payload),
+        )
+    )
+    return "queued"
+
+
+def _inside(filter_range: tuple[float, float] | None, accuracy: float) -> bool:
+    return filter_range is None or filter_range[0] < accuracy < filter_range[1]

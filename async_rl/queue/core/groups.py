@@ -1,0 +1,340 @@
+"""A group in the queue: the summary that is read when it returns, and the tables of the groups that are stored. Pure.
+
+``read_summary`` reads a ``GroupSummary`` without decoding the frame. It treats the tokens as four flat columns, so the
+number of numpy calls does not depend on that of rollouts. ``generator_requests`` checks it, and stores the group as a
+``StoredGroup``: the ref of its payload, and a few numbers of the summary. ``learner_requests`` takes stored groups, and
+``QueueState.forget_group`` deletes them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from async_rl.net.codec import FlatGroup, decode_flat_group
+from async_rl.net.wire import DEFAULT_LIMITS, Limits
+from async_rl.queue.storage.journal import Changes
+from async_rl.queue.storage.payloads import Bytes, PayloadRef
+from async_rl.records import NO_VERSION, Lease, LeaseKind
+from async_rl.sampling_mask import contains
+
+# The summary.
+
+
+class GroupSummary(msgspec.Struct, frozen=True, gc=False):
+    """One returned group.
+
+    ``num_tokens`` counts the tokens under the mask. ``oldest_version`` and ``newest_version`` are of these tokens:
+    ``NO_VERSION`` if there is none, and meaningless if versions and mask disagree. ``reward`` and ``accuracy`` are sums
+    over rollouts. ``unfit`` is the reason why the group can't be trained whatever its lease and version; empty if it
+    can be. ``has_sampling_mask``: the group lists the tokens that top-p and top-k left to be sampled.
+    """
+
+    lease_id: str
+    kind: LeaseKind
+    position: int
+    generator_id: str
+    lineage: str
+    num_rollouts: int
+    num_tokens: int
+    oldest_version: int
+    newest_version: int
+    reward: float
+    accuracy: float
+    every_rollout_failed: bool
+    unfit: str
+    temperature: float
+    has_sampling_mask: bool
+
+
+def read_summary(payload: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
+    """The summary of an encoded group.
+
+    Raises:
+        WireError: where ``decode_group`` does.
+    """
+    group = decode_flat_group(payload, limits)
+    fields = group.fields
+    num_tokens = int(np.count_nonzero(group.loss_mask))
+    oldest_version, newest_version = _version_range(group) if num_tokens else (NO_VERSION, NO_VERSION)
+    every_rollout_failed = fields.finish_reason.count("error") == group.num_rollouts
+    reward = float(sum(sum(filter(None, values)) for values in fields.reward_parts.values()))
+    accuracy = float(sum(fields.accuracy))
+    return GroupSummary(
+        lease_id=fields.lease_id,
+        kind=fields.kind,
+        position=fields.position,
+        generator_id=fields.generator_id,
+        lineage=fields.lineage,
+        num_rollouts=group.num_rollouts,
+        num_tokens=num_tokens,
+        oldest_version=oldest_version,
+        newest_version=newest_version,
+        reward=reward,
+        accuracy=accuracy,
+        every_rollout_failed=every_rollout_failed,
+        unfit="every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy),
+        temperature=fields.temperature,
+        has_sampling_mask=group.sampling_mask is not None,
+    )
+
+
+def _version_range(group: FlatGroup) -> tuple[int, int]:
+    """The oldest and the newest version of a group with a sampled token."""
+    versions, sampled = group.versions, group.loss_mask.tobytes()
+    first = int(versions[sampled.find(1)])
+    # Most groups have only one version. This comparison costs a third of two reductions.
+    if np.equal(versions, first).tobytes() == sampled:
+        return first, first
+    # NO_VERSION, off the mask, is the largest of unsigned numbers and the smallest of signed ones.
+    return int(np.minimum.reduce(versions.view(np.uint32)).view(np.int32)), int(np.maximum.reduce(versions))
+
+
+def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
+    """The first fault in the rewards or else in the rollouts; empty if there is none."""
+    # A sum is finite only if all its terms are. A sum that overflows is refused, too.
+    if not math.isfinite(sum_of_scores):
+        return "a reward is not finite, or too large"
+    fields, accuracy = group.fields, group.fields.accuracy
+    if group.num_rollouts and not 0.0 <= min(accuracy) <= max(accuracy) <= 1.0:
+        return f"expected accuracies in 0..1, got {min(accuracy)} to {max(accuracy)}"
+    # Searching byte strings runs in C; a numpy call for each rollout costs ten times as much.
+    sampled = group.loss_mask.tobytes()
+    if np.greater_equal(group.versions, 0).tobytes() != sampled:
+        return f"expected a version from 0 on for every sampled token, and {NO_VERSION} for all others"
+    not_finite = np.less(np.isfinite(group.behavior_logprobs), group.loss_mask).tobytes().find(1)
+    end = 0
+    for index, (length, finish_reason) in enumerate(zip(_rollout_lengths(group), fields.finish_reason, strict=True)):
+        start, end = end, end + length
+        if sampled.find(1, start, end) < 0 and finish_reason != "error":
+            return f"rollout {index} has no sampled token"
+        if start <= not_finite < end:
+            return f"rollout {index} has a behavior logprob that is not finite"
+    if group.sampling_mask is not None and not contains(group.sampling_mask, group.token_ids[group.loss_mask]).all():
+        return "a sampled token is not among those that top-p and top-k kept"
+    return ""
+
+
+def _rollout_lengths(group: FlatGroup) -> list[int]:
+    """Tokens of each rollout, in all its sequences."""
+    counts, lengths = group.fields.num_sequences, group.fields.lengths
+    if counts.count(1) == len(counts):
+        return lengths
+    left = iter(lengths)
+    return [sum(islice(left, count)) for count in counts]
+
+
+def why_unfit(group: GroupSummary, lease: Lease, *, newest_version: int) -> str:
+    """The reason why a returned group does not fit its lease; empty if it does.
+
+    ``newest_version`` is the learner's. A group in which no rollout has a sampled token, or every rollout failed, is
+    unfit too.
+    """
+    if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
+        return (
+            f"expected {lease.kind} position {lease.prompt.position} of lineage {lease.lineage}, got {group.kind} "
+            f"{group.position} of {group.lineage}"
+        )
+    if group.num_rollouts != lease.group_size:
+        return f"expected {lease.group_size} rollouts, got {group.num_rollouts}"
+    if group.unfit:
+        return group.unfit
+    sampling = lease.sampling
+    if group.temperature != sampling.temperature:
+        return f"expected samples at temperature {sampling.temperature}, got {group.temperature}"
+    # Log-probabilities after top-p or top-k are meaningless without the set of tokens that was left.
+    if group.num_tokens and group.has_sampling_mask != lease.wants_sampling_mask:
+        wanted = "" if lease.wants_sampling_mask else "no "
+        return (
+            f"expected {wanted}sampling masks under top_p = {sampling.top_p} and top_k = "
+            f"{sampling.top_k}{'' if lease.kind == 'train' else ', in an evaluation'}, got "
+            f"{'some' if group.has_sampling_mask else 'none'}"
+        )
+    if group.num_tokens and not 0 <= group.oldest_version <= group.newest_version <= newest_version:
+        return (
+            f"the group was sampled by versions {group.oldest_version}..{group.newest_version}, known are "
+            f"0..{newest_version}"
+        )
+    return ""
+
+
+# The groups that are stored.
+
+
+class StoredGroup(msgspec.Struct, frozen=True, gc=False):
+    """One group that is ready or taken, or that a snapshot refers to.
+
+    ``named_version`` is the generator's active version in its lease request. With ``position`` it gives the order of
+    delivery. ``oldest_version`` and ``newest_version`` sampled its tokens; ``bound_version`` is the one of the two that
+    ``queue.on_stale`` compares with the staleness bound. ``reward`` and ``accuracy`` are sums over rollouts.
+    """
+
+    lease_id: str
+    position: int
+    named_version: int
+    oldest_version: int
+    newest_version: int
+    bound_version: int
+    num_rollouts: int
+    num_tokens: int
+    reward: float
+    accuracy: float
+    arrived_at: float
+    arrival_version: int
+    masked: bool
+    ref: PayloadRef
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.named_version, self.position
+
+
+class GroupRecord(msgspec.Struct, frozen=True, gc=False):
+    """A group in the journal. If it is not ``is_live`` (ready or taken), only a snapshot refers to it."""
+
+    group: StoredGroup
+    is_live: bool = True
+
+    def record(self) -> GroupRecord:
+        return self
+
+
+class ReadyGroups:
+    """Groups by lease id, with one heap by order of delivery and one by age. Adding and removing cost log n.
+
+    A removed group stays in the heaps until it reaches the top.
+    """
+
+    def __init__(self, groups: Iterable[StoredGroup] = ()) -> None:
+        self._groups: dict[str, StoredGroup] = {}
+        self._by_order: list[tuple[int, int, str]] = []
+        self._by_bound: list[tuple[int, str]] = []
+        self.num_bytes = 0
+        self.num_tokens = 0
+        for group in groups:
+            self.add(group)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[StoredGroup]:
+        return iter(list(self._groups.values()))
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._groups
+
+    def add(self, group: StoredGroup) -> None:
+        """Add a group. Its lease id must not be present."""
+        self._groups[group.lease_id] = group
+        heapq.heappush(self._by_order, (*group.order, group.lease_id))
+        heapq.heappush(self._by_bound, (group.bound_version, group.lease_id))
+        self.num_bytes += group.ref.length
+        self.num_tokens += group.num_tokens
+
+    def remove(self, lease_id: str) -> StoredGroup:
+        group = self._groups.pop(lease_id)
+        self.num_bytes -= group.ref.length
+        self.num_tokens -= group.num_tokens
+        return group
+
+    def pop_first(self, count: int) -> tuple[StoredGroup, ...]:
+        """Remove and return the first ``count`` groups by (named version, stream position). So many must be present."""
+        popped: list[StoredGroup] = []
+        while len(popped) < count:
+            lease_id = heapq.heappop(self._by_order)[-1]
+            if lease_id in self._groups:
+                popped.append(self.remove(lease_id))
+        return tuple(popped)
+
+    def pop_older_than(self, oldest: int) -> list[StoredGroup]:
+        """Remove and return every group whose bound version is below ``oldest``."""
+        popped: list[StoredGroup] = []
+        while self._by_bound and (self._by_bound[0][0] < oldest or self._by_bound[0][1] not in self._groups):
+            lease_id = heapq.heappop(self._by_bound)[1]
+            if lease_id in self._groups:
+                popped.append(self.remove(lease_id))
+        return popped
+
+    def pop_all(self) -> list[StoredGroup]:
+        """Remove and return every group, in order of delivery."""
+        return list(self.pop_first(len(self)))
+
+
+def snapshot_key(lineage: str, step: int) -> str:
+    """The name of the snapshot after ``step`` steps of ``lineage``."""
+    return f"{lineage}/{step}"
+
+
+class SnapshotRecord(msgspec.Struct, frozen=True, gc=False):
+    """The groups that one snapshot refers to."""
+
+    lease_ids: tuple[str, ...]
+
+    def record(self) -> SnapshotRecord:
+        return self
+
+
+class SnapshotRefs:
+    """The snapshots that a learner may restore, by name, and the groups that they refer to.
+
+    Payloads of these groups stay stored until a newer checkpoint is committed, even after the groups were trained. So
+    a checkpoint needs no copy of them. The caller deletes the groups that a release returns.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._snapshots: dict[str, SnapshotRecord] = {}
+        self._groups: dict[str, StoredGroup] = {}
+        self._counts: Counter[str] = Counter()
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._groups
+
+    def __iter__(self) -> Iterator[tuple[str, SnapshotRecord]]:
+        return iter(self._snapshots.items())
+
+    @property
+    def groups(self) -> list[StoredGroup]:
+        """Every group that a snapshot refers to, once."""
+        return list(self._groups.values())
+
+    def has_snapshot(self, key: str) -> bool:
+        return key in self._snapshots
+
+    def get(self, lease_id: str) -> StoredGroup | None:
+        """The group of a lease, if a snapshot refers to it."""
+        return self._groups.get(lease_id)
+
+    def add(self, key: str, groups: Iterable[StoredGroup]) -> list[StoredGroup]:
+        """Add a snapshot, or replace the one of this name.
+
+        Returns:
+            The groups of the replaced snapshot to which no snapshot refers now.
+        """
+        before, found = self._snapshots.get(key), list(groups)
+        self._snapshots[key] = added = SnapshotRecord(tuple(group.lease_id for group in found))
+        self._groups |= {group.lease_id: group for group in found}
+        self._counts.update(added.lease_ids)
+        self._changes.put("snapshot", key, added)
+        return [] if before is None else self._uncount(before)
+
+    def release_all_but(self, key: str | None) -> list[StoredGroup]:
+        """Remove every other snapshot. Return the groups to which no snapshot refers now."""
+        released: list[StoredGroup] = []
+        for name in [name for name in self._snapshots if name != key]:
+            self._changes.delete("snapshot", name)
+            released += self._uncount(self._snapshots.pop(name))
+        return released
+
+    def _uncount(self, removed: SnapshotRecord) -> list[StoredGroup]:
+        self._counts.subtract(removed.lease_ids)
+        gone = [lease_id for lease_id in removed.lease_ids if not self._counts[lease_id]]
+        for lease_id in gone:
+            del self._counts[lease_id]
+        return [self._groups.pop(lease_id) for lease_id in gone]

@@ -1,0 +1,265 @@
+"""The requests of the learner: attach, announce, evaluations, take, ack, checkpoints, the end. Pure.
+
+Each public function is one request. It changes ``state`` and returns the answer; a repeated request changes nothing
+more. Time comes as ``now``, in seconds. All but ``evaluate`` raise LineageError if another learner owns the queue.
+
+A take returns groups in the order of (named version, stream position), none above its bound. Under ``on_stale =
+"wait"`` a take first waits for the leases that its step would make stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from async_rl.errors import LineageError, QueueError
+from async_rl.queue.core import persistence, report
+from async_rl.queue.core.admission import LearnerSide
+from async_rl.queue.core.evals import EvalKey, Evaluation, EvaluationRecord, Row
+from async_rl.queue.core.groups import snapshot_key
+from async_rl.queue.core.state import QueueState
+from async_rl.queue.messages import Acked, Announcement, NotReady, StepAck, TrainedCounts
+from async_rl.queue.storage.payloads import Payload
+from async_rl.records import Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class TakenPayload:
+    """One taken group, still encoded."""
+
+    prompt: Prompt
+    queued_s: float
+    arrival_version: int
+    masked: bool
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPayloads:
+    """One finished evaluation, still encoded: every row's prompt and payload. A row that failed has None as payload."""
+
+    dataset: str
+    step: int
+    answers: tuple[tuple[Prompt, Payload | None], ...]
+
+
+def attach(
+    state: QueueState, lineage: str, parent: str, fork_version: int, step: int, num_steps: int,
+    snapshot: bytes | None, now: float,
+) -> None:  # fmt: skip
+    """Attach a learner: void all leases, and restore the queue from ``snapshot`` (if None, empty it).
+
+    Raises:
+        LineageError: this lineage was already replaced by a newer one.
+        QueueError: the snapshot is damaged, or of another step, version or data set.
+    """
+    state.at(now)
+    if state.learner is not None and lineage == state.learner.lineage:
+        return
+    if lineage in state.old_lineages:
+        raise LineageError(f"lineage {lineage} no longer owns the queue; a newer learner has taken over")
+    found = None
+    if snapshot is not None:
+        found = persistence.read_snapshot(state, snapshot, step=step, version=fork_version)
+    state.old_lineages |= {parent} if parent else set()
+    state.old_lineages |= {state.learner.lineage} if state.learner is not None else set()
+    state.void_leases()
+    persistence.restore(state, found)
+    state.start_learner(lineage, step, num_steps, fork_version, None if found is None else found.state.learner)
+    state.revision += 1
+
+
+def announce(state: QueueState, announcement: Announcement) -> None:
+    """Note that a version is published. Versions older than the newest announced one are ignored.
+
+    Raises:
+        QueueError: the version was not acked yet.
+    """
+    learner = state.attached(announcement.lineage)
+    if announcement.version > learner.version:
+        raise QueueError(
+            f"expected an acked version, at most {learner.version}, got an announcement of {announcement.version}"
+        )
+    newest = learner.announced_version
+    if newest is None or announcement.version >= newest:
+        learner.announcement = announcement
+        state.revision += 1
+
+
+def evaluate(
+    state: QueueState, dataset: str, step: int, rows: Sequence[Row], num_samples: int, sampling: Sampling,
+    min_version: int, exclusive: bool,
+) -> None:  # fmt: skip
+    """Start an evaluation. If ``exclusive``, no training lease is granted until it is done."""
+    record = EvaluationRecord(dataset, step, num_samples, min_version, exclusive)
+    evaluation = Evaluation(record, rows, sampling)
+    if evaluation.key not in state.received_evals and state.evals.add(evaluation):
+        state.revision += 1
+
+
+def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalPayloads]:
+    """Return the finished evaluations. Those listed in ``received`` are deleted."""
+    state.attached(lineage)
+    for key in received:
+        evaluation = state.evals.confirm(key)
+        if evaluation is None:
+            continue
+        state.received_evals.add(key)
+        for answer in evaluation.answers.values():
+            if answer.ref is not None:
+                state.eval_ledger.deliver(answer.rollouts, answer.tokens)
+        state.revision += 1
+    for evaluation in state.evals.finished:
+        evaluation.delivered = True
+    return [_payloads(state, evaluation) for evaluation in state.evals.finished]
+
+
+def eval_wait(state: QueueState, lineage: str) -> str:
+    """The reason why no evaluation can be delivered yet; empty if a finished one has not been delivered."""
+    state.attached(lineage)
+    if any(not e.delivered for e in state.evals.finished) or not state.evals.unfinished:
+        return ""
+    return report.who_samples(state) + "; ".join(e.progress_line for e in state.evals.unfinished)
+
+
+def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:
+    """Return the groups of the next step: exactly ``groups_per_step``.
+
+    ``step`` steps are done, and the learner trains the groups first at ``version``. Until the ack, a repeated take
+    returns the same groups.
+
+    Raises:
+        QueueError: ``step`` is not the next step, or ``version`` is not the acked one.
+    """
+    state.expire(now)
+    learner = state.attached(lineage)
+    if state.taken and step == learner.step + 1:
+        # The take overtook the ack that precedes it. The client repeats it.
+        return NotReady(f"waits for the ack of step {learner.step}", report.stats(state))
+    if (step, version) != (learner.step, learner.version):
+        raise QueueError(
+            f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
+            f"version {version}"
+        )
+    if not state.taken:
+        num_groups = state.settings.groups_per_step
+        state.drop_too_old(learner)
+        is_over = learner.finished or not learner.steps_left
+        if is_over or len(state.queued) < num_groups or _must_wait(state, learner):
+            return report.not_ready(state, learner)
+        state.set_taken(state.queued.pop_first(num_groups))
+        for group in state.taken:
+            state.ledger.take(group.num_rollouts, group.num_tokens)
+        state.waits_since = None
+        state.revision += 1
+        state.cancel_left_behind(learner)
+    return tuple(
+        TakenPayload(
+            state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, state.payloads.read(g.ref)
+        )
+        for g in state.taken
+    )
+
+
+def lacks_groups(state: QueueState, lineage: str, step: int) -> bool:
+    """Whether too few groups are ready for this take. Much cheaper than ``take``, which builds statistics."""
+    learner = state.learner
+    if learner is None or (learner.lineage, learner.step) != (lineage, step) or state.taken:
+        return False
+    is_over = learner.finished or not learner.steps_left or state.stream.exhausted or state.stop_diagnosis()
+    return len(state.queued) < state.settings.groups_per_step and not is_over
+
+
+def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
+    """Record that the taken step was trained, or that its optimizer step was skipped.
+
+    Raises:
+        QueueError: the step is not the taken one, the version or bound is out of range, or the counts don't add up.
+    """
+    state.at(now)
+    learner, settings = state.attached(ack.lineage), state.settings
+    if learner.acked is not None and learner.acked[0] == ack.step:
+        return Acked(report.stats(state), learner.acked[1])
+    if not state.taken:
+        raise QueueError(f"expected a take of step {learner.step} first, got an ack of step {ack.step}")
+    learner.check(ack, settings)
+    _settle(state, learner, ack.trained)
+    learner.advance(ack, settings)
+    state.filtered_since_step = state.filtered_right_since_step = 0
+    state.drop_too_old(learner)
+    if not learner.steps_left:
+        state.end_training()
+    state.revision += 1
+    learner.acked = (ack.step, persistence.snapshot(state, learner) if ack.snapshot else None)
+    return Acked(report.stats(state), learner.acked[1])
+
+
+def checkpoint_committed(state: QueueState, lineage: str, step: int) -> None:
+    """Release the snapshots older than ``step``: the checkpoint after ``step`` steps is complete."""
+    state.attached(lineage)
+    key = snapshot_key(lineage, step)
+    if state.snapshot_refs.has_snapshot(key):
+        state.release_refs(state.snapshot_refs.release_all_but(key))
+        state.revision += 1
+
+
+def finish(state: QueueState, lineage: str, now: float) -> None:
+    """End the run: drop the remaining groups as unused, and notify the generators."""
+    state.at(now)
+    learner = state.attached(lineage)
+    if learner.finished:
+        return
+    for group in state.set_taken(()):
+        state.drop_group(group, "taken", "unused_at_end")
+    state.end_training()
+    for active in state.leases:
+        state.lose_lease(active, "unused_at_end", requeue=False)
+    persistence.drop_undelivered(state, "unused_at_end")
+    learner.finished = True
+    state.revision += 1
+
+
+def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
+    """Encode the queue for a checkpoint of the acked step. Taken groups count as queued."""
+    state.at(now)
+    learner = state.attached(lineage)
+    state.revision += 1
+    return persistence.snapshot(state, learner)
+
+
+# Evaluations and steps.
+
+
+def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
+    """Whether a complete batch must wait for leases that its step would make stale."""
+    if state.settings.on_stale != "wait":
+        return False
+    if not state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
+        return False
+    if state.waits_since is None:
+        state.waits_since = state.now
+    return True
+
+
+def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> None:
+    """Record the taken groups in the ledger: trained by ``counts``, or dropped if the optimizer step was skipped."""
+    taken = state.taken
+    if counts.stepped:
+        rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)
+        state.ledger.train(len(taken), rollouts, tokens, counts)
+    state.set_taken(())
+    for group in taken:
+        state.attempts.pop(group.position, None)
+        if counts.stepped:
+            state.count_outcome("trained", group)
+            state.forget_group(group)
+        else:
+            state.drop_group(group, "taken", "step_skipped")
+
+
+def _payloads(state: QueueState, evaluation: Evaluation) -> EvalPayloads:
+    refs = [evaluation.answers[row].ref for row in range(len(evaluation.rows))]
+    pairs = (
+        (evaluation.prompt(row), None if ref is None else state.payloads.read(ref)) for row, ref in enumerate(refs)
+    )
+    return EvalPayloads(*evaluation.key, tuple(pairs))
