@@ -33,9 +33,9 @@ LIGHT = (
     "errors", "sampling_mask", "records", "config", "net", "process", "sandbox", "run", "rewards", "environments",
     "data", "queue", "launch", "cli",
     "doctor.check", "doctor.machine", "evaluation.table",
-    "generator.worker", "generator.backend", "generator.backends", "generator.conformance", "generator.parity",
+    "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
-    "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.sampling", "generator.vllm.start",
+    "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.worker_link",
     "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",
 )  # fmt: skip

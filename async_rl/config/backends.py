@@ -1,6 +1,6 @@
 """What each ``generator.backend`` can do. No torch: config checks, the doctor and launch read it before one is built.
 
-``BACKENDS`` describes the built-in backends; ``generator.backends`` builds them. The name of a user's own backend
+``BACKENDS`` describes the built-in backends; ``generator.backend`` builds them. The name of a user's own backend
 (``module:Class`` or ``file.py:Class``) is not in the table: its class declares ``capabilities``, which are checked on
 the machine that imports it.
 """

@@ -28,8 +28,7 @@ from async_rl.data.chat import (
 from async_rl.data.dataset import load_rows_of, load_train_rows
 from async_rl.doctor.check import Finding
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
-from async_rl.generator.backend import Backend, Sampled
-from async_rl.generator.backends import build_backend
+from async_rl.generator.backend import Backend, Sampled, build_backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.worker import generator_config, scratch_directory, write_files
 from async_rl.launch.preflight import check_code, check_train_is_set

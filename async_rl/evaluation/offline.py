@@ -22,8 +22,7 @@ from async_rl.data.dataset import load_rows_of
 from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.evaluation.settings import EvalSettings, describe_settings
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
-from async_rl.generator.backend import Backend
-from async_rl.generator.backends import build_backend
+from async_rl.generator.backend import Backend, build_backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts, ThreadGrader
 from async_rl.generator.worker import build_environment, grading_threads

@@ -22,8 +22,7 @@ from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
-from async_rl.generator.backend import Backend, Sampled, Text
-from async_rl.generator.counter_random import rollout_keys
+from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.rollouts import Graded
 from async_rl.records import NO_VERSION, TEXT_ROLE, FinishReason, Lease, Rollout, Sampling, TokenSequence, Turn
 from async_rl.sampling_mask import SamplingMask, join

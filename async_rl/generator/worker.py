@@ -28,8 +28,7 @@ from async_rl.config.loading import apply_override, check_generator_overrides, p
 from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
-from async_rl.generator.backend import Backend, TextBackend
-from async_rl.generator.backends import build_backend, cuda_device
+from async_rl.generator.backend import Backend, TextBackend, build_backend, cuda_device
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Worker
 from async_rl.generator.rollouts import ThreadGrader

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.generator.backends import build_backend
+from async_rl.generator.backend import build_backend
 from async_rl.generator.conformance import CHECKS, ConformanceError, Subject, check_backend
 from async_rl.generator.fake import FakeBackend
 from tests.generator.tiny_model import make_model, weights_of, write_model

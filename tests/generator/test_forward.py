@@ -22,9 +22,14 @@ from transformers import (
 from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.causal_model import WeightTable
-from async_rl.generator.hf.forward import Forward, TransformersForward, make_forward, register_decode_attention
-from async_rl.generator.hf.llama_forward import LlamaForward
-from async_rl.generator.hf.slot_cache import SlotCache
+from async_rl.generator.hf.forward import (
+    Forward,
+    LlamaForward,
+    TransformersForward,
+    make_forward,
+    register_decode_attention,
+)
+from async_rl.generator.hf.slots import SlotCache
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_tokenizer
 

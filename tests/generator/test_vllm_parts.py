@@ -17,10 +17,16 @@ from hypothesis import strategies as st
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import EngineError, ModelError, WeightsError
-from async_rl.generator import backends
+from async_rl.generator import backend as backend_module
+from async_rl.generator.vllm.adapter import (
+    Gathered,
+    check_installed,
+    num_listed,
+    sampling_parameters,
+    seeds,
+    token_versions,
+)
 from async_rl.generator.vllm.engine import KvCacheCapacity
-from async_rl.generator.vllm.sampling import Gathered, num_listed, sampling_parameters, seeds, token_versions
-from async_rl.generator.vllm.start import check_installed
 from async_rl.generator.vllm.worker_link import SharedStaging, map_tensors
 from async_rl.launch import preflight
 from async_rl.records import Sampling
@@ -81,9 +87,9 @@ def test_launch_refuses_generators_on_vllm_where_there_is_none_before_it_starts_
     ],
 )
 def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed, device, expected):
-    monkeypatch.setattr(backends, "find_spec", lambda name: object() if is_installed else None)
-    monkeypatch.setattr(backends, "cuda_device", lambda config: device)
-    assert backends.resolve_backend(config(backend=backend)) == expected
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr(backend_module, "cuda_device", lambda config: device)
+    assert backend_module.resolve_backend(config(backend=backend)) == expected
 
 
 def test_another_vllm_than_the_supported_one_is_refused(monkeypatch):

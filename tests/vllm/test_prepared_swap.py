@@ -161,7 +161,7 @@ def test_what_was_swapped_out_is_freed(backend, weights):
 
 
 def test_layers_that_the_double_buffer_does_not_know_are_named():
-    from async_rl.generator.vllm.prepare import obstacle
+    from async_rl.generator.vllm.weights import obstacle
 
     class Whole(torch.nn.Module):
         def process_weights_after_loading(self) -> None: ...

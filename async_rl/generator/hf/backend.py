@@ -22,13 +22,11 @@ from async_rl.config.backends import BACKENDS
 from async_rl.config.generator import GeneratorConfig
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import ModelError, WeightsError
-from async_rl.generator.backend import Sampled
-from async_rl.generator.counter_random import uniforms
+from async_rl.generator.backend import Sampled, uniforms
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
 from async_rl.generator.hf.forward import make_forward
-from async_rl.generator.hf.running_sequences import RunningSequences
 from async_rl.generator.hf.sampler import SamplingPlan, cached_decode, full_forward, make_plan, pack_masks, sample
-from async_rl.generator.hf.slot_cache import Prefix, SlotCache
+from async_rl.generator.hf.slots import Prefix, RunningSequences, SlotCache
 from async_rl.generator.parity import ScoringMode
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease

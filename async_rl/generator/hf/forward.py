@@ -1,32 +1,44 @@
-"""One interface to a causal LM's forward pass, and the implementation that any Hugging Face model has: calling it.
+"""One interface to a causal LM's forward pass, and its two implementations. Called by the transformers backend.
 
-``make_forward`` picks the shortest implementation for a model. Called by the transformers backend under inference mode.
+``make_forward`` picks the faster one that fits the model. ``TransformersForward`` calls the model, as any Hugging Face
+model allows. ``LlamaForward`` computes Llama and its relatives (Mistral, Qwen2, Qwen3) straight from the parameters:
+the same operations in the same order as transformers' own modules, without the module calls, argument handling and
+output records between them, which cost as much as the arithmetic when a step decodes one token per row. Its prefill
+ends where the last layer's keys and values are known.
 
-``decode_attention`` is the attention of the called model when it decodes one token a row. Transformers' own sdpa path
-repeats keys and values once for every query head (``repeat_kv``) when query heads share a KV head; reading the cache is
-most of a decode step, so that copy would take most of its time. Here the query heads of one KV head become the query
-positions of one sdpa call.
+``decode_attention`` is the attention of a called model when it decodes one token per row. Transformers' own sdpa path
+repeats keys and values once for every query head (``repeat_kv``) when query heads share a KV head; reading the cache
+takes most of a decode step, so that copy would too. Here the query heads of one KV head become the query positions of
+one sdpa call.
 
-Shape letters: R = rows, V = vocabulary, B = prompts, T = tokens of the longest prompt, H = KV heads, N = cached tokens,
-G = query heads a KV head, D = head dimension.
+Shape letters: R = rows, V = vocabulary, B = prompts, T = tokens of the longest prompt, N = tokens of the pass or cached
+tokens, E = hidden size, Q = query heads, H = KV heads, G = Q / H, D = head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from async_rl.generator.hf.llama_forward import LlamaForward
-from async_rl.generator.hf.slot_cache import PrefillCache, SlotCache
+from async_rl.generator.hf.slots import PrefillCache, SlotCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 DECODE_ATTENTION = "async_rl_sdpa"
+_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Types of rotary embedding that give a position the same angles in a text of any length."""
+_MIN_TABLE = 64
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
+"""Layer index, queries [N, Q, D], keys and values [N, H, D] to outputs [N, Q * D]; None ends the pass."""
 
 
 class Forward(Protocol):
@@ -108,3 +120,191 @@ def decode_attention(
         grouped_RHGD, key, value, attn_mask=attention_mask, scale=scaling
     )
     return output_RHGD.reshape(query.shape[0], 1, query.shape[1], value.shape[3]), None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Norm:
+    """Root mean square norm with the roundings of transformers' modules: in float32, scaled in the model's dtype."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            # There torch's own function is made of more operations than these.
+            return (x * x.square().mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()).mul_(self.weight)
+        return self.weight * functional.rms_norm(x.float(), self.weight.shape, None, self.epsilon).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Linear:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """One decoder layer's parameters: the very objects of the model, so that new weights need no notice here."""
+
+    attention_norm: _Norm
+    query: _Linear
+    key: _Linear
+    value: _Linear
+    query_norm: _Norm | None
+    key_norm: _Norm | None
+    output: _Linear
+    mlp_norm: _Norm
+    gate: _Linear
+    up: _Linear
+    down: _Linear
+    activation: Callable[[Tensor], Tensor]
+
+
+class _Rotation:
+    """Rotary position embedding by table: cosines, and sines for heads whose halves are swapped instead of rotated.
+
+    Types of embedding whose frequencies depend on the length of the text are computed anew in every pass.
+    """
+
+    def __init__(self, module: Any, head_dim: int) -> None:
+        self._module = module
+        self._half = head_dim // 2
+        self._has_table = module.rope_type in _FIXED_ROPE_TYPES
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x_NE: Tensor, positions_N: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, 1, D] of these positions, all below ``length``, in the dtype of ``x_NE``."""
+        if not self._has_table:
+            return self._computed(x_NE, positions_N)
+        if self._table is None or len(self._table[0]) < length:
+            size = max(_MIN_TABLE, 1 << (length - 1).bit_length())
+            self._table = self._computed(x_NE, torch.arange(size, device=x_NE.device))
+        cos_P1D, sin_P1D = self._table
+        return cos_P1D.index_select(0, positions_N), sin_P1D.index_select(0, positions_N)
+
+    def _computed(self, x_NE: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        cos_N1D, sin_N1D = self._module(x_NE, positions_N[:, None])
+        # The sign that a rotation gives to one half of the head moves over to the sine.
+        return cos_N1D, torch.cat((-sin_N1D[..., : self._half], sin_N1D[..., self._half :]), dim=-1)
+
+
+class LlamaForward:
+    """See ``forward.Forward``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        body: Any = model.base_model
+        attention = body.layers[0].self_attn
+        self._embedding: Tensor = body.embed_tokens.weight
+        self._rotation = _Rotation(body.rotary_emb, attention.head_dim)
+        self._layers = [_layer(module) for module in body.layers]
+        self._norm = _norm(body.norm)
+        self._head = _linear(model.get_output_embeddings())
+        self._head_dim: int = attention.head_dim
+        self._num_kv_heads: int = attention.k_proj.out_features // self._head_dim
+        self._num_groups: int = attention.num_key_value_groups
+        self._scale: float = attention.scaling
+
+    @staticmethod
+    def fits(model: PreTrainedModel) -> bool:
+        """Whether ``model`` is of a class that this pass was written after, unquantised and without adapters."""
+        from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+        if type(model) not in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM):
+            return False
+        # Adapters and quantisers put modules of their own in the place of the linear ones.
+        plain = all(type(m) is nn.Linear for name, m in model.named_modules() if name.endswith(("_proj", "lm_head")))
+        return plain and len({(p.dtype, p.device) for p in model.parameters()}) == 1
+
+    def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
+        """Logits [R, V] after one more token a row, int64 [R]; ``cache`` has begun the step with these positions."""
+        num_rows, num_slots = cache.hidden_RN.shape
+        # As floats once a step, for sdpa would turn booleans into them in every layer.
+        mask_RN = torch.zeros_like(cache.hidden_RN, dtype=self._embedding.dtype)
+        mask = mask_RN.masked_fill_(cache.hidden_RN, -torch.inf)[:, None, None]
+
+        def attend(layer: int, queries_RQD: Tensor, keys_RHD: Tensor, values_RHD: Tensor) -> Tensor:
+            keys, values = cache.update(keys_RHD.unsqueeze(2), values_RHD.unsqueeze(2), layer)
+            # The query heads of one KV head become the query positions of one attention.
+            queries_RHGD = queries_RQD.view(num_rows, self._num_kv_heads, self._num_groups, self._head_dim)
+            output = functional.scaled_dot_product_attention(
+                queries_RHGD, keys, values, attn_mask=mask, scale=self._scale
+            )
+            return output.reshape(num_rows, -1)
+
+        hidden_RE = self._hidden(ids_R, positions_R, num_slots, attend)
+        if hidden_RE is None:
+            raise RuntimeError("expected hidden states: a decoding step attends in every layer")
+        return self._head(self._norm(hidden_RE))
+
+    def prefill(self, ids_BT: Tensor) -> PrefillCache:
+        """The keys and values of prompts, int64 [B, T], padded on the right with any token."""
+        cache = PrefillCache()
+        num_prompts, length = ids_BT.shape
+        last = len(self._layers) - 1
+
+        def attend(layer: int, *heads_ND: Tensor) -> Tensor | None:
+            queries, keys, values = (h.unflatten(0, (num_prompts, length)).transpose(1, 2) for h in heads_ND)
+            cache.update(keys, values, layer)
+            if layer == last:
+                return None
+            output = functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=self._scale, enable_gqa=self._num_groups > 1
+            )
+            return output.transpose(1, 2).reshape(num_prompts * length, -1)
+
+        positions_T = torch.arange(length, device=ids_BT.device)
+        self._hidden(ids_BT.flatten(), positions_T.repeat(num_prompts), length, attend)
+        return cache
+
+    def _hidden(self, ids_N: Tensor, positions_N: Tensor, length: int, attend: Attend) -> Tensor | None:
+        """The last layer's output [N, E], before the final norm; None once ``attend`` says None."""
+        x_NE = functional.embedding(ids_N, self._embedding)
+        cos_N1D, sin_N1D = self._rotation(x_NE, positions_N, length)
+        half = self._head_dim // 2
+        num_heads = self._num_kv_heads * self._num_groups
+        for index, layer in enumerate(self._layers):
+            h_NE = layer.attention_norm(x_NE)
+            queries_ND, keys_ND, values_ND = layer.query(h_NE), layer.key(h_NE), layer.value(h_NE)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                queries_ND = layer.query_norm(queries_ND.unflatten(1, (-1, self._head_dim))).flatten(1)
+                keys_ND = layer.key_norm(keys_ND.unflatten(1, (-1, self._head_dim))).flatten(1)
+            heads_NXD = torch.cat((queries_ND, keys_ND), dim=1).view(len(x_NE), -1, self._head_dim)
+            heads_NXD = (heads_NXD * cos_N1D).add_(heads_NXD.roll(half, -1).mul_(sin_N1D))
+            values_NHD = values_ND.view(len(x_NE), -1, self._head_dim)
+            attended_ND = attend(index, heads_NXD[:, :num_heads], heads_NXD[:, num_heads:], values_NHD)
+            if attended_ND is None:
+                return None
+            x_NE = layer.output(attended_ND).add_(x_NE)
+            h_NE = layer.mlp_norm(x_NE)
+            x_NE = layer.down(layer.activation(layer.gate(h_NE)).mul_(layer.up(h_NE))).add_(x_NE)
+        return x_NE
+
+
+def _layer(module: Any) -> _Layer:
+    attention, mlp = module.self_attn, module.mlp
+    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return _Layer(
+        attention_norm=_norm(module.input_layernorm),
+        query=_linear(attention.q_proj),
+        key=_linear(attention.k_proj),
+        value=_linear(attention.v_proj),
+        query_norm=None if query_norm is None else _norm(query_norm),
+        key_norm=None if key_norm is None else _norm(key_norm),
+        output=_linear(attention.o_proj),
+        mlp_norm=_norm(module.post_attention_layernorm),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        activation=mlp.act_fn.forward,
+    )
+
+
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon)
+
+
+def _linear(module: Any) -> _Linear:
+    return _Linear(module.weight, module.bias)

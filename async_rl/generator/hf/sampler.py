@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from async_rl.generator.hf.forward import Forward
-from async_rl.generator.hf.slot_cache import PrefillCache, SlotCache
+from async_rl.generator.hf.slots import PrefillCache, SlotCache
 from async_rl.queue.parity import ProbeSequence
 from async_rl.sampling_mask import SamplingMask, pack_ids
 

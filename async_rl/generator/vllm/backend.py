@@ -25,17 +25,19 @@ from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.causal_model import WeightTable, describe_model, end_of_sequence_ids
 from async_rl.generator.parity import ScoringMode
-from async_rl.generator.vllm.engine import KvCacheCapacity, Piece, VllmEngine
-from async_rl.generator.vllm.sampling import (
+from async_rl.generator.vllm.adapter import (
     Gathered,
+    check_installed,
+    engine_arguments,
     logprob_of,
     num_listed,
+    prepare_environment,
     sampling_parameters,
     scoring_parameters,
     seeds,
     token_versions,
 )
-from async_rl.generator.vllm.start import check_installed, engine_arguments, prepare_environment
+from async_rl.generator.vllm.engine import KvCacheCapacity, Piece, VllmEngine
 from async_rl.generator.vllm.worker_link import SharedStaging
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease

@@ -1,32 +1,71 @@
 """Our weight transfer inside vLLM's worker processes: from the generator's shared memory into the model.
 
-vLLM builds it, by the name that ``plugin`` registers. The generator has received and verified the bytes before the
-engine is paused. The model gets them in one of two ways: *prepared* while it decodes and swapped in by pointers
-(``prepare``; on the CPU), or *loaded* by vLLM's own update while the engine is paused.
+vLLM builds ``SharedWeights``, by the name that ``plugin`` registers. The generator has received and verified the bytes
+before the engine is paused. The model gets them in one of two ways: vLLM's own update *loads* them while the engine is
+paused, or a thread *prepares* them while the model decodes (on the CPU).
+
+The worker's own thread runs vLLM's calls, decode steps among them, one after the other. The thread of ``Preparer``
+serves the generator's commands (``worker_link``). So a preparation does not block decode steps; it only competes for
+processor time, memory bandwidth and Python's lock. Only ``swap`` is called between two steps; it exchanges pointers.
+
+A ``DoubleBuffer`` is a second set of a vLLM model's tensors (CPU only). It is loaded while the model decodes; then
+pointers are exchanged. vLLM's CPU build repacks weights for its kernels, which is slow. ``DoubleBuffer`` copies the
+model's module tree without tensors, allocates new tensors in checkpoint layout, and lets vLLM load and pack them layer
+by layer. ``swap`` then moves the new tensors and kernels into the existing layer and parameter objects. The names are
+those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    layerwise_groups,  # pyright: ignore[reportMissingImports]
+)
+from vllm.model_executor.layers.attention import (  # pyright: ignore[reportMissingImports]
+    Attention,
+    is_deferred_attention_layer,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.layers.quantization.base_config import (  # pyright: ignore[reportMissingImports]
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
+    UnquantizedEmbeddingMethod,
 )
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+    _get_original_loader,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
+    materialize_meta_tensor,
+    to_meta_tensor,
+)
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs  # pyright: ignore[reportMissingImports]
 
-from async_rl.generator.vllm.prepare import Preparer, obstacle
-from async_rl.generator.vllm.worker_link import map_tensors
+from async_rl.generator.vllm.worker_link import map_tensors, write_report
 from async_rl.weights.manifest import digest_bytes
+
+_SWITCH_S = 0.0005
+"""For how long the thread may keep Python's lock from a decode step that wants it; Python's default is ten times it."""
+_OWN = frozenset(("_parameters", "_buffers", "_modules"))
+"""Of a layer's attributes: every copied layer has its own from the beginning."""
 
 
 class WorkerCalls:
@@ -115,7 +154,7 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
 
     @cached_property
     def obstacle(self) -> str:
-        """See ``prepare.obstacle``."""
+        """See the function ``obstacle``."""
         return obstacle(self.model, self.device)
 
     def swap(self, number: int) -> None:
@@ -149,3 +188,226 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
 
     def shutdown(self) -> None:
         self._tensors.clear()
+
+
+class Preparer:
+    """One worker's. ``tensors`` are views into the shared memory; what lies there is prepared."""
+
+    def __init__(
+        self,
+        model: Any,
+        vllm_config: Any,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        rank: int,
+        command_path: str,
+        report_path: str,
+    ) -> None:
+        self._model, self._config, self._tensors = model, vllm_config, tensors
+        self._rank = rank
+        self._report_fd = os.open(report_path, os.O_WRONLY)
+        self._ready: tuple[int, DoubleBuffer] | None = None
+        self._old: list[Any] = []
+        sys.setswitchinterval(_SWITCH_S)
+        threading.Thread(target=self._serve, args=(command_path,), name="prepare-weights", daemon=True).start()
+
+    def swap(self, number: int) -> None:
+        """Give the model what was prepared as ``number``. The worker's own thread calls it, between two steps.
+
+        Raises:
+            RuntimeError: that is not ready; the model is as it was.
+        """
+        if self._ready is None or self._ready[0] != number:
+            raise RuntimeError(f"expected preparation {number} to be ready, got {self._ready and self._ready[0]}")
+        (_, copy), self._ready = self._ready, None
+        self._old.append(copy.swap())
+
+    def _serve(self, command_path: str) -> None:
+        with open(command_path, encoding="ascii") as commands:
+            for line in commands:
+                match line.split():
+                    case ["prepare", number]:
+                        self._prepare(int(number))
+                    case ["release"]:
+                        self._release()
+
+    def _release(self) -> None:
+        while self._old:
+            release(self._old.pop())
+
+    def _prepare(self, number: int) -> None:
+        error = ""
+        try:
+            # What was swapped out, or made ready and not taken, makes room first.
+            self._release()
+            self._ready = None
+            # vLLM keeps it in a global of the process, and nothing sets another one once the engine runs.
+            with set_current_vllm_config(self._config):
+                copy = DoubleBuffer(self._model)
+                copy.load(self._tensors)
+            self._ready = number, copy
+        except Exception as failure:  # the boundary: the generator decides, and the old weights are as they were
+            error = f"{type(failure).__name__}: {failure}"
+        write_report(self._report_fd, rank=self._rank, number=number, error=error)
+
+
+def obstacle(model: Any, device: torch.device) -> str:
+    """Why ``model`` can't be double-buffered; empty: it can.
+
+    What vLLM makes of the weights of other kinds of layers (mixtures of experts, latent attention, quantised ones) is
+    kept in places that the double buffer does not know.
+    """
+    if device.type != "cpu":
+        return f"the model is on {device.type}, where a version is copied into the tensors that are there"
+    if callable(getattr(model, "process_weights_after_loading", None)):
+        return f"{type(model).__name__} processes its weights as a whole"
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        known = method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        if isinstance(method, QuantizeMethodBase) and not known:
+            return f"{name} is computed by {type(method).__name__}"
+        if is_deferred_attention_layer(layer) and type(layer) is not Attention:
+            return f"{name} is a {type(layer).__name__}"
+        held = get_layerwise_info(layer).restore_metadata[0]
+        for key, parameter in layer._parameters.items():
+            if parameter is not None and parameter.numel() == 0 and key not in held:
+                return f"the shape of {name}.{key} before it was packed is not known"
+    return ""
+
+
+class DoubleBuffer:
+    """One version's tensors and kernels for ``model``: ``load`` once, then ``swap`` once."""
+
+    def __init__(self, model: Any) -> None:
+        self._pairs: list[tuple[Any, Any, dict[str, Any]]] = []
+        """Layer, its copy, and the copy's attributes as they were before it was loaded."""
+        self._parameters: dict[int, torch.nn.Parameter] = {}
+        """By the identity of the model's parameter: tied ones stay tied."""
+        self._layers: dict[int, Any] = {}
+        self._root: Any = self._copy_of(model)
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._data: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._old: list[Any] = []
+
+    def _copy_of(self, layer: Any) -> Any:
+        if (known := self._layers.get(id(layer))) is not None:
+            return known
+        copy = object.__new__(type(layer))
+        self._layers[id(layer)] = copy
+        # Copied at once: a step may be running, and give a layer an attribute.
+        before = dict(layer.__dict__)
+        copy.__dict__.update(before)
+        copy.__dict__["_parameters"] = {
+            name: None if parameter is None else self._fresh(layer, name, parameter)
+            for name, parameter in layer._parameters.items()
+        }
+        copy.__dict__["_buffers"] = dict(layer._buffers)
+        copy.__dict__["_modules"] = {
+            name: None if child is None else self._copy_of(child) for name, child in layer._modules.items()
+        }
+        self._pairs.append((layer, copy, before))
+        return copy
+
+    def _fresh(self, layer: Any, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """A parameter as a checkpoint has it. Its memory is touched when it is loaded, and not before."""
+        if (known := self._parameters.get(id(parameter))) is not None:
+            return known
+        # vLLM has noted shapes and loaders before it packed anything; of what is never packed it notes nothing.
+        held = get_layerwise_info(layer).restore_metadata[0]
+        meta = held[name] if name in held else to_meta_tensor(parameter)
+        fresh = restore_layer_refs(materialize_meta_tensor(meta), layer)
+        if hasattr(fresh, "weight_loader"):
+            # vLLM's own reload leaves wrappers behind in its notes, which load nothing outside of such a reload.
+            fresh.weight_loader = _get_original_loader(fresh)
+        self._parameters[id(parameter)] = fresh
+        return fresh
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy ``tensors`` (a whole version, by the checkpoint's names) in, and pack them.
+
+        Raises:
+            ValueError: a parameter is missing, or the result is not what the model computes with.
+            Exception: whatever vLLM's loading objects to.
+        """
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        unpacked = [
+            (copy, {names[id(parameter)] for parameter in copy._parameters.values() if parameter is not None})
+            for _, copy, _ in self._pairs
+            if isinstance(getattr(copy, "quant_method", None), QuantizeMethodBase)
+        ]
+        loaded: set[str] = set()
+        # A decoder layer at a time, so that only one of them is in memory as it was before packing.
+        for group in layerwise_groups(list(tensors)):
+            found = self._root.load_weights((name, tensors[name]) for name in group)
+            if found is None:
+                raise ValueError(f"{type(self._root).__name__} does not say which parameters it has loaded")
+            loaded |= found
+            for copy, wanted in unpacked:
+                if wanted <= loaded:
+                    _pack(copy)
+            unpacked = [(copy, wanted) for copy, wanted in unpacked if not wanted <= loaded]
+        if missing := sorted(set(names.values()) - loaded):
+            raise ValueError(f"expected every parameter of the model in a version, missing {missing[:5]}")
+        self._check()
+        self._note_changes()
+
+    def _check(self) -> None:
+        """That nothing but pointers is left to be swapped."""
+        for layer, copy, _ in self._pairs:
+            buffers = [(copy._buffers.get(name), layer._buffers.get(name)) for name in copy._buffers | layer._buffers]
+            if copy._parameters.keys() != layer._parameters.keys() or any(new is not old for new, old in buffers):
+                raise ValueError(f"vLLM has made or replaced tensors in {type(layer).__name__}, which can't be swapped")
+            for name, old in layer._parameters.items():
+                new = copy._parameters[name]
+                if old is not None and (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype):
+                    raise ValueError(
+                        f"expected {name} of {type(layer).__name__} to be {list(old.shape)}, {old.dtype} once packed, "
+                        f"got {list(new.shape)}, {new.dtype}"
+                    )
+
+    def _note_changes(self) -> None:
+        """What ``swap`` has to do, so that it does nothing else; and what is old after it."""
+        for layer, copy, before in self._pairs:
+            changed = {
+                key: value for key, value in copy.__dict__.items() if key not in _OWN and before.get(key) is not value
+            }
+            if changed:
+                self._attributes.append((layer.__dict__, changed))
+                self._old += [before.get(key) for key in changed]
+            for name, parameter in layer._parameters.items():
+                if parameter is not None and parameter.numel():
+                    self._data.append((parameter, copy._parameters[name].data))
+                    self._old.append(parameter.data)
+
+    def swap(self) -> list[Any]:
+        """Give the model this version. Returns what it held before, to be released by ``release`` at leisure.
+
+        A microsecond for each tensor: no byte of a weight is touched.
+        """
+        for attributes, changed in self._attributes:
+            attributes.update(changed)
+        for parameter, data in self._data:
+            parameter.data = data
+        # The copy's own tree goes with it: taking it apart takes longer than all of this.
+        return [*self._old, self._root, self._pairs, self._attributes, self._data]
+
+
+def _pack(layer: Any) -> None:
+    """What vLLM does with a layer's weights once they are loaded."""
+    weights = list(layer._parameters.values())
+    layer.quant_method.process_weights_after_loading(layer)
+    release([weight for weight in weights if not any(weight is kept for kept in layer._parameters.values())])
+
+
+@torch.no_grad()
+def release(old: list[Any]) -> None:
+    """Free the memory of these tensors, and forget them and everything else in ``old``.
+
+    Giving hundreds of megabytes back to the system takes milliseconds. Inside an operation of torch that does not hold
+    Python's lock, so whatever decodes goes on meanwhile; a tensor that is merely forgotten is freed under it.
+    """
+    while old:
+        thing = old.pop()
+        if isinstance(thing, torch.Tensor):
+            thing.set_()  # pyright: ignore[reportCallIssue]  (its stub lacks this form)

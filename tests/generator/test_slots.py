@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.generator.counter_random import rollout_keys, uniforms
-from async_rl.generator.hf.running_sequences import RunningSequences
+from async_rl.generator.backend import rollout_keys, uniforms
+from async_rl.generator.hf.slots import RunningSequences
 from tests.examples import examples
 from tests.generator.leases import make_lease
 
