@@ -26,7 +26,7 @@ import torch
 
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
-from async_rl.learner.engine.protocol import ScoredBy, UpdateStats
+from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.start import LearnerContext, train_with
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from async_rl.config.loss import LossConfig
-from async_rl.errors import StaleRolloutError
-from async_rl.learner.engine.protocol import Engine, ScoredBy
+from async_rl.learner.engine import Engine, ScoredBy
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
@@ -203,24 +202,6 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
     if sequence.sampling_mask is None or mask is sequence.loss_mask:
         return sequence.sampling_mask
     return select(sequence.sampling_mask, mask[sequence.loss_mask])
-
-
-def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int) -> None:
-    """Check that no trained token is above the staleness bound. ``version`` is the one that trains last on the batch.
-
-    Raises:
-        StaleRolloutError: a token is above the bound. The queue never hands one over, so this is a bug of ours.
-    """
-    sequences = [s for s in prepared.sequences if prepared.sequence_tokens[s.sequence_id]]
-    if not sequences:
-        return
-    oldest = int(np.concatenate([s.versions[s.loss_mask] for s in sequences]).min())
-    if version - oldest > max_staleness:
-        raise StaleRolloutError(
-            f"expected tokens of at most {max_staleness} versions of age (queue.max_staleness), but the queue handed "
-            f"over one that is {version - oldest} versions old (sampled at {oldest}, learner at {version}); this is a "
-            f"bug in async-rl, please report it"
-        )
 
 
 def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> PreparedBatch:

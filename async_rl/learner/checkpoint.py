@@ -1,10 +1,10 @@
-"""Checkpoints: written whole or not at all, read back on any number of ranks.
+"""Checkpoints: written whole or not at all, read back on any number of ranks; and ``TrainerState``, which they hold.
 
 ::
 
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
-        step-000100/     engine files, extra.msgpack (plain data of the trainer), hf/ (config and tokenizer)
+        step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer)
         .partial-*/      being written, or left by a dead process; removed by the next commit
 
 A commit writes under a temporary name, flushes, renames, then replaces ``latest``. If the process is killed at any
@@ -24,11 +24,13 @@ import json
 import os
 import re
 import shutil
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import msgpack
 import torch
@@ -37,8 +39,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.errors import RunError
-from async_rl.learner.engine.protocol import Engine
+from async_rl.learner.engine import Engine
 from async_rl.learner.engine.ranks import Ranks
+from async_rl.learner.staleness import BoundState
 from async_rl.process.fault_points import fault_point
 
 MODEL_FILES = "hf"
@@ -48,6 +51,68 @@ _EXTRA = "extra.msgpack"
 _LATEST = "latest"
 _PARTIAL = ".partial-"
 _STEP = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """What the trainer remembers across a restart. The next step trains with weights of ``version``.
+
+    Attributes:
+        lineage, parent_lineage: names of this learner start and of the one whose checkpoint it resumes.
+        fork_version: the version of that checkpoint.
+        elapsed_s: the run's time up to here, without the time between learner starts.
+        digests: versions that may still be in flight -> the digests they were published with. There are two if a
+            restart published the same weights with another ``experimental.bucket_bytes``.
+        pending_evals: (dataset, step) of evaluations that were requested and not yet written.
+        skipped_in_a_row: optimizer steps since the last one that was not skipped (``step_result.py``).
+        bound_state: the state of an adaptive staleness bound (``staleness.py``).
+        exhausted: the data has ended.
+    """
+
+    step: int = 0
+    version: int = 0
+    lineage: str = ""
+    parent_lineage: str = ""
+    fork_version: int = 0
+    elapsed_s: float = 0.0
+    digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    pending_evals: list[tuple[str, int]] = field(default_factory=list)
+    skipped_in_a_row: int = 0
+    bound_state: BoundState | None = None
+    exhausted: bool = False
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this start resumes a checkpoint."""
+        return bool(self.parent_lineage)
+
+    def add_digest(self, version: int, digest: str) -> None:
+        """Remember a digest that ``version`` was published with."""
+        known = self.digests.get(version, ())
+        self.digests[version] = known if digest in known else (*known, digest)
+
+    def fork(self) -> TrainerState:
+        """The state of a new learner start that resumes here, under a new lineage."""
+        return replace(
+            self, lineage=uuid.uuid4().hex[:12], parent_lineage=self.lineage, fork_version=self.version,
+            digests=dict(self.digests), pending_evals=list(self.pending_evals),
+        )  # fmt: skip
+
+    def to_plain(self) -> dict[str, Any]:
+        plain = asdict(self)
+        plain["digests"] = {str(version): list(digests) for version, digests in self.digests.items()}
+        plain["pending_evals"] = [list(item) for item in self.pending_evals]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in plain.items() if key in known}
+        values["digests"] = {int(version): tuple(digests) for version, digests in plain["digests"].items()}
+        values["pending_evals"] = [(str(name), int(step)) for name, step in plain["pending_evals"]]
+        if values.get("bound_state") is not None:
+            values["bound_state"] = BoundState(**values["bound_state"])
+        return cls(**values)
 
 
 def checkpoint_name(step: int) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
+from async_rl.learner.checkpoint import TrainerState
 from async_rl.learner.recorder import WaitLog
-from async_rl.learner.state import TrainerState
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import EvalResult
 from async_rl.rewards.answers import vote_key_of

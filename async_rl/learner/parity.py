@@ -26,7 +26,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.errors import ParityError
 from async_rl.learner.batch import PreparedBatch
-from async_rl.learner.engine.protocol import Engine
+from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import TakenGroup

@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from async_rl.config.config import Config
-from async_rl.learner.engine.protocol import Engine
+from async_rl.learner.checkpoint import TrainerState
+from async_rl.learner.engine import Engine
 from async_rl.learner.parity import ParityGate
-from async_rl.learner.state import TrainerState
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import Announcement

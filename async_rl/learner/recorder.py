@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from async_rl.config.config import Config
-from async_rl.learner.drop_bias import DropBias
+from async_rl.learner.checkpoint import TrainerState
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import WeightsPlane
-from async_rl.learner.state import TrainerState
-from async_rl.learner.step_metrics import step_metrics
-from async_rl.learner.step_result import StepResult
+from async_rl.learner.staleness import DropBias
+from async_rl.learner.step_result import StepResult, step_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 

@@ -33,9 +33,9 @@ from async_rl.config.config import Config
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, RunError
 from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import Schedule
-from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import SupervisedObjective

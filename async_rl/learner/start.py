@@ -21,14 +21,13 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files
 from async_rl.errors import QueueError
-from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
+from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
+from async_rl.learner.engine import Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.protocol import Engine
 from async_rl.learner.engine.ranks import compute_dtype, init_ranks
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsPlane
-from async_rl.learner.state import TrainerState
 from async_rl.learner.trainer import Trainer
 from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
@@ -72,17 +71,6 @@ class LearnerContext:
     on_queue: Callable[[str], None] | None = None
     export: bool = False
     may_start_queue: bool = True
-
-
-class RunCheckpoints:
-    """Writes the checkpoints of one run: the engine's state, the trainer's and the queue's."""
-
-    def __init__(self, engine: Engine, run_dir: RunDir, keep_last: int) -> None:
-        self._engine, self._run_dir, self._keep_last = engine, run_dir, keep_last
-
-    def write(self, state: TrainerState, snapshot: bytes) -> None:
-        extra = {"trainer": state.to_plain(), "queue": snapshot}
-        write_checkpoint(self._engine, self._run_dir.path, state.step, extra, keep_last=self._keep_last)
 
 
 def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True) -> None:
@@ -164,7 +152,6 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             weights=_weights_plane(config, publisher),
             metrics=metrics,
             step_log=trained,
-            checkpoints=RunCheckpoints(engine, run_dir, config.checkpoint.keep_last),
             run_dir=run_dir.path,
             decode=context.decode,
             parity=_parity_gate(config, engine, queue, context.device),

@@ -5,7 +5,7 @@
     pack, train          _update        engine: pack, log-probs, loss, clip, optimizer step; then version + 1
     acknowledge          _acknowledge   the queue learns what was trained, and the new version
     publish              VersionPublisher: the new weights go to the generators
-    record, checkpoint   StepRecorder, Checkpointer
+    record, checkpoint   StepRecorder, write_checkpoint
 
 The other ranks follow the engine's commands. All parts arrive through ``__init__``, so that a benchmark or test can
 replace any of them; ``start.py`` builds the real ones.
@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
 from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import PreparedBatch, check_staleness, prepare_batch, with_scores
-from async_rl.learner.engine.protocol import Engine, UpdateStats
+from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
+from async_rl.learner.checkpoint import TrainerState, write_checkpoint
+from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import VersionPublisher, WeightsPlane
 from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
-from async_rl.learner.staleness_control import BoundLimits, BoundState, read, update_bound
-from async_rl.learner.state import TrainerState
+from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.learner_client import LearnerQueue
@@ -38,12 +37,6 @@ logger = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 2.0
 """One take waits this long at the queue. Between two takes the other ranks are ticked and evaluations collected."""
-
-
-class Checkpointer(Protocol):
-    """Writes one checkpoint whole or not at all."""
-
-    def write(self, state: TrainerState, snapshot: bytes) -> None: ...
 
 
 class Trainer:
@@ -59,14 +52,13 @@ class Trainer:
         weights: WeightsPlane,
         metrics: RowWriter,
         step_log: RowWriter,
-        checkpoints: Checkpointer,
         run_dir: Path,
         decode: Decode,
         parity: ParityGate | None = None,
     ) -> None:
         """``parity`` compares the generators' engines with the learner's; if unset, nothing does."""
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
-        self._checkpoints, self._parity = checkpoints, parity
+        self._run_dir, self._parity = run_dir, parity
         self._recorder = StepRecorder(
             config, state,
             metrics=metrics, step_log=step_log, weights=weights, parity=parity, run_dir=run_dir, decode=decode,
@@ -182,7 +174,7 @@ class Trainer:
         if limits is None:
             return {}
         before = self.state.bound_state or BoundState(limits.highest)
-        after = update_bound(before, read(result.updates, oldest=result.staleness.max), limits)
+        after = update_bound(before, reading_of(result.updates, oldest=result.staleness.max), limits)
         self.state.bound_state = after
         if after.bound != before.bound:
             step = self.state.step + 1
@@ -217,7 +209,9 @@ class Trainer:
 
     def _checkpoint(self, snapshot: bytes) -> None:
         self.state.elapsed_s = self._clock.elapsed_s
-        self._checkpoints.write(self.state, snapshot)
+        extra = {"trainer": self.state.to_plain(), "queue": snapshot}
+        keep_last = self.config.checkpoint.keep_last
+        write_checkpoint(self.engine, self._run_dir, self.state.step, extra, keep_last=keep_last)
         self.queue.checkpoint_committed(self.state.lineage, self.state.step)
         self._last_checkpoint = self.state.step
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
-from async_rl.learner.engine.protocol import UpdateStats
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.ranks import Ranks, init_ranks
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
 from async_rl.learner.packing import TrainSequence

@@ -7,8 +7,9 @@ from msgspec import structs
 from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
 from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import check_staleness, prepare_batch
-from async_rl.learner.step_result import staleness_summary, trained_counts
+from async_rl.learner.batch import prepare_batch
+from async_rl.learner.staleness import check_staleness, staleness_summary
+from async_rl.learner.step_result import trained_counts
 from async_rl.queue.messages import TakenGroup, TrainedCounts
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 from async_rl.sampling_mask import pack_ids

@@ -21,7 +21,7 @@ from async_rl.learner.checkpoint import (
     write_checkpoint,
     write_extra,
 )
-from async_rl.learner.engine.protocol import Engine
+from async_rl.learner.engine import Engine
 
 
 class FileEngine:

@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.errors import ParityError
 from async_rl.learner.batch import prepare_batch
-from async_rl.learner.engine.protocol import Engine
+from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
 from async_rl.queue.client.learner_client import LearnerQueue

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.objective import update_stats
-from async_rl.learner.staleness_control import (
+from async_rl.learner.staleness import (
     HEALTHY_STEPS,
     OVERLOADED_STEPS,
     BoundLimits,
     BoundState,
     Reading,
-    read,
+    reading_of,
     update_bound,
 )
 from async_rl.net.codec import decode_group
@@ -141,11 +141,11 @@ def test_the_worst_of_a_batch_s_updates_is_read():
         update_stats(sums_of(ratios, LossConfig(), versions=[3, 2, 2]), max(ratios), [4], STEPPED)
         for ratios in ([1.0, 2.0, 0.5], [1.0, 1.0, 1.0])
     ]
-    reading = read([None, *updates], oldest=1)
+    reading = reading_of([None, *updates], oldest=1)
     assert reading is not None
     assert (reading.ess, reading.kl) == pytest.approx((3.5**2 / (3 * 5.25), 1 / 6), rel=1e-5)
     assert reading.oldest == 1
-    assert read([None], oldest=0) is None
+    assert reading_of([None], oldest=0) is None
 
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine.protocol import UpdateStats
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
-from async_rl.learner.step_metrics import turn_metrics, update_metrics
+from async_rl.learner.step_result import turn_metrics, update_metrics
 from async_rl.records import Rollout, Turn
 from tests.learner.losses.cases import of_ratios
 

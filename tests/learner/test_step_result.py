@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
-from async_rl.learner.engine.protocol import UpdateStats
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.step_result import check_skipped, count_skipped
 
 

@@ -15,12 +15,11 @@ from msgspec import structs
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
-from async_rl.learner.checkpoint import latest_checkpoint, write_extra
-from async_rl.learner.engine.protocol import Engine, UpdateStats
+from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_extra
+from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane
-from async_rl.learner.start import RunCheckpoints, _restore, _rewind
-from async_rl.learner.state import TrainerState
+from async_rl.learner.start import _restore, _rewind
 from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.core import learner_requests, report
@@ -152,7 +151,6 @@ class Run:
             weights=weights,
             metrics=metrics,
             step_log=trained,
-            checkpoints=RunCheckpoints(engine, run_dir, 2),
             run_dir=self.path,
             decode=str,
         )

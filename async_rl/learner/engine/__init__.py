@@ -1,6 +1,101 @@
 """Everything that touches the learner's device: model, log-probabilities, gradients, optimizer, ranks.
 
 In: the sequences of one optimizer step, from the trainer or from ``sft``. Out: ``UpdateStats``, log-probabilities on
-request, whole parameters for publishing, checkpoints. ``protocol.Engine`` is all that callers see;
-``fsdp_engine.FsdpEngine`` is the real one. Rank 0 is called, and the other ranks follow its commands (``ranks.py``).
+request, whole parameters for publishing, checkpoints. ``Engine``, defined here, is the protocol that callers use;
+``fsdp_engine.FsdpEngine`` implements it. Rank 0 is called, and the other ranks follow its commands (``ranks.py``).
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from async_rl.learner.packing import TrainSequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ScoredBy = Literal["policy", "reference"]
+"""The model that ``Engine.score`` uses: the policy with its current weights, or the frozen reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """One optimizer step, summed over micro-batches and ranks.
+
+    Attributes:
+        stepped: False if the optimizer step was skipped: the gradient is not finite, nothing is left to train on, or
+            a limit was passed (``loss.min_ess``, ``loss.max_kl``).
+        reason: why it was skipped; empty if it was not.
+        tokens_trained: tokens in the loss.
+        ratio_mean, ratio_max: of pi/mu over trained tokens.
+        clip_fraction: share of trained tokens whose ratio was cut at a bound.
+        ess: normalised effective sample size, in (0, 1].
+        entropy, mean_abs_log_ratio: means over trained tokens, nats.
+        skipped_sequence_ids, skipped_tokens: sequences that the loss skipped, and their tokens.
+        mismatch_kl: staleness (0, 1, ...) -> (sum of the k3 estimate of KL(mu || pi), tokens).
+        out_of_range_tokens: single tokens outside ``loss.token_range``.
+        reference_kl: mean KL in the loss, nats.
+        by_lag: float64 [lags, columns] for ``losses.diagnostics.summarise``; no rows if nothing was measured.
+    """
+
+    stepped: bool
+    reason: str
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_trained: int
+    ratio_mean: float
+    ratio_max: float
+    clip_fraction: float
+    ess: float
+    entropy: float
+    mean_abs_log_ratio: float
+    skipped_sequence_ids: tuple[int, ...] = ()
+    skipped_tokens: int = 0
+    mismatch_kl: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    out_of_range_tokens: int = 0
+    reference_kl: float = 0.0
+    by_lag: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+
+
+class Engine(Protocol):
+    """Model, optimizer and ranks, as the trainer's loop uses them."""
+
+    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
+        """One optimizer step on these sequences. ``version`` is the learner's before it (for staleness splits)."""
+        ...
+
+    def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> Mapping[int, np.ndarray]:
+        """Log-probabilities of each sequence's trained tokens: sequence id to float32 [its N], nats, no gradient.
+
+        Tempered like those of ``update``, and computed the same way, packed and on all ranks. Changes nothing.
+        """
+        ...
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, in Hugging Face names and a fixed order, on rank 0's host or device, wire dtype.
+
+        It runs collectives on all ranks: read it to the end before you call anything else.
+        """
+        ...
+
+    def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
+        """Model, optimizer, schedule and RNG into ``directory`` (not yet committed), ``extra`` (plain data) beside."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote, on any number of ranks."""
+        ...
+
+    def tick(self) -> None:
+        """Send the other ranks a sign of life while rank 0 waits, so that they do not time out."""
+        ...
+
+    def close(self) -> None:
+        """Release the other ranks. May be called again."""
+        ...

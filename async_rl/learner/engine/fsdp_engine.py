@@ -28,9 +28,9 @@ from async_rl.config.config import Config
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError, TrainingError
 from async_rl.learner.checkpoint import load_training_state, save_training_state, write_extra, write_model_files
+from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
-from async_rl.learner.engine.protocol import ScoredBy, UpdateStats
 from async_rl.learner.engine.ranks import Ranks, compute_dtype
 from async_rl.learner.losses.objective import Objective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays

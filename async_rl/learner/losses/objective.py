@@ -16,9 +16,9 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.config.loss import LossConfig
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
-from async_rl.learner.engine.protocol import UpdateStats
 from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.parts import aggregate, check_shapes
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss

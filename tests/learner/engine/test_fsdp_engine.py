@@ -14,8 +14,8 @@ import torch
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import OPTIMIZER, load_tensors
+from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.protocol import ScoredBy, UpdateStats
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.packing import TrainSequence
