@@ -17,7 +17,7 @@ from async_rl.net.codec import encode_group
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import read_summary
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Journal

@@ -25,7 +25,7 @@ from async_rl.queue.core import generator_requests, learner_requests, report
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.learner_requests import TakenPayload
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts
 from async_rl.records import Sampling

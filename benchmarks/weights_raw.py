@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.net.sockets import listening_socket
+from async_rl.net.streams import listening_socket
 from async_rl.weights.collective import Communicator
 
 BUCKET_BYTES = 64 << 20

@@ -139,7 +139,7 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     """Set up a communicator of two ranks on ``host``, as weights do, and broadcast once. In a process of its own."""
     import torch
 
-    from async_rl.net.sockets import listening_socket
+    from async_rl.net.streams import listening_socket
     from async_rl.weights.collective import Communicator
     from async_rl.weights.transport import TRANSPORTS
 

@@ -1,4 +1,4 @@
-"""Messages between a generator and its environments' processes: JSON objects in frames of ``net.framing``.
+"""Messages between a generator and its environments' processes: JSON objects in frames of ``net.streams``.
 
 From the generator: ``start`` (prompt, extra_info, seed, max_turns), ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (no further turn), ``cancel``. To it: ``sample`` (state, max_tokens, stop), ``ended`` (turns: reward and score
@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from async_rl.errors import WireError
-from async_rl.net.framing import pack_frame, take_frame
+from async_rl.net.streams import pack_frame, take_frame
 
 MAX_BYTES = 64 << 20
 

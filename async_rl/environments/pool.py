@@ -21,7 +21,7 @@ from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.fork_server import READY, RECORD, digest_word
 from async_rl.environments.frames import FrameError, pack, unpack
 from async_rl.errors import ConfigError, EnvironmentProcessError
-from async_rl.net.framing import read_exactly
+from async_rl.net.streams import read_exactly
 from async_rl.process.child import module_command, package_environment
 
 _CHUNK = 1 << 16

@@ -1,6 +1,6 @@
 """The process that runs math_verify, so that no answer can hang or crash a generator. Started by ``verifier``.
 
-Frames of ``net.framing`` on stdin and stdout hold JSON. It sends ``{"ready": true}`` once, then answers
+Frames of ``net.streams`` on stdin and stdout hold JSON. It sends ``{"ready": true}`` once, then answers
 ``{"gold", "prediction", "time_limit_s"}`` with ``{"equal": bool}``, until stdin ends or its parent is gone.
 Run as ``python -m async_rl.rewards.equality_child PARENT_PID``.
 """
@@ -18,7 +18,7 @@ import warnings
 from functools import partial
 from typing import Any
 
-from async_rl.net.framing import pack_frame, read_frame
+from async_rl.net.streams import pack_frame, read_frame
 
 MAX_FRAME_BYTES = 1 << 20
 MEMORY_LIMIT_BYTES = 4 << 30

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from async_rl.errors import RewardError
-from async_rl.net.framing import pack_frame, read_frame
+from async_rl.net.streams import pack_frame, read_frame
 from async_rl.process.child import module_command, package_environment
 from async_rl.rewards.equality_child import MAX_FRAME_BYTES
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 from async_rl.errors import CorruptWeightsError, WeightsError
-from async_rl.net.sockets import listening_socket
+from async_rl.net.streams import listening_socket
 from async_rl.process.fault_points import fault_point
 from async_rl.weights.control import StartCollective, seconds_until
 from async_rl.weights.manifest import Manifest, manifest_fields

@@ -40,7 +40,7 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.learner.sft import run_sft
 from async_rl.net.keys import make_keys
 from async_rl.queue.core.admission import QueueSettings, train_sampling
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
 from async_rl.run.eval_records import answer_record

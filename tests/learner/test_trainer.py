@@ -24,7 +24,7 @@ from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.core import learner_requests, report
 from async_rl.queue.core.admission import QueueSettings
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir

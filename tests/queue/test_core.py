@@ -8,7 +8,7 @@ from async_rl.errors import ConfigError, LineageError, QueueError
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests, report
 from async_rl.queue.core.learner_requests import TakenPayload
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.payloads import MemoryPayloads

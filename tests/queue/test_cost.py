@@ -13,7 +13,7 @@ from async_rl.queue.core import generator_requests, learner_requests, persistenc
 from async_rl.queue.core.groups import GroupRecord, GroupSummary, StoredGroup
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.persistence import decode_state
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Kind

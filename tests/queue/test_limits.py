@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.errors import QueueError, WireError
 from async_rl.net.wire import Message, decode, encode
-from async_rl.queue.server.clients import FORGET_S, GeneratorRegistry
+from async_rl.queue.server.handlers import FORGET_S, GeneratorRegistry
 from async_rl.queue.server.sockets import BLOCKED_S, MAX_PEERS, MessageLimits, RateLimiter
 
 

@@ -18,7 +18,7 @@ from async_rl.queue.parity import (
     looks_masked,
     parity_limit,
 )
-from async_rl.queue.server.clients import MAX_ANSWER_BYTES
+from async_rl.queue.server.handlers import MAX_ANSWER_BYTES
 
 
 def test_the_difference_of_four_tokens_by_hand():

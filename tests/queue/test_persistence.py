@@ -10,7 +10,7 @@ from async_rl.queue.core import generator_requests, learner_requests, persistenc
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.ledger import Account, Ledger, Outcomes, Sums
 from async_rl.queue.core.persistence import KEPT_AT_RESTORE
-from async_rl.queue.core.prompt_stream import StreamCursor
+from async_rl.queue.core.prompts import StreamCursor
 from async_rl.queue.core.state import Attempts, PersistedState, QueueState
 from async_rl.queue.messages import Announcement
 from async_rl.queue.storage.journal import Kind

@@ -4,7 +4,7 @@ import pytest
 
 from async_rl.errors import QueueError
 from async_rl.queue.core import learner_requests, persistence, report
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, StepAck
 from tests.queue.builders import SAMPLING, rows, settings

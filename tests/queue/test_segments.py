@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import QueueError
-from async_rl.queue.storage.payloads import PayloadRef, digest_of
-from async_rl.queue.storage.segments import Segments, Spot
+from async_rl.queue.storage.payloads import PayloadRef, Segments, Spot, digest_of
 
 HEADER = 24
 """Bytes: magic, length and digest, 8 each."""

@@ -1,4 +1,4 @@
-from async_rl.queue.core.prompt_stream import PromptStream, StreamCursor
+from async_rl.queue.core.prompts import PromptStream, StreamCursor
 
 
 def draw_all(stream: PromptStream, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from async_rl.queue.core import persistence, report
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.persistence import decode_state
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import Verdict
 from async_rl.queue.storage.journal import Changes, Kind, pack, unpack

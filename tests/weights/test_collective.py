@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from async_rl.errors import WeightsError
-from async_rl.net.sockets import listening_socket
+from async_rl.net.streams import listening_socket
 from async_rl.weights.collective import Communicator
 
 

@@ -20,7 +20,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.errors import AddressError, LineageError, QueueError
 from async_rl.net.address import check_address
-from async_rl.net.frames import is_readable, send_frames
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Frame, Limits, Message, decode, encode
 from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, WIRE_TYPES
@@ -29,6 +28,11 @@ RESEND_S = 5.0
 _RETRY_S = 0.02
 _LIMITS = Limits(max_bytes=1 << 34, max_depth=None)
 """Messages of the server have loose limits: its keys prove its identity."""
+COPY_BELOW_BYTES = 1 << 20
+"""Smaller frames are copied into the socket: a frame that is shared with it costs a thread switch once it is sent."""
+# As plain numbers: zmq combines its own flags in Python, which would cost time for every frame.
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_READABLE = int(zmq.POLLIN)
 
 
 @dataclass(slots=True)
@@ -241,6 +245,27 @@ class Connection:
             self._waiting_since = None
         elif has_received or self._waiting_since is None:
             self._waiting_since = now
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message has arrived. An exception of ``recv`` or a poller would cost about twice as much."""
+    return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+    """Send all frames or none; copy only those that are cheaper to copy.
+
+    Raises:
+        zmq.Again: the socket has no room. Only the first frame can meet this.
+    """
+    for left, frame in zip(reversed(range(len(frames))), frames):
+        flags = _MORE if left else _LAST
+        whole = frame.obj if isinstance(frame, memoryview) else None
+        if isinstance(whole, zmq.Frame) and len(whole) == len(frame):
+            # A received frame is sent on without a copy: libzmq counts its users.
+            socket.send(whole, flags, copy=False)
+        else:
+            socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)
 
 
 def raise_error(message: Message) -> None:

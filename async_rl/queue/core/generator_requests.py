@@ -11,9 +11,9 @@ import heapq
 from collections.abc import Mapping
 
 from async_rl.queue.core.admission import LearnerSide
-from async_rl.queue.core.evals import Answer, Evaluation
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, why_unfit
 from async_rl.queue.core.leases import ActiveLease, GeneratorEntry
+from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import DropCause, FailureCause, GeneratorStats, LeasesGranted, Verdict
 from async_rl.queue.storage.payloads import Payload

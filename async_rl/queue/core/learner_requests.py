@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from async_rl.errors import LineageError, QueueError
 from async_rl.queue.core import persistence, report
 from async_rl.queue.core.admission import LearnerSide
-from async_rl.queue.core.evals import EvalKey, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.groups import snapshot_key
+from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Acked, Announcement, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.payloads import Payload

@@ -22,11 +22,10 @@ import xxhash
 from async_rl.errors import QueueError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core.admission import LearnerSide
-from async_rl.queue.core.evals import Answer, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.generator_requests import build_lease
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
 from async_rl.queue.core.leases import ActiveLease, ClosedLease, LeaseRecord
-from async_rl.queue.core.prompt_stream import StreamCursor
+from async_rl.queue.core.prompts import Answer, Evaluation, EvaluationRecord, Row, StreamCursor
 from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import DropCause
 from async_rl.queue.storage.journal import Kind

@@ -16,11 +16,10 @@ import msgspec
 from async_rl.errors import LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
-from async_rl.queue.core.evals import Answer, EvalBook, EvalKey, Row
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
-from async_rl.queue.core.prompt_stream import PromptStream, StreamCursor
+from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
 from async_rl.queue.messages import DropCause
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore

@@ -1,15 +1,20 @@
 """One request in, one reply out: messages become calls of the queue's core. The server calls it; it owns no socket.
 
-A handler gets the request as its record and returns a ``Reply``, or a ``Deferred`` that the server tries again after
-every change until the request's time is up. A malformed or refused message raises ``WireError`` or ``QueueError``,
-which the server sends as the reply.
+A handler gets the request as its record and returns a ``Reply``, or a ``Deferred`` (a long poll) that the server tries
+again after every change until the request's time is up. A malformed or refused message raises ``WireError`` or
+``QueueError``, which the server sends as the reply.
+
+Generator ids come from peers, so everything that is stored by id is stored in ``GeneratorRegistry``, with one limit on
+their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError, WireError
@@ -19,9 +24,9 @@ from async_rl.process.package_versions import package_versions
 from async_rl.queue import messages
 from async_rl.queue.core import generator_requests, learner_requests, report
 from async_rl.queue.core.admission import eval_sampling
-from async_rl.queue.core.evals import Row
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.learner_requests import TakenPayload
+from async_rl.queue.core.prompts import Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     GENERATOR_REQUESTS,
@@ -37,7 +42,6 @@ from async_rl.queue.messages import (
     TakenEntry,
     Verdict,
 )
-from async_rl.queue.server.clients import MAX_ANSWER_BYTES, Deferred, GeneratorRegistry, ProbeAnswer, Reply
 from async_rl.queue.storage.payloads import Payload
 
 MAX_WAIT_S = 60.0
@@ -45,6 +49,32 @@ MAX_WAIT_S = 60.0
 _MESSAGE_BYTES = 1 << 20
 _MAX_MESSAGES = 64
 """Maximum messages of one batch: well below the number that a socket queues for a peer before it drops some."""
+
+
+MAX_GENERATORS = 4096
+FORGET_S = 300.0
+"""A generator that was silent for this long, or that left, is removed when another needs its place."""
+MAX_ANSWER_BYTES = 32 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply's record and parts; the server adds ``request_id`` and the notice.
+
+    ``further`` are more messages of the same reply; all but the last have ``more`` set.
+    """
+
+    record: msgspec.Struct
+    parts: Sequence[Frame] = ()
+    further: Sequence[Reply] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A reply that can't be given yet. ``attempt(now, last)`` returns it, or None; with ``last`` it must return one."""
+
+    wait_s: float
+    attempt: Callable[[float, bool], Reply | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,3 +389,123 @@ def _batch_part(groups: Sequence[TakenPayload], first: int, num_groups: int) -> 
     entries = tuple(TakenEntry(g.prompt, g.queued_s, g.arrival_version, g.masked) for g in groups)
     more = first + len(groups) < num_groups
     return Reply(BatchPart(entries, first, num_groups, more), [g.payload for g in groups])
+
+
+# The known generators.
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """A generator's answer to the probe of one version, still encoded (``parity.encode_answer``)."""
+
+    lineage: str
+    version: int
+    data: bytes
+
+
+@dataclass(slots=True)
+class Generator:
+    """The server's state about one generator.
+
+    Attributes:
+        peer: the routing id of its connection; None if unknown.
+        granted: the id of its last lease request, and the answer.
+        told: its active version, and the version that the last reply asked it to activate.
+        answer: its newest probe answer. Not journaled: after a restart the learner asks again at a later version.
+    """
+
+    seen_at: float
+    peer: bytes | None = None
+    has_left: bool = False
+    granted: tuple[str, LeasesGranted] | None = None
+    told: tuple[Any, ...] | None = None
+    answer: ProbeAnswer | None = None
+
+
+class GeneratorRegistry:
+    """Generators by id, at most ``max_generators``."""
+
+    def __init__(self, max_generators: int = MAX_GENERATORS) -> None:
+        self._max_generators = max_generators
+        self._generators: dict[str, Generator] = {}
+        self._by_peer: dict[bytes, str] = {}
+        self.num_changes = 0
+        """Counts changes of ``granted``."""
+
+    def __len__(self) -> int:
+        return len(self._generators)
+
+    def seen(self, generator_id: str, now: float, peer: bytes | None = None) -> Generator:
+        """Return the generator that sent a message. Register a new one. With ``peer``, its answers are sent there.
+
+        Raises:
+            WireError: the connection belongs to another generator. QueueError: the registry is full.
+        """
+        if peer is not None and (known := self._by_peer.get(peer, generator_id)) != generator_id:
+            # Otherwise one peer could fill the registry, and get every notice once for each of its ids.
+            raise WireError(f"expected messages of generator {known!r} on this connection, got one of {generator_id!r}")
+        generator = self._generators.get(generator_id)
+        if generator is None:
+            self._make_room(now)
+            generator = self._generators[generator_id] = Generator(now)
+        generator.seen_at = max(now, generator.seen_at)
+        if peer is not None and generator.peer != peer:
+            self._unbind(generator)
+            generator.peer = peer
+            self._by_peer[peer] = generator_id
+        return generator
+
+    def peer_of(self, generator_id: str) -> bytes | None:
+        """The connection of this generator's last message."""
+        generator = self._generators.get(generator_id)
+        return None if generator is None else generator.peer
+
+    def grant(self, generator: Generator, request_id: str, answer: LeasesGranted) -> None:
+        """Keep the answer to the generator's last lease request, in case the request is repeated."""
+        generator.granted = (request_id, answer)
+        self.num_changes += 1
+
+    def granted(self) -> dict[str, tuple[str, LeasesGranted]]:
+        """The last lease request of every generator, with its answer."""
+        return {name: g.granted for name, g in self._generators.items() if g.granted is not None}
+
+    def answers_since(self, lineage: str, version: int) -> dict[str, bytes]:
+        """The probe answers of ``version`` or later, by generator."""
+        answers = {name: g.answer for name, g in self._generators.items() if g.answer is not None}
+        return {name: a.data for name, a in answers.items() if a.lineage == lineage and a.version >= version}
+
+    def leave(self, generator_id: str) -> None:
+        """Mark a generator as gone: it sent ``Goodbye``, or is replaced."""
+        generator = self._generators.get(generator_id)
+        if generator is not None:
+            self._unbind(generator)
+            generator.has_left, generator.granted, generator.told = True, None, None
+            self.num_changes += 1
+
+    def has_left(self, generator_id: str) -> bool:
+        generator = self._generators.get(generator_id)
+        return generator is not None and generator.has_left
+
+    def forget_answers(self) -> None:
+        """Delete the kept lease answers, because a new learner attached."""
+        for generator in self._generators.values():
+            generator.granted = generator.told = None
+        self.num_changes += 1
+
+    def _unbind(self, generator: Generator) -> None:
+        if generator.peer is not None:
+            self._by_peer.pop(generator.peer, None)
+        generator.peer = None
+
+    def _make_room(self, now: float) -> None:
+        if len(self._generators) < self._max_generators:
+            return
+        for name, generator in list(self._generators.items()):
+            if generator.has_left or now - generator.seen_at > FORGET_S:
+                self._unbind(self._generators.pop(name))
+                self.num_changes += 1
+        if len(self._generators) >= self._max_generators:
+            raise QueueError(
+                f"expected at most {self._max_generators} generators, and as many are registered. One that is silent "
+                f"for {FORGET_S:.0f} s loses its place: try again later, and see `async-rl status` for the list"
+            )

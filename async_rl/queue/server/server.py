@@ -15,7 +15,8 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ from async_rl.net.wire import Message, decode, encode
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.core import persistence, report
 from async_rl.queue.core.admission import QueueSettings, eval_sampling
-from async_rl.queue.core.evals import Row
-from async_rl.queue.core.prompt_stream import PromptStream
+from async_rl.queue.core.prompts import PromptStream, Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     LEARNER_REQUESTS,
@@ -44,8 +44,7 @@ from async_rl.queue.messages import (
     HeartbeatReply,
     Status,
 )
-from async_rl.queue.server.clients import Deferred, PendingRequests, Reply, Request
-from async_rl.queue.server.handlers import Handlers, WelcomePack
+from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Handlers, Reply, WelcomePack
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Changes, Journal, pack, unpack
 from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads
@@ -63,6 +62,9 @@ generators' returns; if shorter, each message would need its own commit."""
 _MAX_DRAIN = 256
 _RECENT_BYTES = 256 << 20
 """Size limit of the groups that are kept in memory in addition to the journal."""
+
+_MAX_PENDING = 2 * MAX_GENERATORS + 64
+"""A hello and a lease request of every generator. Above this number, requests are answered at once."""
 
 
 class QueueServer:
@@ -345,6 +347,88 @@ class QueueServer:
         if now - self._learner_seen >= silence_s + linger_s:
             return f"the learner is gone for {now - self._learner_seen:.0f} s (queue.linger_s = {linger_s:.0f})"
         return ""
+
+
+# Requests and long polls.
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The sender and type of a request. ``generator_id`` is None for messages that no generator sent."""
+
+    peer: bytes
+    request_id: str | None
+    generator_id: str | None
+    type: str
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: Request
+    deferred: Deferred
+    deadline: float
+    since: float
+    tried_at_revision: int = -1
+
+
+class PendingRequests:
+    """Deferred requests. ``revision`` grows with every change of the queue, ``send`` sends a reply, ``failed`` makes
+    the reply to an exception.
+    """
+
+    def __init__(
+        self, revision: Callable[[], int], send: Callable[[Request, Reply], None],
+        failed: Callable[[bytes, Exception], Reply],
+    ) -> None:  # fmt: skip
+        self._revision, self._send, self._failed = revision, send, failed
+        self._pending: list[_Pending] = []
+
+    def add(self, request: Request, deferred: Deferred, now: float) -> None:
+        """Add a request and try all. It replaces an earlier request of the same type and peer."""
+        same = (request.peer, request.type)
+        self._pending = [p for p in self._pending if (p.request.peer, p.request.type) != same]
+        deadline = now + (deferred.wait_s if len(self._pending) < _MAX_PENDING else 0.0)
+        self._pending.append(_Pending(request, deferred, deadline, since=now))
+        self.answer(now)
+
+    def answer(self, now: float) -> None:
+        """Try all requests in order of arrival. Repeat until no answer changes the queue."""
+        revision = None
+        while revision != self._revision():
+            revision = self._revision()
+            self._pending = [pending for pending in self._pending if not self._is_answered(pending, now)]
+
+    def answer_only(self, type_: str) -> None:
+        """Try the requests of this type once."""
+        for pending in self._pending[:]:
+            is_due = pending.request.type == type_ and pending.tried_at_revision != self._revision()
+            if is_due and self._is_answered(pending, time.monotonic()):
+                self._pending.remove(pending)
+
+    def deadlines(self) -> Iterator[float]:
+        """The deadline of every request."""
+        return (pending.deadline for pending in self._pending)
+
+    def waits(self, now: float) -> list[dict[str, Any]]:
+        """The pending requests with their peers and waiting times, as plain data for ``async-rl status``."""
+        return [
+            {"who": p.request.generator_id or "learner", "for": p.request.type, "since_s": now - p.since}
+            for p in self._pending
+        ]
+
+    def _is_answered(self, pending: _Pending, now: float) -> bool:
+        last = now >= pending.deadline
+        if pending.tried_at_revision == self._revision() and not last:
+            return False
+        try:
+            reply = pending.deferred.attempt(now, last)
+        except Exception as error:
+            reply = self._failed(pending.request.peer, error)
+        pending.tried_at_revision = self._revision()
+        if reply is None:
+            return False
+        self._send(pending.request, reply)
+        return True
 
 
 def _request_id(message: Message) -> str | None:

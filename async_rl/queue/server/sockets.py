@@ -24,9 +24,9 @@ from async_rl.config.experimental import ExperimentalConfig
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import check_address, refuse_open_bind
-from async_rl.net.frames import is_readable, send_frames
 from async_rl.net.keys import DEFAULT_CLIENT, AllowList, Guard, ServerKeys
 from async_rl.net.wire import Frame, Limits, Message
+from async_rl.queue.client.connection import is_readable, send_frames
 from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, QueueError
 from async_rl.net.wire import pack_plain
-from async_rl.queue.storage.payloads import Payload, PayloadRef
-from async_rl.queue.storage.segments import Move, Segments, Spot, disk_error
+from async_rl.queue.storage.payloads import Move, Payload, PayloadRef, Segments, Spot, disk_error
 
 _NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs_nodev", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",

@@ -1,20 +1,34 @@
 """Payload stores: keep encoded groups as byte strings, read and release them by their ``PayloadRef``.
 
-The queue's core stores summaries only. ``MemoryPayloads`` keeps payloads in this process; ``journal.Journal`` keeps
-them in segment files, so that they outlive it; ``RecentPayloads`` keeps recent ones of another store in memory, too.
+The queue's core stores summaries only. ``MemoryPayloads`` keeps payloads in this process. ``Segments`` keeps them in
+files, so that they outlive it; only ``journal.Journal`` calls it, and says when files may go. ``RecentPayloads`` keeps
+recent payloads of another store in memory, too.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+import os
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 import xxhash
 
+from async_rl.errors import QueueError
+
 Bytes = bytes | bytearray | memoryview
 Payload = Bytes
 _COPY_BELOW_BYTES = 32 << 10
+_HEADER = struct.Struct("<8sQQ")
+_MAGIC = b"ARLBODY1"
+_DAMAGED = "the journal is damaged: restart the queue with a new queue.journal_dir"
+_NAME = re.compile(r"segment-(\d{8,})")
+_SPARE = "spare"
 
 
 class PayloadRef(msgspec.Struct, frozen=True, gc=False):
@@ -106,3 +120,271 @@ class RecentPayloads:
         self._store.release(ref)
         if self._recent.pop(ref, None) is not None:
             self.num_bytes -= ref.length
+
+
+# Segment files.
+
+
+class Spot(NamedTuple):
+    """The current place of a header and its payload."""
+
+    segment: int
+    offset: int
+
+
+class Move(NamedTuple):
+    """A payload that was copied forward."""
+
+    ref: PayloadRef
+    to: Spot
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One file and the refs whose payloads lie in it and are live; sizes include headers."""
+
+    number: int
+    path: Path
+    file: int
+    num_bytes: int = 0
+    live_bytes: int = 0
+    live: set[PayloadRef] = field(default_factory=set)
+
+
+class Segments:
+    """Append-only files of one directory, ``segment-00000001`` and so on, with one file descriptor each.
+
+    A file ends once it has ``segment_bytes``, and is removed whole. In a file, every payload follows a header with
+    magic, length and xxh3_64. File numbers are never used twice, and every process starts a file of its own, so nothing
+    is ever written behind a tail that SIGKILL tore.
+
+    One removed file is kept as ``spare`` and becomes the next segment, overwritten from its beginning: existing pages
+    cost a third of new ones. After the end of such a segment its old bytes remain; no ref points to them.
+
+    A ref has the place where its payload was *first* written, and never changes. A few long-lived payloads would keep
+    every file that contains them, so they are copied into the open file, and ``moved`` has their new places.
+
+    ``after`` is the highest number that was ever in use, as far as the caller knows. Every method raises QueueError,
+    naming the directory, if the disk fails; payloads that were kept before stay as they were.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, after: int = 0) -> None:
+        self._directory, self._segment_bytes = directory, segment_bytes
+        self._segments: dict[int, _Segment] = {}
+        self._open: _Segment | None = None
+        self._last = after
+        # One of an earlier process may be longer than a segment is now.
+        (directory / _SPARE).unlink(missing_ok=True)
+        self._has_spare = False
+        self._maybe_empty: set[int] = set()
+        self.moved: dict[PayloadRef, Spot] = {}
+        self.num_bytes = self.live_bytes = 0
+        for path in sorted(directory.iterdir()):
+            if match := _NAME.fullmatch(path.name):
+                self._add(int(match[1]), path, os.O_RDONLY)
+
+    @property
+    def last(self) -> int:
+        """The highest number in use so far."""
+        return self._last
+
+    def keep(self, payload: Bytes) -> PayloadRef:
+        """Append a payload. It survives this process as soon as this returns."""
+        digest = digest_of(payload)
+        spot = self._append(_HEADER.pack(_MAGIC, len(payload), digest), payload)
+        ref = PayloadRef(*spot, len(payload), digest)
+        self._enter(ref, spot)
+        return ref
+
+    def read(self, ref: PayloadRef) -> bytes:
+        """The payload of a live ref.
+
+        Raises:
+            QueueError: it was released, or its bytes are damaged.
+        """
+        segment, offset = self._find(ref)
+        payload = self._pread(segment, ref.length, offset + _HEADER.size)
+        if len(payload) != ref.length or digest_of(payload) != ref.digest:
+            raise QueueError(
+                f"{segment.path}, offset {offset}: expected {ref.length} bytes with digest {ref.digest:016x}, got "
+                f"{len(payload)} with {digest_of(payload):016x}; {_DAMAGED}"
+            )
+        return payload
+
+    def release(self, ref: PayloadRef) -> None:
+        """Mark the ref as no longer live. Its file stays until ``settle``.
+
+        Raises:
+            QueueError: the ref was not live.
+        """
+        segment, _ = self._find(ref)
+        self._leave(ref, segment)
+        self.moved.pop(ref, None)
+
+    def adopt(self, ref: PayloadRef, spot: Spot) -> None:
+        """A payload of an earlier process is live, and lies at ``spot``.
+
+        Raises:
+            QueueError: there is no such file, or it is too short.
+        """
+        segment = self._segments.get(spot.segment)
+        end = spot.offset + _size(ref)
+        if segment is None or segment.num_bytes < end:
+            got = "no file" if segment is None else f"{segment.num_bytes} bytes"
+            raise QueueError(
+                f"{self._path(spot.segment)}: expected {end} bytes or more, as the index names a payload there, "
+                f"got {got}; {_DAMAGED}"
+            )
+        if spot != (ref.segment, ref.offset):
+            self.moved[ref] = spot
+        self._enter(ref, spot)
+
+    def copy_forward(self) -> list[Move]:
+        """Copy live payloads out of the emptiest files: dead bytes are at most the live ones, or two files' size.
+
+        The moves take effect with ``settle``; before that both copies are there, and the new ones count as dead.
+        Bytes are copied as they are: damage shows when their owner reads them.
+        """
+        excess = self.num_bytes - self.live_bytes - max(2 * self._segment_bytes, self.live_bytes)
+        if excess <= 0:
+            return []
+        moves: list[Move] = []
+        closed = [segment for segment in self._segments.values() if segment is not self._open]
+        for segment in sorted(closed, key=lambda s: s.live_bytes / max(s.num_bytes, 1)):
+            if excess <= 0:
+                break
+            excess -= segment.num_bytes - segment.live_bytes
+            for ref in segment.live:
+                _, offset = self._find(ref)
+                moves.append(Move(ref, self._append(self._pread(segment, _size(ref), offset))))
+        return moves
+
+    def settle(self, moves: Iterable[Move]) -> None:
+        """Remove the files that contain only moved or released payloads, which no committed record needs now."""
+        for ref, spot in moves:
+            self._leave(ref, self._find(ref)[0])
+            self.moved[ref] = spot
+            self._enter(ref, spot)
+        for number in list(self._maybe_empty):
+            segment = self._segments[number]
+            if segment is not self._open and not segment.live:
+                self._give_up(segment)
+            if segment is not self._open:
+                self._maybe_empty.discard(number)
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            os.close(segment.file)
+        self._segments.clear()
+
+    # Which payloads are live.
+
+    def _find(self, ref: PayloadRef) -> tuple[_Segment, int]:
+        number, offset = self.moved.get(ref) or Spot(ref.segment, ref.offset)
+        segment = self._segments.get(number)
+        if segment is None or ref not in segment.live:
+            raise QueueError(
+                f"{self._path(number)}: no live payload at offset {offset}; it was released, or never adopted"
+            )
+        return segment, offset
+
+    def _enter(self, ref: PayloadRef, spot: Spot) -> None:
+        segment, size = self._segments[spot.segment], _size(ref)
+        segment.live.add(ref)
+        segment.live_bytes += size
+        self.live_bytes += size
+
+    def _leave(self, ref: PayloadRef, segment: _Segment) -> None:
+        segment.live.remove(ref)
+        segment.live_bytes -= _size(ref)
+        self.live_bytes -= _size(ref)
+        if not segment.live:
+            self._maybe_empty.add(segment.number)
+
+    # Files.
+
+    def _append(self, *parts: Bytes) -> Spot:
+        segment = self._open
+        if segment is None:
+            segment = self._open = self._next()
+        start, size = segment.num_bytes, sum(map(len, parts))
+        try:
+            written = os.pwritev(segment.file, parts, start)
+            if written != size:
+                _write_rest(segment.file, b"".join(parts), written, start)
+        except OSError as error:
+            os.ftruncate(segment.file, start)
+            raise disk_error(self._directory, error) from error
+        segment.num_bytes += size
+        self.num_bytes += size
+        if segment.num_bytes >= self._segment_bytes:
+            self._open = None
+        return Spot(segment.number, start)
+
+    def _pread(self, segment: _Segment, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(segment.file, size, offset)
+        except OSError as error:
+            raise QueueError(f"{segment.path}, offset {offset}: {error}; {_DAMAGED}") from error
+
+    def _give_up(self, segment: _Segment) -> None:
+        try:
+            if self._has_spare or segment.num_bytes < self._segment_bytes:
+                segment.path.unlink()
+            else:
+                segment.path.rename(self._directory / _SPARE)
+                self._has_spare = True
+        except OSError as error:
+            raise disk_error(self._directory, error) from error
+        os.close(segment.file)
+        del self._segments[segment.number]
+        self.num_bytes -= segment.num_bytes
+
+    def _next(self) -> _Segment:
+        """A segment to write to, with nothing in it."""
+        number = self._last + 1
+        path, flags = self._path(number), os.O_RDWR
+        if self._has_spare:
+            try:
+                (self._directory / _SPARE).rename(path)
+            except OSError as error:
+                raise disk_error(self._directory, error) from error
+            self._has_spare = False
+        else:
+            flags |= os.O_CREAT | os.O_EXCL
+        segment = self._add(number, path, flags)
+        self.num_bytes -= segment.num_bytes
+        segment.num_bytes = 0
+        return segment
+
+    def _add(self, number: int, path: Path, flags: int) -> _Segment:
+        try:
+            file = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise disk_error(self._directory, error) from error
+        segment = self._segments[number] = _Segment(number, path, file, os.fstat(file).st_size)
+        self.num_bytes += segment.num_bytes
+        self._last = max(self._last, number)
+        self._maybe_empty.add(number)
+        return segment
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"segment-{number:08d}"
+
+
+def disk_error(directory: Path, error: Exception) -> QueueError:
+    """The error to raise when the disk refuses a write or read."""
+    return QueueError(
+        f"the queue's journal in {directory} can't go on: {error}; if the disk is full, free some of it, else choose "
+        f"another queue.journal_dir"
+    )
+
+
+def _size(ref: PayloadRef) -> int:
+    return _HEADER.size + ref.length
+
+
+def _write_rest(file: int, data: bytes, written: int, start: int) -> None:
+    """The end of a write that the system cut short: on a full disk this raises what was wrong."""
+    while written < len(data):
+        written += os.pwrite(file, memoryview(data)[written:], start + written)

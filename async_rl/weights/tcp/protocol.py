@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from async_rl.errors import CorruptWeightsError, WireError
 from async_rl.net.codec import read_as
-from async_rl.net.framing import LENGTH_BYTES, pack_frame, read_body, read_exactly
+from async_rl.net.streams import LENGTH_BYTES, pack_frame, read_body, read_exactly
 from async_rl.net.wire import Limits, decode, encode
 from async_rl.weights.tcp.delta import Runs
 

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from async_rl.errors import CorruptWeightsError, WeightsError
-from async_rl.net.framing import StreamEndedError, read_exactly, receive_into
+from async_rl.net.streams import StreamEndedError, read_exactly, receive_into
 from async_rl.process.fault_points import fault_point
 from async_rl.weights.control import Pull
 from async_rl.weights.manifest import digest_bytes

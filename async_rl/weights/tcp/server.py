@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rl.errors import AsyncRLError
-from async_rl.net.sockets import listening_socket, shut_down
+from async_rl.net.streams import listening_socket, shut_down
 from async_rl.weights.tcp import protocol
 from async_rl.weights.tcp.delta import Runs, encode_delta
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request, read_header, read_items

@@ -1,12 +1,13 @@
-"""Read exactly n bytes, and send messages as frames, on any stream of bytes: sockets and pipes between processes.
+"""Streams of bytes between processes: TCP sockets and pipes. Read exactly n bytes, and send messages as frames.
 
 A frame is a little-endian uint32 length and that many bytes. Readers take a function ``read(size)`` that returns at
 least one byte and at most ``size``, or nothing at the end of the stream: ``socket.recv``, or a function that waits
-until a deadline first. Called by environments, rewards and the weights stream.
+until a deadline first. Called by environments, rewards, doctor and the weights' transports. No torch, no ZeroMQ.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Callable
@@ -99,3 +100,21 @@ def _checked_length(header: bytes | bytearray, max_bytes: int) -> int:
     if length > max_bytes:
         raise WireError(f"expected a frame of at most {max_bytes} bytes, got {length}")
     return length
+
+
+# TCP sockets.
+
+
+def listening_socket(host: str) -> socket.socket:
+    """Return a socket that listens on any free port of ``host``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(1024)
+    return listener
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection for both sides, even during a read or write. Its descriptor stays open."""
+    with contextlib.suppress(OSError):  # it may be closed already, by either side
+        connection.shutdown(socket.SHUT_RDWR)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from async_rl.net.frames import COPY_BELOW_BYTES, send_frames
 from async_rl.net.wire import Frame
+from async_rl.queue.client.connection import COPY_BELOW_BYTES, send_frames
 
 
 @pytest.fixture

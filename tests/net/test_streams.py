@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
-from async_rl.net.framing import pack_frame, read_exactly, read_frame, receive_into, take_frame
+from async_rl.net.streams import pack_frame, read_exactly, read_frame, receive_into, take_frame
 
 
 def in_pieces(data: bytes, size: int):
