@@ -5,9 +5,12 @@ The command line chooses: ``pytest --hypothesis-profile=full`` draws all.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from hypothesis import settings
+
+T = TypeVar("T")
 
 QUICK, FULL = "quick", "full"
 SHARE = 5
@@ -23,3 +26,8 @@ def examples(num_full: int, *, num_quick: int | None = None, **others: Any) -> s
     if settings.get_current_profile_name() != FULL:
         num_full = num_quick or max(5, num_full // SHARE)
     return settings(max_examples=num_full, **others)
+
+
+def some(items: Sequence[T]) -> Sequence[T]:
+    """All of ``items`` in the full profile, else one in ``SHARE``."""
+    return items if settings.get_current_profile_name() == FULL else items[::SHARE]

@@ -36,6 +36,7 @@ def write_csv(path: Path, task: dict[str, str]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
     source = tmp_path / "my_rewards.py"
     source.write_text(SOURCE)

@@ -191,7 +191,9 @@ signal.pause()
 """
 CHILD = """
 import os, signal, subprocess, sys
+from async_rl.process import parent_watch
 from async_rl.process.parent_watch import exit_on_sigterm, watch_parent
+parent_watch.GRACE_S = 0.5
 PREPARE
 watch_parent()
 deaf = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"

@@ -1,11 +1,10 @@
-"""What rank processes of the tests do: ``python -m tests.learner.rank_scenarios SCENARIO DIRECTORY``."""
+"""What rank processes of the tests do."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
@@ -254,14 +254,14 @@ def ranks_with_timeout(directory: Path, timeout_s: float) -> Ranks:
 
 def talking(directory: Path) -> None:
     """Frames of different sizes out and back; then rank 0 waits longer than the timeout, ticking."""
-    ranks = ranks_with_timeout(directory, 3.0)
+    ranks = ranks_with_timeout(directory, 2.0)
     outgoing = [bytes([rank]) * (1 + 1000 * rank) for rank in range(ranks.world_size)]
     own = ranks.scatter(outgoing) if ranks.is_leader else ranks.receive()
     assert own == outgoing[ranks.rank]
     assert ranks.gather(own) == (outgoing if ranks.is_leader else [])
     if ranks.is_leader:
-        for _ in range(4):
-            threading.Event().wait(1.0)
+        for _ in range(5):
+            threading.Event().wait(0.5)
             ranks.broadcast(b"tick")
         ranks.broadcast(b"close")
     else:
@@ -296,5 +296,8 @@ def supervised(directory: Path) -> None:
 
 SCENARIOS = (updates, losses, adapted, talking, follower_fails, follower_is_killed, supervised)
 
-if __name__ == "__main__":
-    {scenario.__name__: scenario for scenario in SCENARIOS}[sys.argv[1]](Path(sys.argv[2]))
+
+def run_scenario(name: str, directory: Path) -> None:
+    """The body of a rank's process."""
+    torch.set_num_threads(1)  # the library read OMP_NUM_THREADS before the fork
+    {scenario.__name__: scenario for scenario in SCENARIOS}[name](directory)

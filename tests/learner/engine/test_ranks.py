@@ -14,7 +14,7 @@ from tests.learner.tiny import tiny_config
 
 
 def test_frames_go_out_and_back_and_ticks_outlast_the_timeout(tmp_path: Path):
-    # Rank 0 waits 4 s under a timeout of 3 s.
+    # Rank 0 waits 2.5 s under a timeout of 2 s.
     run_ranks("talking", tmp_path, world_size=3)
 
 
