@@ -1,48 +1,32 @@
-"""Receivers as real processes. Starting one takes seconds (torch), so tests share those that they leave alive."""
+"""Receivers as real processes, forked from one that has imported torch."""
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import asdict
 
 from async_rl.queue.messages import Announcement
+from tests.forked import Forked, preload
+from tests.weights import receiver_program
 
-PROGRAM = Path(__file__).with_name("receiver_program.py")
+preload("tests.weights.receiver_program", "torch")
 
 
 class ReceiverProcess:
     """A running ``receiver_program``."""
 
     def __init__(self, name: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])}
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment,
-        )  # fmt: skip
-        self.reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.reports.put(json.loads(line))
+        self._connection, theirs = multiprocessing.Pipe()
+        self.process = Forked(receiver_program.run, name, theirs)
+        theirs.close()
 
     def send(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        self._connection.send(command)
 
     def follow(self, announcement: Announcement) -> None:
         self.send(follow={name: value for name, value in asdict(announcement).items() if name != "probe"})
@@ -51,12 +35,13 @@ class ReceiverProcess:
         """Return what it reported about this version, after skipping earlier reports."""
         deadline = time.monotonic() + timeout_s
         while True:
-            facts = self.reports.get(timeout=max(0.01, deadline - time.monotonic()))
-            if facts.get("version") == version:
+            assert self._connection.poll(max(0.01, deadline - time.monotonic())), f"no version {version} in time"
+            facts = self._connection.recv()
+            if facts["version"] == version:
                 return facts
 
     def end(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
 

@@ -1,17 +1,15 @@
-"""A receiver as a program of its own: takes commands on stdin, reports on stdout.
+"""A receiver in a process of its own: takes commands from a connection and reports on it.
 
-Commands, one JSON object a line: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze", "on":
-"collective" | "stream"}`` (happens once, at the second bucket of the next such transfer). It reports one object for
-each version that arrived.
+Commands: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze", "on": "collective" | "stream"}``
+(happens once, at the second bucket of the next such transfer). It reports one dict for each version that arrived.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import sys
+from multiprocessing.connection import Connection
 
 from async_rl.queue.messages import Announcement
 from async_rl.weights.manifest import digest_bytes
@@ -61,23 +59,15 @@ def received(by: str, bucket) -> None:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[now])
 
 
-def report(**facts) -> None:
-    print(json.dumps(facts), flush=True)
-
-
-def main() -> None:
+def run(name: str, connection: Connection) -> None:
+    """Body of the process, until the test kills it."""
     global fault, fault_on, num_buckets
-    receiver = Receiver(sys.argv[1], insecure=False)
-    report(ready=True, torch="torch" in sys.modules)
+    receiver = Receiver(name, insecure=False)
     inject_faults()
-    commands = open(0, "rb", buffering=0)  # noqa: SIM115  (a line that was read ahead would not wake the select)
     while True:
-        readable, _, _ = select.select([commands, receiver], [], [])
-        if commands in readable:
-            line = commands.readline()
-            if not line:
-                break
-            command = json.loads(line)
+        readable, _, _ = select.select([connection, receiver], [], [])
+        if connection in readable:
+            command = connection.recv()
             if "follow" in command:
                 receiver.follow(Announcement(**command["follow"]))
             else:
@@ -87,19 +77,14 @@ def main() -> None:
             tensors = {name: digest_bytes(bytes(_raw(tensor))) for name, tensor in staged.tensors.items()}
             shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in staged.tensors.items()}
             stats = receiver.stats()
-            report(
-                version=staged.version, digest=staged.digest, tensors=tensors, shapes=shapes, corrupt=stats.corrupt,
-                failed=stats.failed, corrupt_buckets=stats.corrupt_buckets, wire_bytes=stats.wire_bytes,
-                received_bytes=stats.received_bytes,
-            )  # fmt: skip
-    receiver.close()
+            connection.send({
+                "version": staged.version, "digest": staged.digest, "tensors": tensors, "shapes": shapes,
+                "corrupt": stats.corrupt, "failed": stats.failed, "corrupt_buckets": stats.corrupt_buckets,
+                "wire_bytes": stats.wire_bytes, "received_bytes": stats.received_bytes,
+            })  # fmt: skip
 
 
 def _raw(tensor) -> bytes:
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-if __name__ == "__main__":
-    main()

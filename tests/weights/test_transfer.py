@@ -207,7 +207,3 @@ def test_listening_beyond_loopback_is_refused_unless_insecure():
         Publisher("0.0.0.0", deadline_s=1, insecure=False, advertise_host="10.0.0.1")
     with pytest.raises(AddressError, match="advertise"):
         Publisher("0.0.0.0", deadline_s=1, insecure=True)
-
-
-def test_importing_the_receiver_loads_no_torch(start_receiver):
-    assert start_receiver("light").reports.get(timeout=60) == {"ready": True, "torch": False}
