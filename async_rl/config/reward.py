@@ -208,7 +208,8 @@ class RewardConfig(Section):
     time_limit_s: float = Field(
         default=5.0,
         gt=0,
-        description="Maximum seconds for comparing one answer, or for one call of your own async reward.",
+        description="Maximum processor seconds for comparing one answer, and maximum wall-clock seconds for one call of "
+        "your own async reward.",
     )
     max_concurrent: int = Field(
         default=64,
@@ -242,6 +243,11 @@ class RewardConfig(Section):
     def types(self) -> tuple[RewardType, ...]:
         """The table's rows of all rewards that the run asks for, that of ``type`` first."""
         return tuple(reward_type(name) for name in self.names)
+
+    @property
+    def compares_mathematics(self) -> bool:
+        """Whether math_verify may be asked whether an answer is right."""
+        return self.equality == "math" and any(one.compares_mathematics for one in self.types)
 
     @property
     def runs_programs(self) -> bool:

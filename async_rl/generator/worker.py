@@ -37,6 +37,7 @@ from async_rl.net.keys import ClientKeys
 from async_rl.process.memory import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.combine import RewardSum
+from async_rl.rewards.verifier import MAX_WORKERS
 
 _SCRATCH_PREFIX = "async-rl-generator-"
 _SCRATCH_LOCK = "lock"
@@ -111,11 +112,12 @@ def run_generator(
 
 
 def grading_threads(config: Config, reward: RewardSum) -> int:
-    """Answers that are graded side by side: programs take turns on cores, mathematics has one verifier process.
+    """The number of answers that are graded at a time: one for each worker process, or call of a user's async function.
 
-    Async functions of the user's own mostly wait, a thread for each call.
+    Without either it is 1.
     """
-    threads = config.reward.code.num_workers if config.reward.runs_programs else 1
+    mathematics = MAX_WORKERS if config.reward.compares_mathematics else 1
+    threads = max(mathematics, config.reward.code.num_workers if config.reward.runs_programs else 1)
     return max(threads, config.reward.max_concurrent) if reward.is_async else threads
 
 

@@ -1,46 +1,122 @@
-"""The process that runs math_verify, so that no answer can hang or crash a generator. Started by ``verifier``.
+"""The processes that run math_verify, so that no answer can hang or crash a generator. Started by ``verifier``.
 
-Frames of ``net.streams`` on stdin and stdout hold JSON. It sends ``{"ready": true}`` once, then answers
-``{"gold", "prediction", "time_limit_s"}`` with ``{"equal": bool}``, until stdin ends or its parent is gone.
-Run as ``python -m async_rl.rewards.equality_child PARENT_PID``.
+A *server* imports math_verify once, which takes a second, and forks *workers*, which takes milliseconds. It is started
+with a socket, on which requests are records: ``F`` with a descriptor forks a worker that serves there, and the reply is
+its process id (0 if the fork failed); ``W`` waits for the end of a worker, and the reply is the number of the signal
+that ended it, else 0. The server ends its workers when the socket closes; the kernel ends them when the server dies.
+
+A worker reads frames of ``net.streams`` with JSON ``{"gold", "prediction", "time_limit_s"}`` and answers each with
+``{"equal": bool}``. The limit is of processor time, so a busy machine does not turn a right answer into a wrong one.
+Run as ``python -m async_rl.rewards.equality_child DESCRIPTOR PARENT_PID``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import logging
 import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
+import traceback
 import warnings
-from functools import partial
 from typing import Any
 
 from async_rl.net.streams import pack_frame, read_frame
 
 MAX_FRAME_BYTES = 1 << 20
-MEMORY_LIMIT_BYTES = 4 << 30
+MEMORY_LIMIT_BYTES = 2 << 30
+"""Address space of one worker."""
+RECORD = struct.Struct("<cI")
+READY, FORK, WAIT = b"R", b"F", b"W"
 _ORPHAN_CHECK_S = 5.0
-_GRACE_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent_pid = int(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends when stdin does
-    output = os.dup(1)
-    os.dup2(2, 1)  # what a library prints must not look like an answer
+    control, parent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends with its socket
+    control.set_inheritable(False)
     _limit_memory()
     equal = _load_math_verify()
-    _write(output, {"ready": True})
-    while (request := _read(parent_pid)) is not None:
-        # The parent kills at the limit. If it died, the kernel does: SIGALRM's default action needs no Python, while
-        # 9**9**9 holds the interpreter lock for good.
-        signal.setitimer(signal.ITIMER_REAL, request["time_limit_s"] + _GRACE_S)
+    gc.freeze()  # workers share what is loaded
+    control.sendall(RECORD.pack(READY, 0))
+    workers: set[int] = set()
+    while (request := _receive(control, parent_pid)) is not None:
+        kind, pid, descriptor = request
+        if kind == FORK:
+            reply = _fork_worker(control, descriptor, equal)
+            workers.add(reply)
+        else:
+            reply = _wait(pid)
+            workers.discard(pid)
+        control.sendall(RECORD.pack(kind, reply))
+    for pid in workers - {0}:
+        os.kill(pid, signal.SIGKILL)
+        _wait(pid)
+
+
+def _receive(control: socket.socket, parent_pid: int) -> tuple[bytes, int, int] | None:
+    """The next request: its kind, process id and descriptor (-1 if none); None once the parent is gone."""
+    # A process forked from the parent may hold the other end open, so a closed socket is not the only sign.
+    while not select.select([control], [], [], _ORPHAN_CHECK_S)[0]:
+        if os.getppid() != parent_pid:
+            return None
+    data, descriptors, _, _ = socket.recv_fds(control, RECORD.size, 1)
+    if not data:
+        return None
+    kind, pid = RECORD.unpack(data)
+    return kind, pid, descriptors[0] if descriptors else -1
+
+
+def _wait(pid: int) -> int:
+    """Wait for a worker's end. Return the signal that ended it, or 0."""
+    _, status = os.waitpid(pid, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def _fork_worker(control: socket.socket, descriptor: int, equal: Any) -> int:
+    """Fork a worker that serves on ``descriptor``. Return its process id; 0 if the machine refuses."""
+    server = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError:
+        pid = 0
+    else:
+        if pid == 0:
+            _be_worker(control, descriptor, equal, server)
+    os.close(descriptor)
+    return pid
+
+
+def _be_worker(control: socket.socket, descriptor: int, equal: Any, server: int) -> None:
+    code = 1
+    try:
+        control.close()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == server:
+            _serve(socket.socket(fileno=descriptor), equal)
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Whatever happens, never back into the server's loop.
+        os._exit(code)
+
+
+def _serve(connection: socket.socket, equal: Any) -> None:
+    while (body := read_frame(connection.recv, max_bytes=MAX_FRAME_BYTES)) is not None:
+        request = json.loads(body)
+        # The default action of SIGPROF ends the process. It needs no Python, while 9**9**9 holds the interpreter lock.
+        signal.setitimer(signal.ITIMER_PROF, request["time_limit_s"])
         answer = {"equal": equal(request["gold"], request["prediction"])}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(output, answer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.sendall(pack_frame(json.dumps(answer).encode()))
 
 
 def _limit_memory() -> None:
@@ -70,24 +146,6 @@ def _load_math_verify() -> Any:
 
     equal("x+1", "1+x")  # builds the regular expressions and the grammar now, not within the first answer's limit
     return equal
-
-
-def _read(parent_pid: int) -> dict[str, Any] | None:
-    body = read_frame(partial(_read_some, parent_pid), max_bytes=MAX_FRAME_BYTES)
-    return None if body is None else json.loads(body)
-
-
-def _read_some(parent_pid: int, size: int) -> bytes:
-    """Up to ``size`` bytes of standard input; none once the parent is gone."""
-    # A process forked from the parent may hold our stdin open, so its end alone is no sign.
-    while not select.select([0], [], [], _ORPHAN_CHECK_S)[0]:
-        if os.getppid() != parent_pid:
-            return b""
-    return os.read(0, size)
-
-
-def _write(output: int, message: dict[str, Any]) -> None:
-    os.write(output, pack_frame(json.dumps(message).encode()))
 
 
 if __name__ == "__main__":

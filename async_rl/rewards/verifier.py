@@ -1,6 +1,6 @@
-"""Compares answers with math_verify, in a child process that is killed and replaced when it exceeds the time limit.
+"""Compares answers with math_verify, in worker processes that are ended and replaced when they exceed the time limit.
 
-Called by ``equality``. The child starts at the first question, and ends with this process whatever ends it.
+Called by ``equality``. The processes start with the first question, and end with this process whatever ends it.
 """
 
 from __future__ import annotations
@@ -8,135 +8,204 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from async_rl.errors import RewardError
-from async_rl.net.streams import pack_frame, read_frame
+from async_rl.net.streams import pack_frame, read_exactly, read_frame
 from async_rl.process.child import module_command, package_environment
-from async_rl.rewards.equality_child import MAX_FRAME_BYTES
+from async_rl.rewards.equality_child import FORK, MAX_FRAME_BYTES, RECORD, WAIT
 
 Verdict = Literal["equal", "different", "timed_out", "crashed"]
 
+MAX_WORKERS = 8
+"""Questions that are compared at the same time. More than a machine may have cores: answers that use up their time then
+slow the others down, but none waits for them."""
 START_LIMIT_S = 120.0
 """For importing sympy on a loaded machine; not part of any answer's time limit."""
+_WALL_FACTOR = 50.0
+"""A worker that used little processor time for so many times its limit is stuck, not slow."""
 
 
 class _DeadlineError(Exception):
     """No whole answer came in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    pid: int
+    connection: socket.socket
+
+
+class _Server:
+    """The process that has math_verify loaded and forks workers.
+
+    Raises:
+        RewardError: it does not start.
+    """
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        descriptor, parent_pid = str(theirs.fileno()), str(os.getpid())
+        # -P and the package's own root: the child must find this async_rl, and no module of the working directory.
+        self._process = subprocess.Popen(
+            module_command("async_rl.rewards.equality_child", descriptor, parent_pid, flags=("-P",)),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=package_environment(), pass_fds=(theirs.fileno(),),
+        )  # fmt: skip
+        theirs.close()
+        self.close = weakref.finalize(self, _end, self._process, self._control)
+        try:
+            self._reply(time.monotonic() + START_LIMIT_S)
+        except (ConnectionError, _DeadlineError) as error:
+            self.close()
+            raise RewardError(
+                "the process that compares answers did not start; run 'python -c \"import math_verify\"' to see "
+                "whether math-verify is installed, and look for the process's own error above"
+            ) from error
+
+    def fork(self) -> _Worker:
+        """A new worker. Raises ConnectionError: the server is gone, or the machine refuses another process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [RECORD.pack(FORK, 0)], [theirs.fileno()])
+        pid = self._reply(time.monotonic() + START_LIMIT_S)
+        if not pid:
+            ours.close()
+            raise ConnectionError("the worker could not be forked")
+        return _Worker(pid, ours)
+
+    def end(self, worker: _Worker) -> int:
+        """End a worker, or see that it has ended. Return the signal that did it, or 0."""
+        worker.connection.close()
+        # The server reaps nothing unasked, so this number is still the worker's.
+        os.kill(worker.pid, signal.SIGKILL)
+        self._control.sendall(RECORD.pack(WAIT, worker.pid))
+        return self._reply(time.monotonic() + START_LIMIT_S)
+
+    def _reply(self, deadline: float) -> int:
+        return RECORD.unpack(read_exactly(partial(_read_some, self._control, deadline), RECORD.size))[1]
+
+
 class MathVerifier:
-    """One lazily started child; questions are asked one at a time, from any thread.
+    """At most ``MAX_WORKERS`` workers, started when needed; questions are asked from any thread.
 
     ``counts`` has ``requests``, ``timed_out`` and ``crashed`` (questions without an answer), and ``started``
-    (children).
+    (workers).
     """
 
     def __init__(self) -> None:
         self.counts = {"requests": 0, "timed_out": 0, "crashed": 0, "started": 0}
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize | None = None
+        self._slots = threading.BoundedSemaphore(MAX_WORKERS)
+        self._server: _Server | None = None
+        self._idle: list[_Worker] = []
+        self._is_closed = False
 
     @property
-    def child_pid(self) -> int | None:
-        """Process id of the running child; None if there is none."""
-        return None if self._child is None else self._child.pid
+    def idle_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that wait for a question."""
+        return tuple(worker.pid for worker in self._idle)
 
     def ask(self, gold: str, prediction: str, time_limit_s: float) -> Verdict:
         """Whether math_verify calls them equal. Both short (``equality.MAX_ANSWER_CHARS``).
 
+        Args:
+            time_limit_s: processor seconds.
+
         Raises:
-            RewardError: the child does not start.
+            RewardError: the processes do not start.
         """
         request = {"gold": gold, "prediction": prediction, "time_limit_s": time_limit_s}
+        with self._slots:
+            verdict = self._ask_once(request)
+            if verdict == "crashed" and not self._is_closed:
+                # A worker may be killed for another's sake (out of memory): only the second crash counts.
+                verdict = self._ask_once(request)
         with self._lock:
             self.counts["requests"] += 1
-            # A child may be killed for another's sake (out of memory): only a second crash is laid on this question.
-            for _ in range(2):
-                child = self._running_child()
-                try:
-                    _send(child, request)
-                    answer = _receive(child, time.monotonic() + time_limit_s)
-                except _DeadlineError:
-                    self._end_child()
-                    self.counts["timed_out"] += 1
-                    return "timed_out"
-                except ConnectionError:  # it crashed or was killed
-                    self._end_child()
-                    continue
-                return "equal" if answer["equal"] else "different"
-            self.counts["crashed"] += 1
-            return "crashed"
+            if verdict in self.counts:
+                self.counts[verdict] += 1
+        return verdict
 
     def close(self) -> None:
-        """Kill the child, if any."""
+        """End all processes. Questions under way crash; no others may be asked."""
         with self._lock:
-            self._end_child()
+            self._is_closed = True
+            self._drop_server()
 
-    def _running_child(self) -> subprocess.Popen[bytes]:
-        if self._child is None:
-            self._child = _start_child()
-            self._finalizer = weakref.finalize(self, _kill, self._child)
-            self.counts["started"] += 1
+    def _ask_once(self, request: dict[str, Any]) -> Verdict:
+        with self._lock:
+            server, worker = self._take_worker()
+        deadline = time.monotonic() + _WALL_FACTOR * request["time_limit_s"]
+        try:
+            worker.connection.sendall(pack_frame(json.dumps(request).encode()))
+            body = read_frame(partial(_read_some, worker.connection, deadline), max_bytes=MAX_FRAME_BYTES)
+        except _DeadlineError:
+            return self._end_worker(server, worker, stuck=True)
+        except ConnectionError:
+            body = None
+        if body is None:
+            return self._end_worker(server, worker)
+        with self._lock:
+            if server is self._server:
+                self._idle.append(worker)
+        return "equal" if json.loads(body)["equal"] else "different"
+
+    def _take_worker(self) -> tuple[_Server, _Worker]:
+        """An idle worker or a new one, of a server that is started or replaced if necessary. Called under the lock."""
+        assert not self._is_closed
+        for _ in range(2):
+            if self._server is None:
+                self._server = _Server()
+            if self._idle:
+                return self._server, self._idle.pop()
             try:
-                _receive(self._child, time.monotonic() + START_LIMIT_S)
-            except (ConnectionError, _DeadlineError) as error:
-                self._end_child()
-                raise RewardError(
-                    "the process that compares answers did not start; run 'python -m async_rl.rewards.equality_child "
-                    f"{os.getpid()}' to see why (is math-verify installed?)"
-                ) from error
-        return self._child
+                worker = self._server.fork()
+            except ConnectionError:
+                self._drop_server()
+            else:
+                self.counts["started"] += 1
+                return self._server, worker
+        raise RewardError("the process that compares answers ended twice; is the machine out of memory or processes?")
 
-    def _end_child(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._child = self._finalizer = None
+    def _end_worker(self, server: _Server, worker: _Worker, *, stuck: bool = False) -> Verdict:
+        """Replace a worker that did not answer. The verdict says why it did not."""
+        with self._lock:
+            if server is not self._server:  # it was replaced or closed, and its workers with it
+                return "crashed"
+            try:
+                by_limit = server.end(worker) == signal.SIGPROF
+            except (ConnectionError, ProcessLookupError):  # its server is gone as well
+                self._drop_server()
+                by_limit = False
+        return "timed_out" if stuck or by_limit else "crashed"
 
-
-def _start_child() -> subprocess.Popen[bytes]:
-    # -P and the package's own root: the child must find this async_rl, and no module of the working directory.
-    return subprocess.Popen(
-        module_command("async_rl.rewards.equality_child", str(os.getpid()), flags=("-P",)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=package_environment(),
-        bufsize=0,
-    )
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            pipe.close()
+    def _drop_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for worker in self._idle:
+            worker.connection.close()
+        self._server, self._idle = None, []
 
 
-def _send(child: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
-    assert child.stdin is not None
-    # Never blocks: two capped answers fit a pipe's 64 KiB, and the child has read everything before.
-    child.stdin.write(pack_frame(json.dumps(request).encode()))
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    # It may still be importing; and what it forked ends with it.
+    process.kill()
+    process.wait()
 
 
-def _receive(child: subprocess.Popen[bytes], deadline: float) -> dict[str, Any]:
-    body = read_frame(partial(_read_some, child, deadline), max_bytes=MAX_FRAME_BYTES)
-    if body is None:
-        raise ConnectionError("the child ended")
-    return json.loads(body)
-
-
-def _read_some(child: subprocess.Popen[bytes], deadline: float, size: int) -> bytes:
-    assert child.stdout is not None
+def _read_some(connection: socket.socket, deadline: float, size: int) -> bytes:
     poller = select.poll()
-    poller.register(child.stdout, select.POLLIN)
+    poller.register(connection, select.POLLIN)
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
         raise _DeadlineError
-    return os.read(child.stdout.fileno(), size)
+    return connection.recv(size)

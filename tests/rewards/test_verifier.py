@@ -1,4 +1,4 @@
-"""The child process: it is killed at the limit, replaced after a crash, and never outlives its parent."""
+"""The workers: ended at the limit of processor time, replaced after a crash, and never outliving their parent."""
 
 import os
 import select
@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import RewardError
 from async_rl.rewards import verifier as verifier_module
-from async_rl.rewards.verifier import MathVerifier
+from async_rl.rewards.verifier import MAX_WORKERS, MathVerifier
 
 HANGS = "9^{9^{9^9}}"
 """math_verify computes it in one C call that never returns to Python."""
@@ -25,57 +26,108 @@ def wait_until_ended(pidfd: int, timeout_s: float) -> bool:
     return bool(select.select([pidfd], [], [], timeout_s)[0])
 
 
-def test_a_hanging_answer_is_killed_at_the_limit_and_the_next_one_is_answered():
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture
+def verifier() -> Iterator[MathVerifier]:
     verifier = MathVerifier()
-    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
-    pid = verifier.child_pid
-    assert pid is not None
-    pidfd = os.pidfd_open(pid)
-    start = time.monotonic()
-    assert verifier.ask("5", HANGS, 0.5) == "timed_out"
-    assert time.monotonic() - start < 10
-    assert wait_until_ended(pidfd, 0)
-    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
-    assert verifier.child_pid != pid
-    assert verifier.counts == {"requests": 3, "timed_out": 1, "crashed": 0, "started": 2}
+    yield verifier
     verifier.close()
 
 
-def test_a_child_killed_between_questions_is_replaced_unnoticed():
-    verifier = MathVerifier()
+def test_a_hanging_answer_is_ended_at_the_limit_and_the_next_one_is_answered(verifier: MathVerifier):
     assert verifier.ask("x+1", "1+x", 30.0) == "equal"
-    assert verifier.child_pid is not None
-    pidfd = os.pidfd_open(verifier.child_pid)
-    os.kill(verifier.child_pid, signal.SIGKILL)
+    (pid,) = verifier.idle_pids
+    pidfd = os.pidfd_open(pid)
+    assert verifier.ask("5", HANGS, 0.5) == "timed_out"
+    assert wait_until_ended(pidfd, 0)
+    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
+    assert verifier.idle_pids != (pid,)
+    assert verifier.counts == {"requests": 3, "timed_out": 1, "crashed": 0, "started": 2}
+
+
+def test_an_honest_answer_does_not_wait_for_hanging_ones(verifier: MathVerifier):
+    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
+    ended: list[str] = []
+
+    def ask(name: str, prediction: str, limit_s: float) -> None:
+        verifier.ask("5", prediction, limit_s)
+        ended.append(name)
+
+    # Each bomb has 20 seconds of a processor that all of them share, so the honest answer ends first on any machine.
+    bombs = [threading.Thread(target=ask, args=("bomb", HANGS, 20.0)) for _ in range(MAX_WORKERS - 1)]
+    for bomb in bombs:
+        bomb.start()
+    wait_for(lambda: verifier.counts["started"] >= MAX_WORKERS - 1)
+    ask("honest", "x+5", 20.0)
+    assert ended == ["honest"]
+    verifier.close()
+    for bomb in bombs:
+        bomb.join()
+
+
+def test_time_in_which_a_worker_does_not_run_is_not_counted(verifier: MathVerifier):
+    # As on a machine so busy that the worker gets no processor for two seconds.
+    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
+    (pid,) = verifier.idle_pids
+    os.kill(pid, signal.SIGSTOP)
+    verdicts: list[str] = []
+    thread = threading.Thread(target=lambda: verdicts.append(verifier.ask("x+1", "1+x", 1.0)))
+    thread.start()
+    time.sleep(2.0)  # twice the limit
+    os.kill(pid, signal.SIGCONT)
+    thread.join()
+    assert verdicts == ["equal"]
+    assert verifier.idle_pids == (pid,)
+
+
+def test_a_worker_killed_between_questions_is_replaced_unnoticed(verifier: MathVerifier):
+    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
+    (pid,) = verifier.idle_pids
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
     assert wait_until_ended(pidfd, 30)
     assert verifier.ask("x+1", "2+x", 30.0) == "different"
     assert verifier.counts == {"requests": 2, "timed_out": 0, "crashed": 0, "started": 2}
-    verifier.close()
 
 
-def test_close_ends_the_child_and_can_be_repeated():
+def test_a_server_killed_between_questions_is_replaced_with_its_workers(verifier: MathVerifier):
+    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
+    (pid,) = verifier.idle_pids
+    pidfds = [os.pidfd_open(number) for number in (pid, parent_of(pid))]
+    os.kill(parent_of(pid), signal.SIGKILL)
+    assert all(wait_until_ended(pidfd, 30) for pidfd in pidfds)
+    assert verifier.ask("x+1", "2+x", 30.0) == "different"
+    assert verifier.counts == {"requests": 2, "timed_out": 0, "crashed": 0, "started": 2}
+
+
+def test_close_ends_the_processes_and_can_be_repeated():
     verifier = MathVerifier()
     verifier.ask("x", "y", 30.0)
-    assert verifier.child_pid is not None
-    pidfd = os.pidfd_open(verifier.child_pid)
+    (pid,) = verifier.idle_pids
+    pidfds = [os.pidfd_open(number) for number in (pid, parent_of(pid))]
     verifier.close()
     verifier.close()
-    assert wait_until_ended(pidfd, 0)
-    assert verifier.child_pid is None
-
-
-def test_no_child_runs_before_the_first_question():
-    assert MathVerifier().child_pid is None
+    assert all(wait_until_ended(pidfd, 30) for pidfd in pidfds)
+    assert verifier.idle_pids == ()
 
 
 @pytest.mark.parametrize("answer", ["x", HANGS])
-def test_the_child_ends_when_its_parent_is_killed_idle_or_busy(answer: str):
-    # The busy child is ended by its own alarm, the limit plus a second; the idle one by the end of its stdin.
+def test_the_processes_end_when_their_parent_is_killed_idle_or_busy(answer: str):
     program = (
-        "import sys; from async_rl.rewards import verifier as v\n"
-        "verifier = v.MathVerifier(); verifier.ask('x', 'y', 30.0)\n"
-        "print(verifier.child_pid, flush=True); sys.stdin.read(1)\n"
-        f"v._send(verifier._child, {{'gold': '5', 'prediction': {answer!r}, 'time_limit_s': 1.0}})\n"
+        "import sys, threading; from async_rl.rewards.verifier import MathVerifier\n"
+        "verifier = MathVerifier(); verifier.ask('x', 'y', 30.0)\n"
+        "print(*verifier.idle_pids, flush=True); sys.stdin.read(1)\n"
+        f"threading.Thread(target=verifier.ask, args=('5', {answer!r}, 300.0), daemon=True).start()\n"
         "print('asked', flush=True); sys.stdin.read()\n"
     )
     parent = subprocess.Popen(
@@ -83,19 +135,19 @@ def test_the_child_ends_when_its_parent_is_killed_idle_or_busy(answer: str):
     )
     assert parent.stdin is not None
     assert parent.stdout is not None
-    pidfd = os.pidfd_open(int(parent.stdout.readline()))
+    pid = int(parent.stdout.readline())
+    pidfds = [os.pidfd_open(number) for number in (pid, parent_of(pid))]
     parent.stdin.write("g")
     parent.stdin.flush()
     assert parent.stdout.readline() == "asked\n"
     parent.kill()
     parent.wait()
-    assert wait_until_ended(pidfd, 60)
+    assert all(wait_until_ended(pidfd, 60) for pidfd in pidfds)
     parent.stdin.close()
     parent.stdout.close()
 
 
-def test_threads_get_their_own_answers():
-    verifier = MathVerifier()
+def test_threads_get_their_own_answers(verifier: MathVerifier):
     verdicts: dict[int, str] = {}
 
     def ask(number: int) -> None:
@@ -108,17 +160,16 @@ def test_threads_get_their_own_answers():
         thread.join()
     # Number 0 to 3 equal themselves modulo 4; 4 to 7 don't.
     assert verdicts == {n: "equal" if n < 4 else "different" for n in range(8)}
-    verifier.close()
 
 
-def test_a_child_that_can_not_start_is_an_error_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
+def test_processes_that_can_not_start_are_an_error_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
     real = subprocess.Popen
 
     def start(arguments: list[str], **options: object):
         return real([arguments[0], "-c", "raise SystemExit(3)"], **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     monkeypatch.setattr(verifier_module.subprocess, "Popen", start)
-    with pytest.raises(RewardError, match=r"did not start; run 'python -m async_rl\.rewards\.equality_child"):
+    with pytest.raises(RewardError, match="did not start"):
         MathVerifier().ask("x", "y", 5.0)
 
 
