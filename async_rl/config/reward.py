@@ -208,8 +208,8 @@ class RewardConfig(Section):
     time_limit_s: float = Field(
         default=5.0,
         gt=0,
-        description="Maximum processor seconds for comparing one answer, and maximum wall-clock seconds for one call of "
-        "your own async reward.",
+        description="Maximum processor seconds for comparing one answer, and maximum wall-clock seconds for one call "
+        "of your own async reward.",
     )
     max_concurrent: int = Field(
         default=64,

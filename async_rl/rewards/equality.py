@@ -6,9 +6,9 @@ after removing spaces, braces and commas) is replaced by the second step, which 
 ``1,2`` equals ``12`` and ``\frac{1}{23}`` equals ``\frac{12}{3}``, here they don't.
 
 Before math_verify is asked, ``surely_different`` finds differences that it overlooks: it drops the base of ``12_5``,
-takes any text behind a number for a unit without looking at it, and compares the right side of an equation with a
-number whatever stands on the left. ``spelled_out`` puts the braces that its parser needs: to TeX, which takes the next
-character or group as an argument, ``\frac12`` is a half and ``\sqrt3`` a root.
+ignores text behind a number (``5\text{ is wrong}``), a relation before it and all lines but one, and compares the right
+side of an equation with a number whatever stands on the left. ``spelled_out`` inserts the braces that its parser
+needs: TeX takes the next character or group as an argument, so ``\frac12`` is a half and ``\sqrt3`` a root.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ _GROUPED = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3})+"
 _DECIMAL = re.compile(rf"(?:(?P<whole>{_GROUPED}|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<only_part>[0-9]+))\.?")
 _FRACTION = re.compile(r"(?:(?P<whole>[0-9]+) )?(?P<top>[0-9]+) ?/ ?(?P<bottom>[0-9]+)\.?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
+_SCIENTIFIC = re.compile(
+    r"(?P<mantissa>[0-9.]+) ?(?:\\times|\\cdot|\u00d7|\*) ?10 ?\^ ?"
+    r"(?:\{ ?(?P<wide>[+\-\u2212]?[0-9]{1,3}) ?\}|(?P<digit>[0-9]))\.?"
+)
 _SIGN = re.compile(r"\\?\$?\s*([+\-\u2212]?)\s*\\?\$?\s*")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _WRAPPER = re.compile(r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|mbox)\s*(?=\{)|(?=\{)")
@@ -44,6 +48,19 @@ _UNIT = re.compile(
 )
 _EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
 _OTHER_RELATION = re.compile(r"[<>=]|\\(?:leq?|geq?|lt|gt|neq?|in|approx|equiv|sim)(?![A-Za-z])")
+_INEQUALITY = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|leqslant|geqslant|lt|gt|neq?)(?![A-Za-z])")
+_REGION = re.compile(r"\\(?:in|infty|cup|cap|setminus|mathbb|emptyset|varnothing)(?![A-Za-z])|[\[(][^()\[\]]*,")
+_RATIO = re.compile(r"[0-9]\s*:\s*[0-9]")
+_LINE_BREAK = re.compile(r"\\\\(?![A-Za-z]{2})")
+"""Before two letters it is a command whose backslash was escaped once more."""
+_TEXT_WITH_DIGITS = re.compile(r"\\(?:text|textnormal|textrm|mbox|mathrm|operatorname)\s*\{[^{}]*[0-9][^{}]*\}")
+_COMMAND_WITHOUT_TEXT = re.compile(r"\\[A-Za-z]+")
+_CLAIM_WORDS = frozenset({
+    "is", "are", "was", "not", "no", "nor", "isn", "never", "wrong", "incorrect", "false", "true", "maybe", "perhaps",
+    "possibly", "either", "but", "except", "than",
+})  # fmt: skip
+"""Words that make a sentence of what surrounds a number; a unit has none of them."""
+_LIST_WORDS = frozenset({"and", "or"})
 _BRACKETS = re.compile(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]")
 _SUM = re.compile(r"[^\s(\[{,^_=]\s*[+\-]")
 
@@ -77,6 +94,9 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
     gold_text, text = typeset_form(gold), typeset_form(prediction)
     if gold_text == text:
         return True
+    # In the raw text: the typeset form takes a line break before a space for a backslash and a space.
+    if _LINE_BREAK.search(prediction) and not _LINE_BREAK.search(gold):
+        return False
     if surely_different(gold_text, text):
         return False
     if _are_words(gold, gold_text, prediction, text):
@@ -104,9 +124,11 @@ def canonical_form(answer: str) -> Fraction | str:
 def plain_number(text: str) -> Fraction | None:
     r"""The exact value of a plain number; None if ``text`` is anything else.
 
-    Integers, decimals, fractions (``1/2``, ``\frac{1}{2}``) and mixed numbers (``1 1/2``), with an optional sign,
-    dollar sign, thousands separators where they belong and a full stop at the end: ``$1,234.50``, ``+.5``,
-    ``-\frac12``, ``10\,000``. Not ``12,34``, ``1e3``, ``50%``, ``1/0`` or anything with a unit.
+    Integers, decimals, fractions (``1/2``, ``\frac{1}{2}``), mixed numbers (``1 1/2``) and scientific notation
+    (``1.2\times 10^3``), with an optional sign, dollar sign, thousands separators where they belong and a full stop at
+    the end: ``$1,234.50``, ``+.5``, ``-\frac12``, ``10\,000``.
+
+    Not ``12,34``, ``1e3``, ``50%``, ``1/0`` or anything with a unit.
     """
     text = _unwrapped(text)
     text = re.sub(r"\{,\}|,\\!", ",", text)
@@ -116,7 +138,11 @@ def plain_number(text: str) -> Fraction | None:
     lead = _SIGN.match(text)
     assert lead is not None  # every part of it is optional
     rest = text[lead.end() :]
-    value = _decimal(rest) if "/" not in rest else _fraction(rest)
+    scientific = _SCIENTIFIC.fullmatch(rest)
+    if scientific is not None:
+        value = _scientific(scientific)
+    else:
+        value = _decimal(rest) if "/" not in rest else _fraction(rest)
     return value if value is None or lead[1] in ("", "+") else -value
 
 
@@ -127,6 +153,12 @@ def _decimal(text: str) -> Fraction | None:
     whole = re.sub("[, ]", "", found["whole"] or "0")
     part = found["part"] or found["only_part"] or "0"
     return Fraction(f"{whole}.{part}")
+
+
+def _scientific(found: re.Match[str]) -> Fraction | None:
+    mantissa = _decimal(found["mantissa"])
+    exponent = int((found["wide"] or found["digit"]).replace("\u2212", "-"))
+    return None if mantissa is None else mantissa * Fraction(10) ** exponent
 
 
 def _fraction(text: str) -> Fraction | None:
@@ -213,14 +245,35 @@ def _is_parsable(form: str) -> bool:
 
 
 def surely_different(gold: str, prediction: str) -> bool:
-    """Whether two answers in ``typeset_form`` differ in a base, in their units, or in being an equation at all."""
+    """Whether two answers in ``typeset_form`` differ in what math_verify does not look at.
+
+    That is a base, units, being an equation at all, and what only the prediction has: an inequality, a ratio, or
+    words that are no unit.
+    """
     gold_value, value = based_integer(gold), based_integer(prediction)
     if gold_value is not None and value is not None:
         return gold_value != value
     gold_unit, unit = unit_of(gold), unit_of(prediction)
     if gold_unit and unit and gold_unit != unit:
         return True
-    return _is_equation_of_a_sum(gold) and _OTHER_RELATION.search(prediction) is None
+    if _is_equation_of_a_sum(gold) and _OTHER_RELATION.search(prediction) is None:
+        return True
+    if _INEQUALITY.search(prediction) and not (_INEQUALITY.search(gold) or _REGION.search(gold)):
+        return True
+    if any(pattern.search(prediction) and not pattern.search(gold) for pattern in (_RATIO, _TEXT_WITH_DIGITS)):
+        return True
+    return _says_more(gold, prediction)
+
+
+def _says_more(gold: str, prediction: str) -> bool:
+    """Whether ``prediction`` has words that make a claim, or offer a choice, which ``gold`` does not."""
+    words, gold_words = _words_in(prediction), _words_in(gold)
+    is_list = "," in gold or ";" in gold or "\\pm" in gold or gold_words & _LIST_WORDS
+    return bool((words & _CLAIM_WORDS) - gold_words) or bool(words & _LIST_WORDS and not is_list)
+
+
+def _words_in(form: str) -> set[str]:
+    return set(re.findall(r"[a-z]{2,}", _COMMAND_WITHOUT_TEXT.sub(" ", form).casefold()))
 
 
 def based_integer(text: str) -> int | None:

@@ -66,6 +66,19 @@ def test_grading_agrees_with_published_pairs(verifier: MathVerifier):
         ("\\frac{1}{23}", "\\frac{12}{3}"),
         ("0.083333333333", "0.083333333334"),
         ("\\frac{1}{12}", "0.0833333"),
+        # What stands with a number is looked at.
+        ("5", "5\\text{ is wrong}"),
+        ("5", "5\\text{ or so}"),
+        ("5", "5 \\text{ and } 6"),
+        ("5", "5 cm or 6 cm"),
+        ("5", "5 \\text{ cm or } 6 \\text{ cm}"),
+        ("5", "6\\\\ 5"),
+        ("5", "\\le 5"),
+        ("5", "x \\geq 5"),
+        ("5", "<5"),
+        ("5", "\\neq 5"),
+        ("\\frac{1}{3}", "10:30"),
+        ("123456789", "1.23456788\\times 10^8"),
     ],
 )
 def test_what_looks_alike_to_a_lenient_grader_is_not_equal(verifier: MathVerifier, gold: str, prediction: str):
@@ -82,6 +95,16 @@ def test_what_looks_alike_to_a_lenient_grader_is_not_equal(verifier: MathVerifie
         ("x+y=3", "y+x=3"),
         ("3", "x=3"),
         ("\\frac{1}{12}", "0.0833333333333333"),
+        ("123456789", "1.23456789\\times 10^8"),
+        ("123456789", "1.23456789 \\cdot 10^{8}"),
+        ("0.00012", "1.2\\times10^{-4}"),
+        ("5", "5\\text{ apples}"),
+        ("5", "5\\text{ square feet}"),
+        ("5", "5\\text{ miles per hour}"),
+        ("5", "5 \\, \\mathrm{cm}^2"),
+        ("x \\le 5", "x\\leq 5"),
+        ("x=1 \\text{ or } x=2", "x=1\\text{ or }x=2"),
+        ("1:3", "1:3"),
     ],
 )
 def test_what_only_looks_different_is_equal(verifier: MathVerifier, gold: str, prediction: str):
@@ -130,21 +153,19 @@ HOSTILE = {
         ("xml_format", ["a tower", "a megabyte of text", "nested braces"]),
     ],
 )
-def test_no_answer_takes_longer_than_its_limit(kind: str, what: list[str]):
-    limit_s, margin_s = 0.5, 2.0  # the margin is for a loaded machine; the child is killed at the limit
+def test_no_answer_costs_more_than_its_limit(kind: str, what: list[str]):
+    # The kernel ends a worker at its limit of processor time. What is left to bound is this process's own part.
     config = Config.model_validate(
-        {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": kind, "time_limit_s": limit_s}}
+        {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": kind, "time_limit_s": 0.5}}
     )
-    asked = RewardInput("<think>a</think><answer>\\boxed{x+1}</answer>", {"gt_answer": "x+2"}, 1, 9, "stop")
     reward = build_reward(config)
     try:
         for name in some(what) if len(what) > 3 else what:
             text = HOSTILE[name]
             answer = f"\\boxed{{{text}}}" if kind == "boxed" else f"<think>a</think><answer>{text}</answer> x"
-            reward(asked)  # starting a child in place of a killed one is no answer's fault
-            start = time.monotonic()
+            start = time.process_time()
             output = reward(RewardInput(answer, {"gt_answer": "2x+71"}, 1, 9, "stop"))
             assert (name, output.accuracy) == (name, 0.0)
-            assert time.monotonic() - start < limit_s + margin_s, name
+            assert time.process_time() - start < 1.0, name
     finally:
         reward.close()
