@@ -128,10 +128,10 @@ class CodeRewardConfig(Section):
         default="calls",
         description="Which programs get names of common modules without an import: tested functions, all, or none.",
     )
-    compare: Literal["ordered", "cascade"] = Field(
-        default="ordered",
-        description="How outputs are compared: in order, or (cascade) as a last resort as sets of tokens, which is "
-        "unsafe.",
+    compare: Literal["tokens", "cascade"] = Field(
+        default="tokens",
+        description="How outputs are compared: token by token in order, or (cascade) as a last resort as sets of "
+        "tokens, which is unsafe.",
     )
     partial_credit: bool = Field(
         default=False,

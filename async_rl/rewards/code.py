@@ -151,7 +151,7 @@ class LocalJudge:
         verdicts: list[Verdict] = []
         notes: list[str] = []
         for test in tests.tests:
-            verdict, note = self._judge_one(source, tests.function, test, deadline_s - self._clock())
+            verdict, note = self._judge_one(source, tests, test, deadline_s - self._clock())
             verdicts.append(verdict)
             notes.append(note)
             if verdict == "unusable" or (verdict != "passed" and not self._code.partial_credit):
@@ -168,17 +168,19 @@ class LocalJudge:
     def close(self) -> None:
         self._runner.close()
 
-    def _judge_one(self, source: str, function: str | None, test: CodeTest, left_s: float) -> tuple[Verdict, str]:
+    def _judge_one(self, source: str, tests: CodeTests, test: CodeTest, left_s: float) -> tuple[Verdict, str]:
         if left_s <= 0:
             return "timed_out", "no time was left for this test"
         limits = self._limits(left_s)
-        if function is None:
+        if tests.function is None:
             prelude = self._code.prelude == "always"
             program = Program(source, stdin=test.given.encode(errors="surrogateescape"), prelude=prelude)
         else:
-            program = Program(source, function=function, arguments=test.given, prelude=self._code.prelude != "never")
+            program = Program(
+                source, function=tests.function, arguments=test.given, prelude=self._code.prelude != "never"
+            )
         ran = self._runner.run(program, limits)
-        return self._verdict(ran, function, test), ran.stderr_tail
+        return self._verdict(ran, tests, test), ran.stderr_tail
 
     def _limits(self, left_s: float) -> Limits:
         code = self._code
@@ -191,15 +193,17 @@ class LocalJudge:
             max_threads=_MAX_THREADS,
         )
 
-    def _verdict(self, ran: Ran, function: str | None, test: CodeTest) -> Verdict:
+    def _verdict(self, ran: Ran, tests: CodeTests, test: CodeTest) -> Verdict:
         if ran.outcome == "timed_out":
             return "timed_out"
         if ran.exit_code != 0:
             return "unusable" if ran.exit_code == UNUSABLE_EXIT else "failed"
-        if function is not None:
-            agrees = values_agree(test.expected, ran.output, compare=self._code.compare)
+        compare, tolerance = self._code.compare, tests.tolerance
+        if tests.function is not None:
+            agrees = values_agree(test.expected, ran.output, compare=compare, tolerance=tolerance)
         else:
-            agrees = outputs_agree(test.expected, ran.output.decode(errors="replace"), compare=self._code.compare)
+            output = ran.output.decode(errors="replace")
+            agrees = outputs_agree(test.expected, output, compare=compare, tolerance=tolerance)
         return "passed" if agrees else "wrong"
 
 

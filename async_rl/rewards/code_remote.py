@@ -71,6 +71,7 @@ class RemoteJudge:
         in_outs: dict[str, Any] = {
             "inputs": [test.given if tests.function is None else json.loads(test.given) for test in tests.tests],
             "outputs": [test.expected if tests.function is None else json.dumps(test.expected) for test in tests.tests],
+            "tolerance": tests.tolerance,
         }
         if tests.function is not None:
             in_outs["fn_name"] = tests.function

@@ -3,10 +3,10 @@
 Tests are read when data is loaded and when an answer is graded. ``test_cases`` is ``{"inputs": [...], "outputs":
 [...]}``, or that as JSON text, with ``fn_name`` in it or beside it for tests that call a function.
 
-Outputs are compared in the trusted process; all of them are hostile. Colossal-RL compares in six steps, the first that
-agrees wins: whole texts, lines, lists of lines, the same without blank lines, numbers that are close, and last the
-*sets* of the lines' tokens. By the last step a program that prints both YES and NO passes every test with several
-answers, so it is left out unless asked for.
+Outputs are compared in the trusted process; all of them are hostile. They are compared token by token: an integer is
+exact, and another number may differ by the test's tolerance. Colossal-RL compares in six steps, the first that agrees
+wins, and the last compares the *sets* of the lines' tokens. By that step a program that prints both YES and NO passes
+every test with several answers, so it is left out unless asked for.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
-Compare = Literal["ordered", "cascade"]
+Compare = Literal["tokens", "cascade"]
 
-RELATIVE_TOLERANCE = 1e-5
-ABSOLUTE_TOLERANCE = 1e-8
-"""Of numbers of which one at least is no integer; numpy.allclose's, as Colossal-RL has it."""
+TOLERANCE = 1e-6
+"""Of numbers that are no integers, if the row states none: absolute, and relative to the expected number."""
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -44,17 +44,22 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """At least one test; ``function`` is the name of the function to call, None for scripts."""
+    """At least one test. ``function`` is the name of the function to call, None for scripts.
+
+    ``tolerance`` is the largest difference between a number that is no integer and the expected one: absolute, or
+    relative to the expected number where that allows more.
+    """
 
     tests: tuple[CodeTest, ...]
     function: str | None
+    tolerance: float = TOLERANCE
 
 
 def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
     """The tests of one row.
 
     A script's input and output may be a list of lines. A function's arguments may be a list, or text with one JSON
-    value a line; what it returns may be any value but text, or JSON text.
+    value a line; what it returns may be any value but text, or JSON text. ``test_cases.tolerance`` is 1e-6 if unset.
 
     Raises:
         ValueError: it has none, or they are malformed; the message says which.
@@ -73,12 +78,16 @@ def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
             f"test_cases: expected inputs and outputs, lists of one length above 0, got {_length(inputs)} inputs and "
             f"{_length(outputs)} outputs"
         )
+    tolerance = cases.get("tolerance", TOLERANCE)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+        raise ValueError(f"test_cases.tolerance: expected a number from 0 to below 1, got {_short(tolerance)}")
     function = cases.get("fn_name", reward_data.get("fn_name"))
     if function is None:
-        return CodeTests(tuple(_script_test(*pair, i) for i, pair in enumerate(zip(inputs, outputs))), None)
+        tests = tuple(_script_test(*pair, i) for i, pair in enumerate(zip(inputs, outputs)))
+        return CodeTests(tests, None, tolerance)
     if not isinstance(function, str) or not function.isidentifier():
         raise ValueError(f"fn_name: expected the name of a function, got {_short(function)}")
-    return CodeTests(tuple(_call_test(*pair, i) for i, pair in enumerate(zip(inputs, outputs))), function)
+    return CodeTests(tuple(_call_test(*pair, i) for i, pair in enumerate(zip(inputs, outputs))), function, tolerance)
 
 
 def _script_test(given: Any, expected: Any, index: int) -> CodeTest:
@@ -121,39 +130,39 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def outputs_agree(expected: str, output: str, *, compare: Compare) -> bool:
+def outputs_agree(expected: str, output: str, *, compare: Compare, tolerance: float = TOLERANCE) -> bool:
     """Whether the text that a script printed is right.
 
-    Space at the ends of lines and blank lines don't count. Then lines must agree token by token: as text, or as
-    numbers that are close where one is no integer. ``cascade`` takes lines and tokens in any order, too.
+    The tokens must agree in order; white space, line breaks included, only separates them. ``cascade`` also accepts
+    lines in any order, with tokens in any order.
     """
     if _is_too_long(len(output), len(expected)):
         return False
-    if expected.strip() == output.strip():
-        return True
-    expected_lines, lines = _lines(expected), _lines(output)
-    if len(lines) == len(expected_lines) and all(map(_line_agrees, expected_lines, lines)):
-        return True
-    return compare == "cascade" and {frozenset(line) for line in lines} == {frozenset(line) for line in expected_lines}
+    expected_tokens, tokens = expected.split(), output.split()
+    if len(tokens) == len(expected_tokens):
+        pairs = zip(expected_tokens, tokens, strict=True)
+        if all(_token_agrees(wanted, token, tolerance) for wanted, token in pairs):
+            return True
+    return compare == "cascade" and _sets_of_lines(output) == _sets_of_lines(expected)
 
 
-def values_agree(expected: Any, answer: bytes, *, compare: Compare) -> bool:
+def values_agree(expected: Any, answer: bytes, *, compare: Compare, tolerance: float = TOLERANCE) -> bool:
     """Whether the value that a function returned is right. ``answer`` is its JSON.
 
-    Equal, or equal to the single item of ``expected``, for some data sets wrap it in a list; ``cascade`` takes the
-    first of several, too.
+    It must equal ``expected``, or the only item of ``expected``, because some data sets wrap values in a list;
+    ``cascade`` also accepts the first of several items.
     """
     if _is_too_long(len(answer), len(json.dumps(expected))):
         return False
     try:
         value = json.loads(answer)
+        if _value_agrees(expected, value, tolerance):
+            return True
+        if not isinstance(expected, list) or not expected or (compare == "tokens" and len(expected) > 1):
+            return False
+        return _value_agrees(expected[0], value, tolerance)
     except (ValueError, RecursionError):
         return False
-    if value == expected:
-        return True
-    if not isinstance(expected, list) or not expected or (compare == "ordered" and len(expected) > 1):
-        return False
-    return value == expected[0]
 
 
 def _is_too_long(length: int, expected_length: int) -> bool:
@@ -161,25 +170,45 @@ def _is_too_long(length: int, expected_length: int) -> bool:
     return length > _MOST_TIMES_LONGER * expected_length + _SPARE_CHARS
 
 
-def _lines(text: str) -> list[list[str]]:
-    """The tokens of each line that has any."""
-    return [tokens for line in text.split("\n") if (tokens := line.split())]
+def _sets_of_lines(text: str) -> set[frozenset[str]]:
+    """The set of the tokens of each line that has any."""
+    return {frozenset(tokens) for line in text.split("\n") if (tokens := line.split())}
 
 
-def _line_agrees(expected: list[str], tokens: list[str]) -> bool:
-    return len(expected) == len(tokens) and all(map(_token_agrees, expected, tokens))
-
-
-def _token_agrees(expected: str, token: str) -> bool:
+def _token_agrees(expected: str, token: str, tolerance: float) -> bool:
     if expected == token:
         return True
     if max(len(expected), len(token)) > _MAX_NUMBER_CHARS:
         return False
     if not _NUMBER.fullmatch(expected) or not _NUMBER.fullmatch(token):
         return False
-    if _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(token):
-        return False  # integers are exact; "007" is not "7"
-    wanted, got = float(expected), float(token)
+    if _INTEGER.fullmatch(expected):
+        # "007" is not "7", and "7.0" is.
+        return not _INTEGER.fullmatch(token) and Fraction(token) == int(expected)
+    return _is_close(float(expected), float(token), tolerance)
+
+
+def _value_agrees(expected: Any, value: Any, tolerance: float) -> bool:
+    if isinstance(expected, list):
+        return (
+            isinstance(value, list)
+            and len(value) == len(expected)
+            and all(_value_agrees(wanted, item, tolerance) for wanted, item in zip(expected, value, strict=True))
+        )
+    if isinstance(expected, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == expected.keys()
+            and all(_value_agrees(wanted, value[key], tolerance) for key, wanted in expected.items())
+        )
+    if isinstance(expected, bool) or isinstance(value, bool):  # to Python, True equals 1
+        return expected is value
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return _is_close(expected, float(value), tolerance)
+    return value == expected
+
+
+def _is_close(wanted: float, got: float, tolerance: float) -> bool:
     if not (math.isfinite(wanted) and math.isfinite(got)):
         return False
-    return abs(wanted - got) <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * abs(wanted)
+    return abs(wanted - got) <= tolerance * max(1.0, abs(wanted))
