@@ -125,13 +125,13 @@ def _take_descriptors(descriptors: Sequence[int]) -> dict[str, Any]:
 
 
 def confine(limits: Limits, seccomp_filter: bytes) -> None:
-    """Its own directory, its own user namespace, limits, no capabilities, no way to gain any, few system calls.
+    """Its own directory, network and user namespace, limits, no capabilities, no way to gain any, few system calls.
 
     Raises:
         OSError: the kernel refuses one of them.
     """
     os.setsid()
-    system.unshare(system.CLONE_NEWNS)
+    system.unshare(system.CLONE_NEWNS | system.CLONE_NEWNET)
     root.mount_scratch(limits.scratch_bytes)
     # In a user namespace of its own its processes are counted apart from all others'; nobody is mapped into it.
     system.unshare(system.CLONE_NEWUSER)

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -475,3 +477,38 @@ def test_two_programs_at_a_time_find_nothing_of_each_other():
         ran = list(pool.map(lambda _: sandbox.run(Program(look), limits), range(4)))
     sandbox.close()
     assert {one.output for one in ran} == {b"1 ['mine'] 0\n"}
+
+
+def test_programs_that_run_at_the_same_time_can_not_talk():
+    # A socket of a pair gets an abstract address of five hexadecimal digits when it sends with SO_PASSCRED, without a
+    # call of bind. Once its peer is gone, everybody in the same network namespace may send to that address.
+    listen = """
+import socket
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+ours.send(b"x")
+theirs.close()
+try:
+    ours.send(b"x")
+except ConnectionRefusedError:
+    print(ours.getsockname()[:1] == b"\\0", flush=True)
+ours.settimeout(4.0)
+try:
+    print(ours.recv(100))
+except TimeoutError:
+    print("nothing")
+"""
+    talk = """
+import socket
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+for number in range(1 << 20):
+    try:
+        ours.sendto(b"the answer", b"\\0%05x" % number)
+    except OSError:
+        pass
+"""
+    limits = Limits(60.0, 512 << 20, 1 << 20, 1 << 20, 1, 8)
+    with closing(Sandbox()) as sandbox, ThreadPoolExecutor(2) as threads:
+        heard, spoken = [threads.submit(sandbox.run, Program(source), limits) for source in (listen, talk)]
+        assert spoken.result().exit_code == 0
+        assert heard.result().output == b"True\nnothing\n"
