@@ -12,7 +12,7 @@ import typer
 from async_rl.cli.options import ConfigPath, Insecure, Keys, Overrides
 
 if TYPE_CHECKING:
-    from async_rl.evaluation.settings import EvalOptions
+    from async_rl.evaluation.offline import EvalOptions
 
 tools = typer.Typer(rich_markup_mode=None)
 
@@ -146,15 +146,14 @@ def evaluate(
     if compare:
         _compare([Path(model) for model in models], has_options=bool(values or datasets or overrides or config or out))
         return
-    from async_rl.evaluation.settings import EvalOptions
+    from async_rl.evaluation.offline import EvalOptions
 
     _evaluate(models, EvalOptions(tuple(datasets or ()), config, tuple(overrides or ()), values), out)
 
 
 def _evaluate(models: list[str], options: EvalOptions, out: Path | None) -> None:
     """Evaluate ``models`` with ``options`` and print the figures."""
-    from async_rl.evaluation.offline import describe, run_eval
-    from async_rl.evaluation.settings import eval_settings
+    from async_rl.evaluation.offline import describe, eval_settings, run_eval
 
     settings = eval_settings(models, options)
     for note in settings.notes:

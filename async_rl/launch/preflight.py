@@ -21,7 +21,7 @@ from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_run_dir, check_writable
-from async_rl.run.wandb_run import check_wandb
+from async_rl.run.metrics import check_wandb
 from async_rl.weights.transport import TRANSPORTS
 
 

@@ -38,9 +38,8 @@ from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_que
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
 from async_rl.run.eval_records import Decode
-from async_rl.run.metrics import MetricsWriter
+from async_rl.run.metrics import MetricsWriter, check_wandb
 from async_rl.run.step_log import StepLog, read_rows
-from async_rl.run.wandb_run import check_wandb
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
 from async_rl.weights.transport import choose_transport

@@ -1,16 +1,109 @@
-"""Rollouts as lines of a JSONL file: the answers of an evaluation, and rollouts that were trained on."""
+"""What an evaluation records: its figures, and its answers as lines of a JSONL file.
+
+The groups of one set enter, one per row; a flat mapping of figures and JSON objects leave. Called during training
+(``learner``) and offline (``evaluation``). Rollouts that were trained on are logged in the same form.
+
+A row that could not be sampled (its prompt is too long, or it failed every time) is a group without rollouts. It counts
+as wrong in every figure of accuracy, so that a set's figures always have the same denominator, and ``unanswered``
+counts it. Lengths, rewards and scores are means over the answers that exist.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from async_rl.records import NO_VERSION, Group, Prompt, Rollout
+from async_rl.rewards.answers import VoteKey, majority
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of solving a problem in ``k`` tries from ``num_samples`` (Chen et al. 2021, eq. 1).
+
+    Raises:
+        ValueError: k is not in 1..num_samples.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"expected k between 1 and {num_samples} samples, got {k}")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def eval_metrics(
+    dataset: str, groups: Sequence[tuple[Prompt, Group]], *, vote_key: VoteKey | None = None
+) -> dict[str, float]:
+    """``eval_figures``, under the keys of ``metrics.jsonl``."""
+    found = eval_figures([group.rollouts for _, group in groups], vote_key=vote_key)
+    return {f"eval/{dataset}/{key}": value for key, value in found.items()}
+
+
+def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None = None) -> dict[str, float]:
+    """The figures of a set; ``metrics.EVAL_FIGURES`` describes them.
+
+    Args:
+        rows: each row's rollouts, in the order of their index.
+        vote_key: answers with the same key vote together. There is no majority figure if it is None, or if no answer
+            was extracted from any rollout.
+    """
+    if not rows:
+        return {"rows": 0}
+    answered = [row for row in rows if row]
+    accuracies = [float(np.mean([r.accuracy for r in row])) if row else 0.0 for row in rows]
+    found: dict[str, float] = {"accuracy": float(np.mean(accuracies))}
+    if len(rows) > 1:
+        found["accuracy_se"] = float(np.std(accuracies, ddof=1) / math.sqrt(len(rows)))
+    found |= _pass_figures(answered, len(rows))
+    if answered and max(map(len, answered)) > 1:
+        found["best_of_n"] = sum(max(r.accuracy for r in row) for row in answered) / len(rows)
+        found["reward_best_of_n"] = float(np.mean([max(r.reward for r in row) for row in answered]))
+        if vote_key is not None and any(rollout.extracted is not None for row in answered for rollout in row):
+            found["majority_at_n"] = sum(_voted_accuracy(row, vote_key) for row in answered) / len(rows)
+    found |= {"rows": len(rows), "unanswered": len(rows) - len(answered)}
+    return found | (_answer_figures(answered) if answered else {})
+
+
+def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[str, float]:
+    """``pass_at_k`` with k the samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to it.
+
+    Partial accuracy does not solve a row.
+    """
+    if not answered:
+        return {"pass_at_k": 0.0}
+    num_samples = min(map(len, answered))
+    tries = {f"pass_at_{2**i}": 2**i for i in range(num_samples.bit_length())} | {"pass_at_k": num_samples}
+    solved = [(len(row), sum(r.accuracy >= 1.0 for r in row)) for row in answered]
+    return {name: sum(pass_at_k(n, c, k) for n, c in solved) / num_rows for name, k in tries.items()}
+
+
+def _voted_accuracy(row: Sequence[Rollout], vote_key: VoteKey) -> float:
+    chosen = majority([rollout.extracted for rollout in row], vote_key)
+    return 0.0 if chosen is None else row[chosen].accuracy
+
+
+def _answer_figures(answered: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    answers = [rollout for row in answered for rollout in row]
+    found: dict[str, float] = {
+        "samples": max(map(len, answered)),
+        "reward": float(np.mean([r.reward for r in answers])),
+        "length_mean": float(np.mean([r.num_sampled for r in answers])),
+        "truncated": float(np.mean([r.finish_reason == "length" for r in answers])),
+    }
+    if failed := sum(r.finish_reason == "error" for r in answers):
+        found["failed"] = failed
+    if any(r.turns for r in answers):
+        found |= {
+            "score": float(np.mean([r.score for r in answers])),
+            "score_best_of_n": float(np.mean([max(r.score for r in row) for row in answered])),
+            "turns": float(np.mean([len(r.turns) for r in answers])),
+        }
+    versions = [int(v) for r in answers for s in r.sequences for v in np.unique(s.versions) if v != NO_VERSION]
+    return found | ({"version_min": min(versions), "version_max": max(versions)} if versions else {})
+
 
 Decode = Callable[[np.ndarray], str]
 """Token ids, int32 [T], to text without special tokens."""

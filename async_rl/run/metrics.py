@@ -9,14 +9,18 @@ Values that are not finite are written as null, since JSON has no NaN.
 from __future__ import annotations
 
 import math
+import netrc
+import os
+import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from async_rl.config.config import Config
-from async_rl.run.directory import RunDir
+from async_rl.errors import ConfigError
+from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.step_log import Row, StepLog
-from async_rl.run.wandb_run import start_wandb
 
 EVAL_FIGURES: dict[str, str] = {
     "accuracy": "Mean accuracy of the answers (mean@n), 0 to 1; rows without an answer count as wrong.",
@@ -64,6 +68,7 @@ METRIC_KEYS: dict[str, str] = {
     "length/truncated": "Share of rollouts that were cut at the token limit.",
     "score/mean": "Mean sum of a rollout's scores; only with an environment.",
     "turns/mean": "Mean turns per rollout; only with an environment.",
+    "turns/max": "Most turns of a rollout; only with an environment.",
     # Staleness, in versions.
     "staleness/mean": "Staleness, in versions, mean over trained tokens.",
     "staleness/max": "Staleness of the oldest trained token, in versions.",
@@ -88,8 +93,8 @@ METRIC_KEYS: dict[str, str] = {
     "skip/out_of_range": "Number of single tokens outside loss.token_range.",
     "skip/token_fraction": "Share of tokens skipped for either reason, among tokens that were not masked before.",
     "skip/sequences": "Number of sequences above loss.skip_threshold.",
-    "skip/steps": "Number of optimizer steps skipped so far: beyond loss.min_ess or max_kl, a gradient that is not "
-    "finite, or nothing to train on.",
+    "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess or max_kl, a gradient "
+    "that is not finite, or nothing to train on.",
     "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over the step's tokens, skipped ones included, in nats.",
     "mismatch_kl/k1": "k1 estimate of the same KL, in nats: unbiased, of either sign.",
     "mismatch_kl/lag_N": "mismatch_kl/mean over tokens of staleness N, in nats.",
@@ -151,7 +156,7 @@ class MetricsWriter:
         Raises:
             ConfigError: ``log.wandb`` is on, but wandb can't start.
         """
-        self._wandb = start_wandb(run_dir, config)
+        self._wandb = _start_wandb(run_dir, config)
         self._log = StepLog(RunDir(run_dir).metrics)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -186,3 +191,53 @@ def _is_eval_of(row: Row, evals: Collection[tuple[str, int]]) -> bool:
     return any(
         row["step"] == step and any(key.startswith(f"eval/{dataset}/") for key in row) for dataset, step in evals
     )
+
+
+def check_wandb(config: Config) -> None:
+    """Refuse ``log.wandb = "online"`` without an API key, instead of prompting for one.
+
+    Raises:
+        ConfigError: there is neither ``WANDB_API_KEY`` nor an entry in the netrc file.
+    """
+    if config.log.wandb != "online" or os.environ.get("WANDB_API_KEY"):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        found = path.exists() and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError) as error:
+        raise ConfigError(f'log.wandb = "online": can\'t read {path}: {error}') from error
+    if not found:
+        raise ConfigError(
+            f'log.wandb = "online", but there is no API key for {host}: set WANDB_API_KEY, run `wandb login`, or set '
+            f'log.wandb = "offline" (synced later with `wandb sync`)'
+        )
+
+
+def _start_wandb(run_dir: Path, config: Config) -> Any:
+    """Start the Weights & Biases run, under the same id if the run is resumed; None if ``log.wandb`` is off."""
+    check_wandb(config)
+    mode = config.log.wandb
+    if mode == "off":
+        return None
+    import wandb
+
+    id_file = run_dir / "wandb_id"
+    if not id_file.exists():
+        write_atomically(id_file, uuid.uuid4().hex[:12])
+    try:
+        run = wandb.init(
+            project=config.log.project,
+            name=config.run.name or run_dir.name,
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=run_dir,
+            mode=mode,
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+    except wandb.Error as error:
+        raise ConfigError(f'log.wandb = "{config.log.wandb}": wandb did not start: {error}') from error
+    # Rows carry their own step: wandb's own counter rejects the smaller steps that follow a rollback.
+    run.define_metric("*", step_metric="step")
+    return run

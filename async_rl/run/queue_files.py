@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.net.address import check_address
+from async_rl.run.directory import write_atomically
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
@@ -50,11 +51,8 @@ def last_port(run_dir: Path, run_id: str) -> int | None:
     return check_address(record.address)[1]
 
 
-def write_json(path: Path, plain: Mapping[str, Any]) -> None:
-    """The file appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+def _write_json(path: Path, plain: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(plain, indent=1) + "\n")
 
 
 class BackgroundFile:
@@ -77,7 +75,7 @@ class BackgroundFile:
         """Begin to write; not to be called while it is busy."""
         if self._writing is not None:
             self._writing.result()
-        self._writing = self._thread.submit(write_json, self._path, plain)
+        self._writing = self._thread.submit(_write_json, self._path, plain)
 
     def close(self) -> None:
         """Returns when the last writing is done."""
@@ -98,7 +96,7 @@ class RunFiles:
     def record(self, run_id: str) -> None:
         """Say in ``queue.json`` where the server is."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
+        _write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
         self._recorded_run_id = run_id
 
     def write(
@@ -116,4 +114,4 @@ class RunFiles:
     def write_last(self, run_id: str, ledger: Mapping[str, Any]) -> None:
         """The ledger as it is at the end."""
         self._ledger.close()
-        write_json(self._run_dir / "ledger.json", {"run_id": run_id, **ledger})
+        _write_json(self._run_dir / "ledger.json", {"run_id": run_id, **ledger})

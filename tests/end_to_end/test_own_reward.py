@@ -1,4 +1,4 @@
-"""A run whose data is a table and whose rewards are the user's own functions, as a user starts it."""
+"""A run whose data is a table and whose rewards are the user's own functions, as a user starts it; and its metrics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.run.metrics import METRIC_KEYS
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.run.metric_keys import declared_key
 
 SOURCE = textwrap.dedent(
     """
@@ -23,6 +25,19 @@ SOURCE = textwrap.dedent(
     """
 )
 FAKE = {"mean_tokens": 4.0, "vocab_size": 20, "accuracy": 1.0}
+
+MAY_BE_ABSENT = {
+    # The settings, or what happened, decide.
+    "score/mean", "turns/mean", "turns/max", "staleness/bound", "staleness/decision", "kl/reference", "masked/<cause>",
+    "mismatch_kl/after_update_lag_N", "mismatch_kl/no_update_lag_N", "mismatch_kl/update_effect",
+    "mismatch_kl/after_update_tokens", "parity/mean", "parity/<name>", "parity/sampled_<name>",
+    # They need two reports of the same generators; a run of three steps may be over before.
+    "time/pause_s", "time/generate_s", "idle/generators", "overlap/efficiency", "throughput/generated_tokens_per_s",
+    # Of an environment, of failed rows, of sets with several answers per row.
+    *(f"eval/<dataset>/{name}" for name in ("score", "score_best_of_n", "turns", "failed", "best_of_n",
+                                            "reward_best_of_n", "majority_at_n")),
+}  # fmt: skip
+"""Keys of ``METRIC_KEYS`` that not every run has."""
 
 
 def write_csv(path: Path, task: dict[str, str]) -> str:
@@ -52,6 +67,7 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
     config["data"] = {
         "train": write_csv(tmp_path / "rows.csv", {"train": config["data"]["train"]}),
         "columns": {"prompt": "question", "gt_answer": "solution"},
+        "eval": {"table": str(tmp_path / "rows.csv")},
         "on_long_prompt": "truncate",
     }
     path = write_config(tmp_path / "config.toml", config)
@@ -63,6 +79,9 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
         if "reward/mean" in row:
             assert (row["reward/mean"], row["accuracy/mean"]) == (pytest.approx(1.25), 1.0)
     check_ledger(run_dir)
+    emitted = {key: declared_key(key) for row in metrics(run_dir) for key in row}
+    assert [key for key, declared in emitted.items() if declared is None] == []
+    assert METRIC_KEYS.keys() - emitted.values() <= MAY_BE_ABSENT
     digests = json.loads((run_dir / "code_digests.json").read_text())
     assert set(digests.values()) == {hashlib.sha256(SOURCE.encode()).hexdigest()}
 

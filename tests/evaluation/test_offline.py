@@ -14,15 +14,14 @@ import pytest
 from async_rl.config.backends import BackendCapabilities
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
-from async_rl.evaluation.offline import Evaluated, describe, run_eval
-from async_rl.evaluation.settings import eval_settings
+from async_rl.evaluation.offline import Evaluated, describe, eval_settings, run_eval
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import SingleTurnRollouts, ThreadGrader
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.run.eval_figures import eval_figures
+from async_rl.run.eval_records import eval_figures
 from async_rl.run.metrics import EVAL_FIGURES
 from tests.environments.pools import pool_of
 from tests.evaluation.options import eval_options

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.config.data import EvalSetConfig
 from async_rl.errors import ConfigError
-from async_rl.evaluation.settings import EvalSettings, describe_settings, eval_settings, run_config_of
+from async_rl.evaluation.offline import EvalSettings, describe_settings, eval_settings, run_config_of
 from tests.evaluation.options import eval_options
 
 RUN = """

@@ -15,7 +15,9 @@ from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.step_result import turn_metrics, update_metrics
 from async_rl.records import Rollout, Turn
+from async_rl.run.metrics import METRIC_KEYS
 from tests.learner.losses.cases import of_ratios
+from tests.run.metric_keys import declared_key
 
 PLAIN = UpdateStats(
     stepped=True, reason="", loss=0.5, grad_norm=1.0, lr=1e-6, tokens_trained=2, ratio_mean=1.0, ratio_max=1.0,
@@ -68,6 +70,7 @@ def test_turns_and_scores_of_played_rollouts_are_reported():
         Rollout((), {"environment": 0.0}, 0.0, "error"),
     ]
     assert turn_metrics(played) == {"score/mean": 0.75, "turns/mean": 1.5, "turns/max": 2}
+    assert turn_metrics(played).keys() <= METRIC_KEYS.keys()
     assert turn_metrics(played[2:]) == {}
 
 
@@ -85,6 +88,7 @@ def test_what_a_weight_update_does_is_told_from_staleness_by_comparing_tokens_of
     assert metrics["mismatch_kl/no_update_lag_1"] == 0.0
     assert metrics["mismatch_kl/update_effect"] == pytest.approx(1 - math.log(2))
     assert metrics["mismatch_kl/after_update_tokens"] == 1
+    assert None not in map(declared_key, metrics)
     assert not any("update_lag_2" in key or "update_lag_0" in key for key in metrics)
 
 

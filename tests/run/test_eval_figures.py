@@ -15,7 +15,7 @@ from async_rl.config.config import Config
 from async_rl.records import NO_VERSION, FinishReason, Group, Prompt, Rollout, TokenSequence, Turn
 from async_rl.rewards.answers import majority, vote_key_of
 from async_rl.rewards.equality import canonical_form
-from async_rl.run.eval_figures import eval_figures, eval_metrics, pass_at_k
+from async_rl.run.eval_records import eval_figures, eval_metrics, pass_at_k
 from async_rl.run.metrics import EVAL_FIGURES, METRIC_KEYS
 
 

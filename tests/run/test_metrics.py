@@ -15,9 +15,8 @@ from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir
-from async_rl.run.metrics import MetricsWriter
+from async_rl.run.metrics import MetricsWriter, check_wandb
 from async_rl.run.step_log import read_rows
-from async_rl.run.wandb_run import check_wandb
 
 
 def a_config(directory: Path, wandb: str = "off") -> Config:

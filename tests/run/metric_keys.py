@@ -1,0 +1,18 @@
+"""Which key of ``METRIC_KEYS`` describes a key of a row."""
+
+from __future__ import annotations
+
+import re
+
+from async_rl.run.metrics import METRIC_KEYS
+
+
+def declared_key(key: str) -> str | None:
+    """The key itself, or the one whose ``N`` and ``<name>`` stand for parts of it; None if nothing declares it."""
+    if key in METRIC_KEYS:
+        return key
+    for declared in METRIC_KEYS:
+        pattern = re.sub(r"_N(?=/|$)", r"_\\d+", re.sub(r"<\w+>", "[^/]+", declared))
+        if re.fullmatch(pattern, key):
+            return declared
+    return None
