@@ -79,8 +79,8 @@ def make_config(options: argparse.Namespace, after_update: str) -> Any:
             "batch_size": MAX_RUNNING,
             "kv_after_update": after_update,
             "num_threads": 1,
-            "vllm": {"kv_cache_bytes": 256 << 20},
         },
+        "experimental": {"vllm": {"kv_cache_bytes": 256 << 20}},
     }
     return parse_config(raw, "the benchmark")
 

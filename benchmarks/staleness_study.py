@@ -87,7 +87,7 @@ class Setting:
             "queue.filter_range": "[]",
             "learner.steps": self.steps,
             "optimizer.lr": self.learning_rate,
-            "loss.max_skipped_steps": self.steps,
+            "experimental.max_skipped_steps": self.steps,
             "eval.every": EVAL_EVERY,
             "checkpoint.every": 0,
             "log.rollouts_every": 0,

@@ -20,6 +20,25 @@ class FakeConfig(Section):
     fails_on: str = Field(default="", description="Prompts that contain this text always fail; if empty, none do.")
 
 
+class VllmConfig(Section):
+    """The vLLM backend (``generator.backend = "vllm"``)."""
+
+    kv_cache_bytes: int | None = Field(
+        default=None,
+        ge=1 << 20,
+        description="Bytes for cached keys and values; if unset, what generator.memory_fraction leaves, and 1 GiB on "
+        "a CPU.",
+    )
+    enforce_eager: bool | None = Field(
+        default=None, description="Whether vLLM runs without compiled graphs; if unset, it does so only on a CPU."
+    )
+    prepare_weights: bool = Field(
+        default=True,
+        description="Whether vLLM on a CPU prepares a version while it decodes, in a second copy of the weights; if "
+        "false, it pauses.",
+    )
+
+
 class ExperimentalConfig(Section):
     """Keys for tests and measurements. They may change without notice."""
 
@@ -65,9 +84,24 @@ class ExperimentalConfig(Section):
         description="Versions between two comparisons of a generator's log-probabilities with the learner's; 0 "
         "compares only at the start.",
     )
-    vllm_prepare_weights: bool = Field(
-        default=True,
-        description="Whether vLLM on a CPU prepares a version while it decodes, in a second copy of the weights; if "
-        "false, it pauses.",
+    parity_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Mean difference, in nats, between the log-probabilities of a generator and of the learner above "
+        "which weights.parity acts; if unset, 0.001 where both compute in float32, else 0.05.",
     )
+    linger_s: float = Field(
+        default=60.0, ge=0, description="Seconds that the queue server stays after its learner has gone."
+    )
+    max_skipped_steps: int = Field(
+        default=10,
+        ge=1,
+        description="Number of optimizer steps that may be skipped in a row; one more stops the run.",
+    )
+    sft_checkpoint_every: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps between two checkpoints of `async-rl sft`; 0 writes one only at the end.",
+    )
+    vllm: VllmConfig = Field(default=VllmConfig(), description="The vLLM backend.")
     fake: FakeConfig = Field(default=FakeConfig(), description="The fake backend.")

@@ -15,19 +15,6 @@ from async_rl.config.section import Section
 from async_rl.process.user_code import is_code_name
 
 
-class VllmConfig(Section):
-    """Settings that only the vLLM backend has."""
-
-    kv_cache_bytes: int | None = Field(
-        default=None,
-        ge=1 << 20,
-        description="Bytes for cached keys and values; if unset, what memory_fraction leaves, and 1 GiB on a CPU.",
-    )
-    enforce_eager: bool | None = Field(
-        default=None, description="Whether vLLM runs without compiled graphs; if unset, it does so only on a CPU."
-    )
-
-
 class GeneratorConfig(Section):
     """The inference engine of a generator. ``async-rl generator --set`` takes these keys, for one machine alone."""
 
@@ -71,7 +58,6 @@ class GeneratorConfig(Section):
         description="Your own modules and files that generators on this machine may import; a queue server can't "
         "extend it.",
     )
-    vllm: VllmConfig = Field(default=VllmConfig(), description="Settings that only the vLLM backend has.")
 
     @field_validator("backend")
     @classmethod
@@ -150,9 +136,6 @@ class EnvironmentConfig(Section):
         default=30.0,
         gt=0,
         description="Time limit in seconds for one call of reset or step. A rollout whose call exceeds it fails.",
-    )
-    start_timeout_s: float = Field(
-        default=120.0, gt=0, description="Maximum seconds for importing the environment's code."
     )
     rows: int | None = Field(
         default=None,

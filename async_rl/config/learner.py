@@ -103,10 +103,3 @@ class SftConfig(Section):
     warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0 to lr."
     )
-    aggregation: Literal["token", "sequence"] = Field(
-        default="token",
-        description="Whether the loss is a mean over tokens, or over rows of each row's mean over tokens.",
-    )
-    checkpoint_every: int = Field(
-        default=0, ge=0, description="Optimizer steps between two checkpoints; 0 writes one only at the end."
-    )

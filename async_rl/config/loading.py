@@ -17,7 +17,7 @@ from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import OFF_VALUES
 from async_rl.errors import ConfigError
 
-_GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm_prepare_weights")
+_GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.")
 """Keys, or what they begin with, that one generator may set for itself."""
 
 

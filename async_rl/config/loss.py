@@ -192,15 +192,11 @@ class LossConfig(Section):
         default="token",
         description="Whether each token has its own ratio, or all tokens of a sequence their geometric mean (GSPO).",
     )
-    anchor: Literal["behavior", "proximal"] = Field(
+    anchor: Literal["behavior", "proximal", "interpolated"] = Field(
         default="behavior",
         description="Policy to which the trained one is compared: the behavior policy, which sampled, or (decoupled "
-        "PPO) a proximal policy.",
-    )
-    proximal: Literal["recompute", "interpolate"] = Field(
-        default="recompute",
-        description="How the proximal policy is found: with a forward pass before the first update on a batch, or "
-        "without one, between the behavior policy and the trained one by staleness.",
+        "PPO) a proximal policy. proximal computes it with a forward pass before the first update on a batch; "
+        "interpolated estimates it from the behavior policy, the trained one and the staleness.",
     )
     clip_low: float = Field(
         default=0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1 clips none of them."
@@ -247,9 +243,6 @@ class LossConfig(Section):
         default=None,
         gt=0,
         description="KL(behavior policy || policy), in nats, above which the step is skipped; 0 skips none.",
-    )
-    max_skipped_steps: int = Field(
-        default=10, ge=1, description="Number of steps that may be skipped in a row; one more stops the run."
     )
 
     kl_coef: float = Field(
@@ -317,7 +310,7 @@ class LossConfig(Section):
     @property
     def needs_proximal(self) -> bool:
         """Whether the policy has to score the sequences before the first update on them."""
-        return self.anchor == "proximal" and self.proximal == "recompute"
+        return self.anchor == "proximal"
 
 
 class Contradiction(NamedTuple):
@@ -341,7 +334,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         keys=("anchor", "surrogate"),
-        holds=lambda c: c.anchor == "proximal" and not SURROGATES[c.surrogate].has_ratio,
+        holds=lambda c: c.anchor != "behavior" and not SURROGATES[c.surrogate].has_ratio,
         expected="expected a loss.surrogate with a ratio, such as clip or cispo, with a proximal anchor",
         reason="this surrogate has no ratio to an anchor; importance_cap corrects it by pi/mu",
         example={"preset": "reinforce", "anchor": "proximal"},

@@ -85,12 +85,6 @@ class WeightsConfig(Section):
         default="stop",
         description="What happens if generator and learner compute different log-probabilities with the same weights.",
     )
-    parity_limit: float | None = Field(
-        default=None,
-        gt=0,
-        description="Largest mean difference of those log-probabilities, in nats; if unset, 0.001 where both compute "
-        "in float32, else 0.05.",
-    )
     trusted_network: bool = Field(
         default=False,
         description="Whether all machines on the network are trusted, so that weights may travel unencrypted.",

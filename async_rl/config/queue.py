@@ -78,9 +78,6 @@ class QueueConfig(Section):
         description="Directory made by `async-rl keys new`, for encrypted and authenticated connections; if unset, "
         "only loopback is allowed.",
     )
-    linger_s: float = Field(
-        default=60.0, ge=0, description="Seconds that the queue server stays after its learner has gone."
-    )
 
     @field_validator("filter_range", mode="before")
     @classmethod

@@ -211,12 +211,6 @@ class RewardConfig(Section):
         description="Maximum processor seconds for comparing one answer, and maximum wall-clock seconds for one call "
         "of your own async reward.",
     )
-    max_concurrent: int = Field(
-        default=64,
-        ge=1,
-        le=1024,
-        description="Maximum number of calls of your own async rewards that one generator runs at a time.",
-    )
     code: CodeRewardConfig = Field(default=CodeRewardConfig(), description="How programs are run and judged.")
 
     @field_validator("type")

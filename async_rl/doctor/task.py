@@ -44,7 +44,7 @@ _PROMPTS = 4
 _GROUP_SIZE = 2
 _NEW_TOKENS = 32
 _ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1 + 1 = ?"},)
-_FIX = "remove the cause; a run would stop for this (weights.parity, weights.parity_limit)"
+_FIX = "remove the cause; a run would stop for this (weights.parity, experimental.parity_limit)"
 
 
 def check_data(config: Config) -> list[Finding]:
@@ -234,7 +234,7 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
     behavior = np.concatenate([sample.logprobs for sample in samples])
     scored = joined(sequences, learner.score(sequences, of="policy"))
     engine_dtype = getattr(backend, "dtype", dtype)
-    limit = parity_limit(config.weights.parity_limit, (dtype, engine_dtype))
+    limit = parity_limit(config.experimental.parity_limit, (dtype, engine_dtype))
     found = compare(behavior, scored)
     sides = f"{getattr(backend, 'name', 'engine')} ({engine_dtype}) and learner ({dtype})"
     rows: list[Finding] = []
@@ -248,7 +248,9 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
     trained = [to_train(index, one, 0, config.sampling.temperature) for index, one in enumerate(given)]
     scores = learner.score(trained, of="policy")
     logprobs = tuple(np.asarray(scores[s.sequence_id], np.float32) for s in trained)
-    probe = Probe("doctor", 0, config.sampling.temperature, tuple(given), logprobs, dtype, config.weights.parity_limit)
+    probe = Probe(
+        "doctor", 0, config.sampling.temperature, tuple(given), logprobs, dtype, config.experimental.parity_limit
+    )
     return [*rows, _given_row(backend, probe, weights, sides, limit)]
 
 

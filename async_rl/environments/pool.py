@@ -24,6 +24,9 @@ from async_rl.errors import ConfigError, EnvironmentProcessError
 from async_rl.net.streams import read_exactly
 from async_rl.process.child import module_command, package_environment
 
+START_TIMEOUT_S = 120.0
+"""Longest import of the environment's code."""
+
 _CHUNK = 1 << 16
 _FORK_LIMIT_S = 30.0
 _REPLIES = ("sample", "ended", "failed")
@@ -281,7 +284,7 @@ def _start_server(
             env=package_environment(),
         )  # fmt: skip
     try:
-        ours.settimeout(config.start_timeout_s)
+        ours.settimeout(START_TIMEOUT_S)
         kind, size = RECORD.unpack(read_exactly(ours.recv, RECORD.size))
         if kind != READY:
             raise ConfigError(read_exactly(ours.recv, size).decode(errors="replace"))
@@ -291,8 +294,7 @@ def _start_server(
         ours.close()
         if isinstance(error, TimeoutError):
             raise ConfigError(
-                f"environment.name: {config.name} was not imported within environment.start_timeout_s = "
-                f"{config.start_timeout_s:g} s"
+                f"environment.name: {config.name} was not imported within {START_TIMEOUT_S:g} s"
             ) from None
         if isinstance(error, ConnectionError):
             raise ConfigError(

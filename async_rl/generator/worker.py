@@ -37,6 +37,7 @@ from async_rl.net.keys import ClientKeys
 from async_rl.process.memory import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.combine import RewardSum
+from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.verifier import MAX_WORKERS
 
 _SCRATCH_PREFIX = "async-rl-generator-"
@@ -118,7 +119,7 @@ def grading_threads(config: Config, reward: RewardSum) -> int:
     """
     mathematics = MAX_WORKERS if config.reward.compares_mathematics else 1
     threads = max(mathematics, config.reward.code.num_workers if config.reward.runs_programs else 1)
-    return max(threads, config.reward.max_concurrent) if reward.is_async else threads
+    return max(threads, MAX_CONCURRENT_CALLS) if reward.is_async else threads
 
 
 def _requested_backend(overrides: Sequence[str]) -> str:

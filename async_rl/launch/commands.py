@@ -93,8 +93,8 @@ class RunCommands:
             host, _ = check_address(self._config.queue.address or "tcp://127.0.0.1:0")
             host = f"[{host}]" if ":" in host else host
             argv += ["--set", f"queue.address=tcp://{host}:{bound_port}"]
-        # It ends with launch, so no learner for queue.linger_s must not end it: loading a large model takes longer.
-        argv += ["--set", f"queue.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
+        # The server ends with launch. Without a learner it must stay: loading a large model may take hours.
+        argv += ["--set", f"experimental.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
         return Command("queue", _python(argv), self._environment(1, {"CUDA_VISIBLE_DEVICES": ""}))
 
     def learner(self, master_port: int) -> list[Command]:

@@ -69,7 +69,7 @@ class ParityGate:
 
     def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
         self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
-        self._every = config.experimental.parity_every
+        self._every, self._limit = config.experimental.parity_every, config.experimental.parity_limit
         self._max_tokens = config.learner.max_tokens
         self._checked: dict[str, int] = {}
         self._checked_sampled: dict[str, int] = {}
@@ -124,7 +124,7 @@ class ParityGate:
         sequences = [to_train(index, one, version, temperature) for index, one in enumerate(given)]
         scored = self._engine.score(sequences, of="policy")
         logprobs = tuple(np.asarray(scored[s.sequence_id], np.float32) for s in sequences)
-        probe = Probe(lineage, version, temperature, tuple(given), logprobs, self._dtype, self._weights.parity_limit)
+        probe = Probe(lineage, version, temperature, tuple(given), logprobs, self._dtype, self._limit)
         self._probes[version] = encode_probe(probe)
         self._sent[version] = np.concatenate(logprobs)
         for old in sorted(self._sent)[:-_MAX_OPEN_PROBES]:
@@ -182,7 +182,7 @@ class ParityGate:
             self._row |= {**compare(engine, learner).metrics("parity/"), "parity/generators": len(compared)}
 
     def _judge_given(self, who: str, answer: Answer, difference: Difference, suspicion: _Suspicion | None) -> None:
-        limit = parity_limit(self._weights.parity_limit, (self._dtype, answer.dtype))
+        limit = parity_limit(self._limit, (self._dtype, answer.dtype))
         sides = f"generator {who} ({answer.backend}, {answer.dtype})"
         if difference.mean <= limit:
             if suspicion is not None and suspicion.mean > limit:
@@ -206,7 +206,7 @@ class ParityGate:
     def _judge_unscored(self, who: str, answer: Answer, suspicion: _Suspicion | None) -> None:
         """A backend without a model has no dtype, and its log-probabilities mean nothing: it is not compared."""
         logger.info("parity: generator %s (%s) can't score probe sequences; not compared", who, answer.backend)
-        limit = parity_limit(self._weights.parity_limit, (self._dtype, answer.dtype))
+        limit = parity_limit(self._limit, (self._dtype, answer.dtype))
         if answer.dtype and suspicion is not None and suspicion.mean > limit:
             self._fail(
                 f"{suspicion.text}, limit {limit:g}. Cause not found: {answer.backend} can't score probe sequences"
@@ -216,7 +216,7 @@ class ParityGate:
         behavior = _behavior(mine)
         difference = compare(behavior, scored)
         # The generator's dtype, and so which of the two limits holds, is only known from its answer.
-        strict, lax = (parity_limit(self._weights.parity_limit, (self._dtype, other)) for other in (self._dtype, ""))
+        strict, lax = (parity_limit(self._limit, (self._dtype, other)) for other in (self._dtype, ""))
         if difference.mean <= strict:
             return
         text = (
@@ -232,7 +232,7 @@ class ParityGate:
 
     def _fail(self, text: str) -> None:
         text += (
-            ". async-rl doctor CONFIG compares the two without a run; weights.parity_limit sets the limit; with "
+            ". async-rl doctor CONFIG compares the two without a run; experimental.parity_limit sets the limit; with "
             'weights.parity = "warn" the run goes on'
         )
         if self._weights.parity == "warn":

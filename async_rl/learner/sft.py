@@ -73,9 +73,7 @@ def run_sft(config: Config) -> None:
     ranks = init_ranks(config)
     engine: FsdpEngine | None = None
     try:
-        engine = FsdpEngine(
-            config, ranks, objective=SupervisedObjective(config.sft.aggregation), schedule=_schedule(config)
-        )
+        engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
         if ranks.is_leader:
             _lead(config, engine, run_dir, done)
         else:
@@ -103,7 +101,7 @@ def _lead(config: Config, engine: FsdpEngine, run_dir: Path, done: int) -> None:
     with (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as metrics:
         for step, stats in _train(config, engine, rows, done):
             metrics.write(json.dumps(_metrics_row(step, stats)) + "\n")
-            every = config.sft.checkpoint_every
+            every = config.experimental.sft_checkpoint_every
             if step == config.sft.steps or (every and step % every == 0):
                 extra = {"step": step, "settings": _settings(config)}
                 newest = write_checkpoint(engine, run_dir, step, extra, keep_last=config.checkpoint.keep_last)
@@ -181,8 +179,7 @@ def _settings(config: Config) -> dict[str, Any]:
     """What the trained weights depend on, flat."""
     sections = config.model_dump(mode="json", include=set(_LEARNED_BY))
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-    for place in ("sft.out", "sft.checkpoint_every"):
-        del flat[place]
+    del flat["sft.out"]
     return flat | {"run.seed": config.run.seed}
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
 from async_rl.learner.engine import UpdateStats
@@ -127,17 +126,17 @@ def count_skipped(skipped_in_a_row: int, updates: Sequence[UpdateStats | None]) 
     return skipped_in_a_row
 
 
-def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, loss: LossConfig) -> None:
+def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, most: int) -> None:
     """Check that the run may go on after ``skipped_in_a_row`` skipped optimizer steps; ``last`` is the last one.
 
     Raises:
-        TrainingError: there are more than ``loss.max_skipped_steps``; the message has measurements and remedies.
+        TrainingError: there are more than ``most``; the message has measurements and remedies.
     """
-    if skipped_in_a_row <= loss.max_skipped_steps:
+    if skipped_in_a_row <= most:
         return
     raise TrainingError(
-        f"{skipped_in_a_row} optimizer steps in a row were skipped, loss.max_skipped_steps = {loss.max_skipped_steps}. "
-        f"The last: {_measured(last)}. If mismatch_kl is large at lag 0, generators and learner compute differently "
+        f"{skipped_in_a_row} optimizer steps in a row were skipped, expected at most {most}. The last: "
+        f"{_measured(last)}. If mismatch_kl is large at lag 0, generators and learner compute differently "
         f"with the same weights: compare dtype, temperature and engine. If it grows with the lag, lower "
         f"queue.max_staleness or optimizer.lr. If neither, relax loss.min_ess or loss.max_kl. If the gradient is not "
         f"finite, lower optimizer.lr or check the rewards. If nothing is left to train on, masked/* in metrics.jsonl "

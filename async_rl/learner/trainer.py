@@ -104,7 +104,7 @@ class Trainer:
         self._evaluations.collect()
         if not self._is_last_step:
             self._evaluations.request_due()
-        check_skipped(self.state.skipped_in_a_row, updates[-1], self.config.loss)
+        check_skipped(self.state.skipped_in_a_row, updates[-1], self.config.experimental.max_skipped_steps)
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
 

@@ -217,7 +217,7 @@ class Alive(OfLearner, frozen=True):
 
 
 class LearnerGoodbye(OfLearner, frozen=True):
-    """The learner ends. The server waits ``queue.linger_s`` for the next one."""
+    """The learner ends. The server waits ``experimental.linger_s`` for the next one."""
 
 
 class Evaluate(OfLearner, frozen=True):

@@ -46,7 +46,7 @@ class Probe:
         temperature: the divisor of the logits. There is no top-p and no top-k.
         logprobs: the learner's, float32 [num_scored] of every sequence, nats.
         dtype: the dtype in which the learner computes, by torch's name.
-        limit: ``weights.parity_limit``; if None, it depends on the dtypes of both sides.
+        limit: ``experimental.parity_limit``; if None, it depends on the dtypes of both sides.
     """
 
     lineage: str

@@ -18,6 +18,9 @@ from typing import Any
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.records import RewardInput, RewardOutput
 
+MAX_CONCURRENT_CALLS = 64
+"""Calls of an async function that one generator runs at a time. A function that allows fewer holds a semaphore."""
+
 _FORMS = (("item",), ("items",), ("completions", "solutions"))
 
 
@@ -29,7 +32,7 @@ class FunctionReward:
 
     def __init__(
         self, name: str, function: Callable[..., Any], *, scale: float, is_main: bool, time_limit_s: float,
-        max_concurrent: int = 64,
+        max_concurrent: int = MAX_CONCURRENT_CALLS,
     ) -> None:  # fmt: skip
         """``time_limit_s`` bounds each call of an async function; nothing can end a sync one that hangs.
 

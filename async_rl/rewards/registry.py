@@ -53,7 +53,6 @@ def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, s
         scale=scale,
         is_main=is_main,
         time_limit_s=config.reward.time_limit_s,
-        max_concurrent=config.reward.max_concurrent,
     )
 
 

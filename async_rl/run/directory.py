@@ -22,16 +22,17 @@ from async_rl.errors import ConfigError, RunError
 
 MAY_DIFFER: tuple[str, ...] = (
     "run.dir", "run.name",
-    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.linger_s",
+    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s",
     "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
     "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
     "weights.transport", "weights.deadline_s", "weights.staging_bytes",
-    "weights.trusted_network", "weights.deltas", "weights.parity", "weights.parity_limit",
-    "checkpoint.every", "checkpoint.keep_last", "reward.max_concurrent",
+    "weights.trusted_network", "weights.deltas", "weights.parity",
+    "checkpoint.every", "checkpoint.keep_last",
     "log.wandb", "log.project", "log.rollouts_every", "log.rollouts_groups",
     "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
-    "experimental.bucket_bytes", "experimental.parity_every", "sft",
+    "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
+    "experimental.sft_checkpoint_every", "sft",
 )  # fmt: skip
 """Keys (and one whole section) that a resumed run may change: they decide where and how fast it runs and what is
 recorded, not what is learned."""

@@ -72,7 +72,7 @@ def test_vllm_takes_no_determinism_and_no_temperature_that_it_would_change():
     found = refusal(sampling={"temperature_end": 0.009}, generator=vllm)
     assert "sampling.temperature_end: with generator.backend vllm" in found
     assert refusal(eval={"temperature": 0.001}, generator=vllm).endswith("expected at least 0.01, got 0.001")
-    assert a_config(sampling={"temperature": 0.01}, generator=vllm, eval={"temperature": 0.0}).generator.vllm
+    assert a_config(sampling={"temperature": 0.01}, generator=vllm, eval={"temperature": 0.0})
     assert a_config(sampling={"temperature": 0.009}).sampling.temperature == 0.009
     found = refusal(data={"eval": {"a": "f"}}, eval={"sets": {"a": {"temperature": 0.001}}}, generator=vllm)
     assert "eval.sets.a.temperature: with generator.backend vllm, which samples no colder" in found

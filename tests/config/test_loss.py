@@ -130,7 +130,7 @@ def test_what_has_to_be_scored_follows_from_the_settings():
     }
     assert {preset for preset, (reference, _) in needs.items() if reference} == {"grpo"}
     assert {preset for preset, (_, proximal) in needs.items() if proximal} == {"decoupled_ppo"}
-    assert not LossConfig(preset="decoupled_ppo", proximal="interpolate").needs_proximal
+    assert not LossConfig(preset="decoupled_ppo", anchor="interpolated").needs_proximal
 
 
 def test_an_unhashable_preset_is_refused_by_its_field():

@@ -53,7 +53,7 @@ def fault_config(directory: Path, *, num_rows: int, poison: Sequence[int] = (), 
         task,
         data={"epochs": 1, "shuffle": False},
         # Prompts are lost by kills again and again: only what always fails may use its attempts up.
-        queue={"lease_timeout_s": LEASE_TIMEOUT_S, "linger_s": 60.0, "max_attempts": 12},
+        queue={"lease_timeout_s": LEASE_TIMEOUT_S, "max_attempts": 12},
         learner={"steps": num_rows, "groups_per_step": GROUPS_PER_STEP},
         # As fast as the learner: there are always leases in flight, also when a checkpoint is taken.
         generator={"backend": "fake", "batch_size": 4},

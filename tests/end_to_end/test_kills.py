@@ -40,7 +40,7 @@ def slow_config(directory: Path) -> Path:
         checkpoint={"every": 0},
         eval={"every": 0},
     )
-    raw["queue"]["linger_s"] = 30.0
+    raw["experimental"]["linger_s"] = 30.0
     return write_config(directory / "config.toml", raw)
 
 

@@ -42,7 +42,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"preset": "gspo", "clip_low": 0.05, "clip_high": 0.05},
     "cispo, tokens in a range": {"preset": "cispo", "token_range": [0.8, 1.3]},
     "decoupled_ppo": {"preset": "decoupled_ppo", "clip_low": 0.05, "clip_high": 0.05, "importance_cap": 1.1},
-    "decoupled_ppo, interpolated": {"preset": "decoupled_ppo", "proximal": "interpolate", "clip_high": 0.05},
+    "decoupled_ppo, interpolated": {"preset": "decoupled_ppo", "anchor": "interpolated", "clip_high": 0.05},
 }
 GUARDED = {"min_ess": 0.999}
 """Off-policy sequences never reach it, so the step is skipped."""

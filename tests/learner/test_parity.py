@@ -53,9 +53,9 @@ class FakeQueue:
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, *, parity_every: int = 50, **weights: Any) -> None:
+    def __init__(self, tmp_path: Path, *, experimental: Mapping[str, Any] | None = None, **weights: Any) -> None:
         self.engine, self.queue = FakeEngine(), FakeQueue()
-        config = tiny_config(tmp_path, "model", weights=weights, experimental={"parity_every": parity_every})
+        config = tiny_config(tmp_path, "model", weights=weights, experimental=experimental or {})
         self.gate = ParityGate(config, cast(Engine, self.engine), cast(LearnerQueue, self.queue), dtype="float32")
 
     def check(self, groups: Sequence[Group], version: int) -> None:
@@ -145,7 +145,7 @@ def test_what_the_learner_cant_explain_is_asked_of_the_generator_which_proves_it
 
 
 def test_a_probe_goes_out_at_the_start_for_a_newcomer_and_every_so_many_versions(tmp_path: Path):
-    scene = Scene(tmp_path, parity_every=10)
+    scene = Scene(tmp_path, experimental={"parity_every": 10})
     scene.check([make_group("a", 0)], version=0)
     scene.observe(0, "a")
     sent = []
@@ -162,7 +162,7 @@ def test_a_probe_goes_out_at_the_start_for_a_newcomer_and_every_so_many_versions
 
 
 def test_parity_every_0_compares_each_generator_once(tmp_path: Path):
-    scene = Scene(tmp_path, parity_every=0)
+    scene = Scene(tmp_path, experimental={"parity_every": 0})
     scene.check([make_group("a", 0)], version=0)
     scene.observe(0, "a")
     assert scene.probed(1)
@@ -217,7 +217,7 @@ def test_with_parity_warn_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_larger_limit_lets_a_difference_pass(tmp_path: Path):
-    scene = Scene(tmp_path, parity_limit=3.0)
+    scene = Scene(tmp_path, experimental={"parity_limit": 3.0})
     scene.check([make_group("a", 0, shift=2.0)], version=0)
     scene.observe(0, "a")
     assert scene.probed(1)
@@ -226,7 +226,7 @@ def test_a_larger_limit_lets_a_difference_pass(tmp_path: Path):
 
 
 def test_an_engine_that_cant_score_is_not_compared_and_not_asked_again(tmp_path: Path):
-    scene = Scene(tmp_path, parity_every=0)
+    scene = Scene(tmp_path, experimental={"parity_every": 0})
     scene.check([make_group("a", 0, behaves=noisy)], version=0)
     scene.observe(0, "a")
     assert scene.probed(1)

@@ -408,15 +408,15 @@ def test_fixed_lag_after_a_restart_begins_with_the_version_of_the_checkpoint(tmp
 
 
 def test_skipped_steps_in_a_row_past_the_budget_stop_the_run_with_a_diagnosis(tmp_path: Path):
-    run = make_run(tmp_path, loss={"max_skipped_steps": 2}, learner={"steps": 9}, checkpoint={"every": 0})
+    run = make_run(tmp_path, experimental={"max_skipped_steps": 2}, learner={"steps": 9}, checkpoint={"every": 0})
     run.engine.stepped = [False, False, True, False, False, False]
-    with pytest.raises(TrainingError, match=r"3 optimizer steps in a row were skipped.*max_skipped_steps = 2.*is nan"):
+    with pytest.raises(TrainingError, match=r"3 optimizer steps in a row were skipped, expected at most 2\..*is nan"):
         run.start()
     assert run.steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_skipped_steps_in_a_row_are_counted_over_a_restart(tmp_path: Path):
-    run = make_run(tmp_path, loss={"max_skipped_steps": 2}, learner={"steps": 9})
+    run = make_run(tmp_path, experimental={"max_skipped_steps": 2}, learner={"steps": 9})
     run.engine.stepped = [True, False]
     run.dies("take", 2)
     run.engine.stepped = [False, False]
@@ -429,7 +429,7 @@ def test_batches_with_nothing_to_train_on_count_as_skipped(tmp_path: Path):
     def cut_short(lease: Lease, version: int) -> Group:
         return group(lease, version, accuracies=[1.0, 0.0][: lease.group_size], finish_reason="length")
 
-    run = make_run(tmp_path, loss={"max_skipped_steps": 2})
+    run = make_run(tmp_path, experimental={"max_skipped_steps": 2})
     with pytest.raises(TrainingError, match="every token of it was masked"):
         run.start(answer=cut_short)
     assert run.steps == [1, 2, 3]

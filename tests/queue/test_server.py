@@ -406,7 +406,7 @@ def test_leases_without_progress_are_cancelled_and_given_to_another(servers, tmp
 
 
 def test_the_server_ends_when_its_learner_has_left(servers, tmp_path):
-    server = servers.start(make_config(str(tmp_path / "run"), queue={"linger_s": 0.2}))
+    server = servers.start(make_config(str(tmp_path / "run"), experimental={"linger_s": 0.2}))
     learner = servers.learner(server.address)
     attach(learner)
     learner.close()

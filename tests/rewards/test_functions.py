@@ -17,7 +17,7 @@ from async_rl.config.config import Config
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.errors import ConfigError, RewardError
 from async_rl.generator.worker import grading_threads
-from async_rl.rewards.functions import FunctionReward
+from async_rl.rewards.functions import MAX_CONCURRENT_CALLS, FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import REWARDS, build_reward
 
@@ -308,9 +308,9 @@ def test_a_plain_function_is_never_called_twice_at_once():
 def test_a_generator_has_a_thread_for_every_async_call(tmp_path: Path):
     path = tmp_path / "judges.py"
     path.write_text("async def judged(item):\n    return 1.0\ndef plain(item):\n    return 1.0\n")
-    made = config(type="exact", extra={f"{path}:judged": 1.0}, max_concurrent=17, allow=[str(path)])
+    made = config(type="exact", extra={f"{path}:judged": 1.0}, allow=[str(path)])
     with closing(build_reward(made)) as reward:
-        assert grading_threads(made, reward) == 17
+        assert grading_threads(made, reward) == MAX_CONCURRENT_CALLS
         assert reward(rollout("2")).parts == {"correct": 1.0, "judged": 1.0}
-    made = config(type="exact", extra={f"{path}:plain": 1.0}, max_concurrent=17, allow=[str(path)])
+    made = config(type="exact", extra={f"{path}:plain": 1.0}, allow=[str(path)])
     assert grading_threads(made, build_reward(made)) == 1

@@ -10,7 +10,7 @@ from tests.end_to_end.one_dies import check, kill_one_mid_transfer
 
 VLLM = ("generator.backend=vllm", "generator.num_threads=1")
 GENERATORS = {
-    "first": (*VLLM, "generator.batch_size=16", "generator.vllm.kv_cache_bytes=67108864"),
+    "first": (*VLLM, "generator.batch_size=16", "experimental.vllm.kv_cache_bytes=67108864"),
     "second": (*VLLM, "generator.batch_size=8", "generator.kv_after_update=recompute"),
     "third": ("generator.backend=transformers", "generator.batch_size=4", "generator.num_threads=1"),
 }

@@ -52,12 +52,13 @@ def write_files(directory: Path, **shape: Any) -> Path:
 
 
 def make_config(**generator: Any) -> Config:
-    section = {"backend": "vllm", "batch_size": 64, "num_threads": 1, "vllm": {"kv_cache_bytes": 64 << 20}} | generator
+    section = {"backend": "vllm", "batch_size": 64, "num_threads": 1} | generator
     raw = {
         "run": {"dir": "run"},
         "model": {"path": "model"},
         "sampling": {"max_new_tokens": 400, "max_prompt_tokens": 64, "stop": ["never said"]},
         "generator": section,
+        "experimental": {"vllm": {"kv_cache_bytes": 64 << 20}},
     }
     return parse_config(raw, "test")
 

@@ -72,10 +72,10 @@ def prepare_environment(num_threads: int | None) -> None:
 
 def engine_arguments(directory: Path, config: Config, *, device: str, max_length: int) -> dict[str, Any]:
     """vLLM's ``AsyncEngineArgs`` for this run."""
-    engine = config.generator
+    engine, vllm = config.generator, config.experimental.vllm
     is_cpu = device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if is_cpu else "bfloat16"
-    kv_bytes = engine.vllm.kv_cache_bytes or (_CPU_KV_BYTES if is_cpu else None)
+    kv_bytes = vllm.kv_cache_bytes or (_CPU_KV_BYTES if is_cpu else None)
     from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
 
     return {
@@ -93,7 +93,7 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         "tensor_parallel_size": engine.tensor_parallel_size,
         "gpu_memory_utilization": engine.memory_fraction,
         **({} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}),
-        "enforce_eager": is_cpu if engine.vllm.enforce_eager is None else engine.vllm.enforce_eager,
+        "enforce_eager": is_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
         "enable_prefix_caching": True,
         # A prompt that is read in parts has its random numbers wound back, which torch's generators on a CPU can't do:
         # the engine would die of it.

@@ -140,7 +140,7 @@ class VllmBackend:
             max_length=max_length,
             recompute=config.generator.kv_after_update == "recompute",
             # Elsewhere a version is copied into the tensors that are there: compiled graphs hold their addresses.
-            prepares=device == "cpu" and config.experimental.vllm_prepare_weights,
+            prepares=device == "cpu" and config.experimental.vllm.prepare_weights,
         )
 
     @property

@@ -93,7 +93,7 @@ class VllmEngine:
             loop.close()
             raise ModelError(
                 f"vLLM can't run this model here: {type(error).__name__}: {error}; the reason is in the lines above. "
-                f"Another model, generator.memory_fraction, generator.vllm.kv_cache_bytes or generator.backend = "
+                f"Another model, generator.memory_fraction, experimental.vllm.kv_cache_bytes or generator.backend = "
                 f'"transformers" may help'
             ) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -112,20 +112,15 @@ def nll_loss(
     logprobs_N: Tensor,
     sequence_index_N: Tensor,
     num_sequences: int,
-    *,
-    aggregation: Literal["token", "sequence"] = "token",
 ) -> NllOutput:
-    """Negative log-likelihood for supervised training.
-
-    ``token``: every token weighs 1. ``sequence``: every sequence weighs 1, spread evenly over its tokens, so the
-    step's loss is the mean over sequences of their mean token loss.
+    """Negative log-likelihood for supervised training: every token weighs 1.
 
     Raises:
         ValueError: the two tensors are not both [N].
     """
     check_shapes(logprobs_N, sequence_index_N)
     all_N = torch.ones_like(sequence_index_N, dtype=torch.bool)
-    weights = aggregate(all_N, sequence_index_N, num_sequences, aggregation, max_length=1)
+    weights = aggregate(all_N, sequence_index_N, num_sequences, "token", max_length=1)
     loss_sum = -(weights.weight * logprobs_N).sum(dtype=torch.float64)
     return NllOutput(loss_sum, weights.denominator.double(), all_N.sum())
 
@@ -134,14 +129,12 @@ def nll_loss(
 class SupervisedObjective:
     """Negative log-likelihood. It skips nothing and has no behavior policy."""
 
-    aggregation: Literal["token", "sequence"]
-
     @property
     def needs_entropy_grad(self) -> bool:
         return False
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        out = nll_loss(scored.logprobs, batch.sequence_index, batch.num_sequences, aggregation=self.aggregation)
+        out = nll_loss(scored.logprobs, batch.sequence_index, batch.num_sequences)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
         kl = torch.zeros_like(entropy)
         sums = torch.stack([out.weight_sum, out.loss_sum.detach(), out.num_tokens.double(), entropy, kl])

@@ -68,7 +68,7 @@ class SurrogateInputs(NamedTuple):
     """All float [N]; the first two carry grad.
 
     ``log_ratio`` is log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu,
-    or prox with ``loss.anchor = "proximal"``. ``logprobs`` is log pi.
+    or prox with another ``loss.anchor``. ``logprobs`` is log pi.
     """
 
     log_ratio: Tensor

@@ -133,7 +133,7 @@ def _keep(
     kept_N = ~skipped_S[index_N]
     if loss.token_range is None:
         return skipped_S, kept_N
-    if loss.anchor == "proximal":
+    if loss.anchor != "behavior":
         log_ratio_N = log_ratio(anchor_N, inputs.behavior_logprobs, kept_N)
     kept_N = kept_N & in_range(log_ratio_N, loss.token_range)
     # A sequence without a token left counts as skipped.
@@ -147,7 +147,7 @@ def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
     """[N], detached: logprobs of the policy that pi is compared with."""
     if loss.anchor == "behavior":
         return inputs.behavior_logprobs
-    if loss.proximal == "recompute":
+    if loss.anchor == "proximal":
         return inputs.proximal_logprobs
     return interpolated_proximal(inputs.logprobs, inputs.behavior_logprobs, inputs.lag)
 
@@ -173,7 +173,7 @@ def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, los
     if loss.importance_cap is None:
         return tokens
     # prox/mu corrects a surrogate of pi/prox; pi/mu corrects one without a ratio.
-    numerator_N = anchor_N if loss.anchor == "proximal" else inputs.logprobs.detach()
+    numerator_N = inputs.logprobs.detach() if loss.anchor == "behavior" else anchor_N
     importance_N = ratio(numerator_N, inputs.behavior_logprobs)
     return TokenObjective(
         tokens.objective * importance_weights(importance_N, loss.importance_cap),

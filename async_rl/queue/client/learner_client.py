@@ -203,7 +203,7 @@ class LearnerQueue:
         return read_as(self._call(messages.Ping()).fields, messages.Pong).versions
 
     def close(self) -> None:
-        """Leave the queue. Unless the run is finished, the server ends ``queue.linger_s`` later."""
+        """Leave the queue. Unless the run is finished, the server ends ``experimental.linger_s`` later."""
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._lineage is not None:

@@ -3,8 +3,8 @@
 Requests that can't be answered yet wait and are retried after every change. Changes are committed before replies go
 out, so a crash can't undo an answered request. Malformed requests are counted and answered with an error.
 ``queue.json`` has the server's address and process, ``ledger.json`` the outcome of every group. The server ends when
-the run is finished and its generators know it, when its learner is gone for ``queue.linger_s``, when its parent dies
-(the parent watch), or on SIGTERM.
+the run is finished and its generators know it, when its learner is gone for ``experimental.linger_s``, when its parent
+dies (the parent watch), or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -338,14 +338,14 @@ class QueueServer:
             if not unaware or now - self._finished_at >= FINISH_GRACE_S:
                 return "the run is finished"
             return ""
-        linger_s = self._config.queue.linger_s
+        linger_s = self._config.experimental.linger_s
         if self._state.learner is None:
             if self._orphan_s is not None and now - self._started >= self._orphan_s:
                 return f"no learner attached for {self._orphan_s:.0f} s"
             return ""
         silence_s = 0.0 if self._handlers.learner_gone else LEARNER_SILENCE_S
         if now - self._learner_seen >= silence_s + linger_s:
-            return f"the learner is gone for {now - self._learner_seen:.0f} s (queue.linger_s = {linger_s:.0f})"
+            return f"the learner is gone for {now - self._learner_seen:.0f} s (experimental.linger_s = {linger_s:.0f})"
         return ""
 
 

@@ -57,7 +57,7 @@ def run_queue(
     server = QueueServer(
         config, train.rows, evals, data_digest=train.digest, open_journal=open_journal, run_id=run_id or "",
         insecure=insecure, parent_watch_fd=parent_watch_fd, on_ready=on_ready,
-        orphan_s=config.queue.linger_s + _START_S if run_id else None,
+        orphan_s=config.experimental.linger_s + _START_S if run_id else None,
     )  # fmt: skip
     serve_until_signal(server)
 

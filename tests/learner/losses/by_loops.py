@@ -80,12 +80,12 @@ def is_skipped(case: Case, tokens: list[int], loss: LossConfig) -> bool:
 
 def is_in_range(case: Case, t: int, loss: LossConfig) -> bool:
     assert loss.token_range is not None
-    numerator = proximal(case, t, loss) if loss.anchor == "proximal" else case.logprobs[t]
+    numerator = proximal(case, t, loss) if loss.anchor != "behavior" else case.logprobs[t]
     return loss.token_range[0] <= math.exp(numerator - case.behavior[t]) <= loss.token_range[1]
 
 
 def proximal(case: Case, t: int, loss: LossConfig) -> float:
-    if loss.proximal == "recompute":
+    if loss.anchor == "proximal":
         return case.proximal[t]
     lag = case.lags[t]
     if lag == 0:
@@ -95,8 +95,8 @@ def proximal(case: Case, t: int, loss: LossConfig) -> float:
 
 def token_objective(case: Case, t: int, left: list[int], loss: LossConfig) -> tuple[float, float]:
     """What is maximised, and its derivative by the token's logprob."""
-    anchors = {i: proximal(case, i, loss) if loss.anchor == "proximal" else case.behavior[i] for i in left}
-    numerators = anchors if loss.anchor == "proximal" else {i: case.logprobs[i] for i in left}
+    anchors = {i: proximal(case, i, loss) if loss.anchor != "behavior" else case.behavior[i] for i in left}
+    numerators = anchors if loss.anchor != "behavior" else {i: case.logprobs[i] for i in left}
     if loss.ratio_level == "token":
         ratio = math.exp(case.logprobs[t] - anchors[t])
         importance = math.exp(numerators[t] - case.behavior[t])

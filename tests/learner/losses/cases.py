@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo_decoupled": {"preset": "cispo", "clip_high": 0.5, "anchor": "proximal", "importance_cap": 1.2},
     "cispo_by_sequence": {"preset": "cispo", "clip_high": 0.5, "ratio_level": "sequence"},
     "reinforce_by_sequence": {"preset": "reinforce", "ratio_level": "sequence", "importance_cap": 1.1},
-    "interpolated": {"preset": "decoupled_ppo", "proximal": "interpolate", "importance_cap": 1.3},
+    "interpolated": {"preset": "decoupled_ppo", "anchor": "interpolated", "importance_cap": 1.3},
     "proximal_only": {"preset": "decoupled_ppo", "importance_cap": 0},
     "icepop": {"preset": "decoupled_ppo", "token_range": [0.5, 5.0]},
     "range_on_behavior": {"token_range": [0.7, 1.6], "aggregation": "sequence"},

@@ -81,10 +81,10 @@ def test_tokens_from_the_future_are_refused():
 
 def test_supervised_sums_have_no_rows_of_lags():
     batch, scored = a_batch([1.0, 1.0])
-    result = SupervisedObjective("token")(batch, scored, version=0)
+    result = SupervisedObjective()(batch, scored, version=0)
     stats = update_stats(result.sums, 0.0, [], STEPPED)
     assert (stats.loss, stats.tokens_trained, stats.entropy, stats.mismatch_kl) == (1.0, 2, 0.5, {})
-    assert SupervisedObjective("token").why_skip(result.sums) == ""
+    assert SupervisedObjective().why_skip(result.sums) == ""
 
 
 def test_objective_of_a_config_knows_its_longest_answer_and_oldest_token(tmp_path: Any):
@@ -118,7 +118,7 @@ def test_limits_look_at_what_is_left_to_train_on():
     assert why_skip(sums_of([4.0, 1.0], loss), loss) == ""
 
 
-def test_nll_by_token_counts_every_token_once():
+def test_nll_counts_every_token_once():
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     out = nll_loss(logprobs, torch.tensor([0, 0, 1]), 2)
     out.loss_sum.backward()
@@ -127,20 +127,9 @@ def test_nll_by_token_counts_every_token_once():
     assert logprobs.grad.tolist() == [-1.0, -1.0, -1.0]
 
 
-def test_nll_by_sequence_is_the_sum_of_sequence_means():
-    # (1 + 2) / 2 + 3; the third sequence has no tokens and no weight.
-    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    out = nll_loss(logprobs, torch.tensor([0, 0, 1]), 3, aggregation="sequence")
-    out.loss_sum.backward()
-    assert (out.loss_sum.item(), out.weight_sum.item(), out.num_tokens.item()) == (4.5, 2.0, 3)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-0.5, -0.5, -1.0]
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_nll_of_no_tokens_is_zero_and_carries_a_gradient(aggregation: Any):
+def test_nll_of_no_tokens_is_zero_and_carries_a_gradient():
     hidden = torch.ones(2, requires_grad=True)
-    out = nll_loss(hidden[:0], torch.zeros(0, dtype=torch.int64), 1, aggregation=aggregation)
+    out = nll_loss(hidden[:0], torch.zeros(0, dtype=torch.int64), 1)
     out.loss_sum.backward()
     assert (out.loss_sum.item(), out.weight_sum.item()) == (0.0, 0.0)
     assert hidden.grad is not None

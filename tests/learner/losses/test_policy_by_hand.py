@@ -139,7 +139,7 @@ def test_interpolated_proximal_policy_is_one_version_behind():
     # prox/mu = 8. Clip [0, 11], cap 100, A = 1: weight * ratio is 16 * 1, 1 * 11 (clipped), 8 * 2.
     inputs = of_ratios([16.0] * 3, [1.0] * 3, lag=[0, 1, 4])
     loss = LossConfig(
-        preset="decoupled_ppo", proximal="interpolate", clip_high=10.0, importance_cap=100.0, skip_threshold=0
+        preset="decoupled_ppo", anchor="interpolated", clip_high=10.0, importance_cap=100.0, skip_threshold=0
     )
     out, gradient, _ = run(inputs, loss)
     assert out.loss_sum.item() == near(-16.0 - 11.0 - 16.0)
