@@ -29,13 +29,12 @@ from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend, build_backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
-from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts, ThreadGrader
-from async_rl.generator.worker import build_environment, grading_threads
+from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts
+from async_rl.generator.worker import build_environment, build_grader
 from async_rl.process.user_code import is_code_name
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.answers import vote_key_of
-from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable, write_atomically
 from async_rl.run.eval_records import Decode, append_json_lines, eval_figures, row_records
 from async_rl.run.metrics import EVAL_FIGURES
@@ -75,7 +74,7 @@ def run_eval(
     prompts = {name: _prompts(config, name) for name in config.data.eval}
     found: list[Evaluated] = []
     with ExitStack() as stack:
-        grader = None if config.environment.is_set else _grader(config, stack)
+        grader = None if config.environment.is_set else build_grader(config, None, stack)
         for model in models:
             with ExitStack() as of_model:
                 backend, rollouts, decode = _player(config, model, grader, of_model)
@@ -156,11 +155,6 @@ def _player(config: Config, model: str, grader: Grader | None, stack: ExitStack)
     environment = build_environment(config, directory, backend, None, stack)
     assert environment is not None
     return backend, environment, decode
-
-
-def _grader(config: Config, stack: ExitStack) -> ThreadGrader:
-    reward = stack.enter_context(closing(build_reward(config)))
-    return stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config, reward))))
 
 
 def _prompts(config: Config, name: str) -> list[Prompt]:

@@ -1,12 +1,12 @@
-"""The ``async-rl generator`` command: shake hands with the queue, build what the loop needs, run it.
+"""The ``async-rl generator`` command: connect to the queue, build what the loop needs, run the loop.
 
-What enters is an address and ``--set generator.*``; everything else comes with the handshake. Torch is imported only
-once a backend or the weights receiver needs it.
+An address and ``--set generator.*`` enter. The queue's answer to the handshake brings everything else. torch is
+imported when a backend or the weights receiver needs it.
 
-Model and tokenizer files lie in a *scratch directory*: the generator's own, in the system's temporary directory,
-removed when the generator ends. A generator that is killed leaves its directory behind. Each directory holds a lock,
-which ends with its process, so the next generator on the machine knows which directories have no owner, and removes
-them.
+Each generator keeps model and tokenizer files in a *scratch directory* of its own, below the system's temporary
+directory, and removes it at its end. A generator that is killed leaves its directory behind. Each directory holds a
+locked file, and the lock ends with its process. So the next generator on the machine finds the directories whose owners
+are dead, and removes them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from async_rl.rewards.verifier import MAX_WORKERS
 _SCRATCH_PREFIX = "async-rl-generator-"
 _SCRATCH_LOCK = "lock"
 _SCRATCH_YOUNG_S = 60.0
-"""A directory that is younger may be just before it takes its lock."""
+"""The owner of a younger directory may not have locked it yet."""
 
 
 def run_generator(
@@ -57,21 +57,20 @@ def run_generator(
         overrides: ``generator.key=value``, this generator's own settings.
         wait_s: how long the queue may be unreachable or silent.
         insecure: join a queue beyond loopback without keys, and take weights over an unauthenticated network.
-        keys_file: a client's file of ``async-rl keys new``; none: an unencrypted queue.
-        generator_id: unique among the run's generators; none: host, process id and a random part.
-        replaces: a dead generator, whose leases are given out again at once; none: they expire in their time.
+        keys_file: a client's file of ``async-rl keys new``; if None, the queue is not encrypted.
+        generator_id: unique among the run's generators; if None, made of host, process id and a random part.
+        replaces: a dead generator, whose leases are granted again at once; if None, they expire.
 
     Raises:
         AddressError: the address is malformed, or beyond loopback without keys or ``insecure``.
-        KeyFileError: the key file is missing or unfit.
-        ConfigError: an override is not a ``generator.*`` key, or its value is wrong; or the run names code of the
-            user's that is not allowed here, not there, or not the learner's.
-        ModelError: the model is not one that the backend can run.
-        QueueError: the queue does not answer within ``wait_s``, or has been silent for as long.
-        WeightsError: the receiver has failed for good, or the weights don't fit the model or give NaN.
+        KeyFileError: the key file is missing or not a client's.
+        ConfigError: an override is wrong or not a ``generator.*`` key; or the user's own code is not allowed here,
+            missing, or different from the learner's.
+        ModelError: the backend can't run the model.
+        QueueError: the queue does not answer within ``wait_s``, or was silent for as long.
+        WeightsError: the receiver has failed for good; or the weights don't fit the model or give NaN.
     """
     from async_rl.queue.client.learner_client import GeneratorQueue
-    from async_rl.rewards.registry import build_reward
     from async_rl.weights.receiver import Receiver
 
     reuse_freed_memory()
@@ -83,33 +82,40 @@ def run_generator(
     generator_id = generator_id or f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
     with ExitStack() as stack:
         queue = stack.enter_context(closing(GeneratorQueue(address, generator_id, keys)))
-        # The real backend is only known from the config that this answer carries, so hello names what was asked for.
+        # The backend is only known from the config in this answer, so hello names the one in the overrides.
         welcome = queue.hello(wait_s, _requested_backend(overrides), host, replaces=replaces)
         config = generator_config(welcome.config_toml, overrides)
         directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
-        # A backend of this operator's own choice is not the learner's, which sent no digest of it.
+        # The learner sent no digest of a backend that this generator's operator chose.
         is_own_choice = config.generator.backend == _requested_backend(overrides)
         backend = build_backend(config, directory, code_digests=None if is_own_choice else digests)
         stack.enter_context(closing(backend))
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
         stack.enter_context(closing(receiver))
-        reward = stack.enter_context(closing(build_reward(config, code_digests=digests)))
-        num_threads = grading_threads(config, reward)
-        grader = stack.enter_context(closing(ThreadGrader(reward, num_threads=num_threads)))
-        environment = build_environment(config, directory, backend, digests, stack)
         Worker(
             queue=queue,
             receiver=receiver,
             backend=backend,
-            grader=grader,
+            grader=build_grader(config, digests, stack),
             config=config,
             generator_id=generator_id,
             wait_s=wait_s,
-            environment=environment,
+            environment=build_environment(config, directory, backend, digests, stack),
         ).run()
+
+
+def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> ThreadGrader:
+    """Build the grader of the config's rewards; ``stack`` closes it.
+
+    ``code_digests`` are the learner's digests of the user's own code; None: the code is this machine's user's.
+    """
+    from async_rl.rewards.registry import build_reward
+
+    reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests)))
+    return stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config, reward))))
 
 
 def grading_threads(config: Config, reward: RewardSum) -> int:
@@ -130,7 +136,7 @@ def _requested_backend(overrides: Sequence[str]) -> str:
 
 
 def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
-    """The run's config with this generator's own settings, threads included.
+    """Return the run's config with this generator's own settings, including its number of threads.
 
     Raises:
         ConfigError: an override is not a ``generator.*`` key, or the result is not a valid config.
@@ -141,10 +147,10 @@ def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
     section = raw.setdefault("generator", {})
     if run.generator.num_threads is None:
         section["num_threads"] = _default_threads(run)
-    # This process is one generator; the run's list of devices is dealt out by launch, which overrides it.
+    # This process is one generator. `launch` assigns one of the run's devices to each by an override.
     section["count"] = 1
     section.pop("devices", None)
-    section.pop("allow_code", None)  # its operator's to say, not the queue's
+    section.pop("allow_code", None)  # the generator's operator decides this, not the queue
     for override in overrides:
         apply_override(raw, override)
     return parse_config(raw, "the queue's config with this generator's --set")
@@ -152,7 +158,7 @@ def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
 
 def _default_threads(run: Config) -> int:
     if run.sampling.deterministic:
-        # The number of threads decides the order of float sums, so it must not depend on the machine.
+        # The order of float sums depends on the number of threads, so that must be the same on every machine.
         return 1
     if (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(given) > 0:
         return int(given)
@@ -161,10 +167,10 @@ def _default_threads(run: Config) -> int:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write the welcome's files into ``directory``.
+    """Write the files of the queue's welcome into ``directory``.
 
     Raises:
-        QueueError: a name is not a plain file name (it came over a socket, so it is not trusted).
+        QueueError: a name is not a plain file name. Names came over a socket, so they are not trusted.
     """
     for name, content in files.items():
         if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
@@ -175,14 +181,14 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 def build_environment(
     config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack
 ) -> EnvironmentRollouts | None:
-    """What plays rollouts of several turns, closed with ``stack``; None where the config names no environment.
+    """Build the player of rollouts of several turns; ``stack`` closes it. None if the config names no environment.
 
-    ``code_digests`` are the learner's; none: this machine is the user's own.
+    ``code_digests``: as in ``build_grader``.
 
     Raises:
-        ConfigError: the environment's code is not allowed here, not there, not the learner's, or fails when it is
-            imported.
-        ModelError: there is no tokenizer in ``directory``.
+        ConfigError: the environment's code is not allowed here, missing, different from the learner's, or fails when
+            it is imported.
+        ModelError: ``directory`` has no tokenizer.
     """
     if not config.environment.is_set:
         return None
@@ -199,7 +205,7 @@ def build_environment(
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """An empty directory but for its lock. Those of dead generators of the same user go first."""
+    """Create a directory that is empty but for its lock. First remove those of dead generators of the same user."""
     _remove_ownerless(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX) as name:
         lock = os.open(Path(name) / _SCRATCH_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -215,7 +221,7 @@ def _remove_ownerless(parent: Path) -> None:
         try:
             lock = os.open(directory / _SCRATCH_LOCK, os.O_RDWR)
         except OSError:
-            # Another user's, or just being made: not ours to judge.
+            # Another user owns it, or it is being created.
             continue
         if time.time() - os.fstat(lock).st_mtime < _SCRATCH_YOUNG_S:
             os.close(lock)
