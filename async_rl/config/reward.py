@@ -109,15 +109,7 @@ class CodeRewardConfig(Section):
     total_time_limit_s: float = Field(
         default=60.0, gt=0, description="Maximum wall-clock seconds that all tests of one answer may take together."
     )
-    memory_bytes: int = Field(
-        default=1 << 30, ge=256 << 20, description="Maximum bytes of address space of each process of a program."
-    )
-    max_processes: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="Maximum number of processes of a program; 1 means that it can't start another.",
-    )
+    memory_bytes: int = Field(default=1 << 30, ge=256 << 20, description="Maximum bytes of address space of a program.")
     packages: tuple[str, ...] = Field(
         default=("numpy",),
         strict=False,

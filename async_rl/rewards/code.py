@@ -189,7 +189,6 @@ class LocalJudge:
             memory_bytes=code.memory_bytes,
             output_bytes=_OUTPUT_BYTES,
             scratch_bytes=_SCRATCH_BYTES,
-            max_processes=code.max_processes,
             max_threads=_MAX_THREADS,
         )
 

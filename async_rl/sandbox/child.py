@@ -133,11 +133,10 @@ def confine(limits: Limits, seccomp_filter: bytes) -> None:
     os.setsid()
     system.unshare(system.CLONE_NEWNS | system.CLONE_NEWNET)
     root.mount_scratch(limits.scratch_bytes)
-    # In a user namespace of its own its processes are counted apart from all others'; nobody is mapped into it.
+    # In a user namespace of its own its threads are counted apart from all others'; nobody is mapped into it.
     system.unshare(system.CLONE_NEWUSER)
     set_limits(limits)
-    most = limits.max_processes + limits.max_threads - 1
-    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_threads, limits.max_threads))
     system.prctl(system.PR_SET_NO_NEW_PRIVS, 1)
     system.drop_capabilities()
     system.load_filter(seccomp_filter)

@@ -49,10 +49,10 @@ def main() -> None:
     parent_pid, control, settings = os.getppid(), int(sys.argv[1]), json.loads(sys.argv[2])
     _forget_the_parent()
     steps, isolated = _Steps(control), not settings["unsafe"]
-    filters = {}
+    seccomp_filter = b""
     if isolated:
         with steps("libseccomp"):
-            filters = {allow: build_filter(allow_processes=allow) for allow in (False, True)}
+            seccomp_filter = build_filter()
     libraries = root.library_paths(with_packages=bool(settings["packages"]))
     visible = root.visible_paths(libraries)
     sys.path[:] = libraries
@@ -63,7 +63,7 @@ def main() -> None:
             _isolate(visible, steps)
     inner = os.fork()
     if inner == 0:
-        _serve(control, filters, prelude)
+        _serve(control, seccomp_filter, prelude)
     os.close(control)
     _wait_for(inner, parent_pid)
 
@@ -178,14 +178,14 @@ def _wait_for(inner: int, parent_pid: int) -> None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
-def _serve(control: int, filters: dict[bool, bytes], prelude: dict[str, Any]) -> NoReturn:
+def _serve(control: int, seccomp_filter: bytes, prelude: dict[str, Any]) -> NoReturn:
     """The inner process: serve until the socket's other end is closed."""
     system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
     gc.freeze()  # children share these objects' pages as long as no collection touches them
     _send(control, {"ready": True})
-    if filters:
-        _Server(control, _Isolation(filters), prelude).serve()
+    if seccomp_filter:
+        _Server(control, _Isolation(seccomp_filter), prelude).serve()
     else:
         with tempfile.TemporaryDirectory(prefix="async-rl-unsafe-", ignore_cleanup_errors=True) as directory:
             _Server(control, _Unprotected(directory), prelude).serve()
@@ -195,12 +195,12 @@ def _serve(control: int, filters: dict[bool, bytes], prelude: dict[str, Any]) ->
 class _Isolation:
     """How a program is started and cleaned up after, inside namespaces."""
 
-    def __init__(self, filters: dict[bool, bytes]) -> None:
-        self._filters = filters
+    def __init__(self, seccomp_filter: bytes) -> None:
+        self._filter = seccomp_filter
         # A pidfd of this process stands for its process namespace, and needs no /proc.
         self._own_namespace = os.pidfd_open(os.getpid())
 
-    def fork(self, limits: Limits) -> int:
+    def fork(self) -> int:
         """Like ``os.fork``; the child is process 1 of a new namespace, and all in it die with it."""
         system.unshare(system.CLONE_NEWPID)
         pid = -1
@@ -212,7 +212,7 @@ class _Isolation:
         return pid
 
     def confine(self, limits: Limits) -> None:
-        child.confine(limits, self._filters[limits.max_processes > 1])
+        child.confine(limits, self._filter)
 
     def clean_up(self, pid: int) -> None:
         """Nothing to do: the kernel did it."""
@@ -224,7 +224,7 @@ class _Unprotected:
     def __init__(self, directory: str) -> None:
         self._directory = directory
 
-    def fork(self, limits: Limits) -> int:
+    def fork(self) -> int:
         return os.fork()
 
     def confine(self, limits: Limits) -> None:
@@ -287,7 +287,7 @@ class _Server:
         reply = descriptors[-1]
         started_s = time.monotonic()
         try:
-            pid = self._mode.fork(limits)
+            pid = self._mode.fork()
         except OSError as error:
             write_record(reply, {"failed": f"can't start a process: {error}"})
             os.close(reply)

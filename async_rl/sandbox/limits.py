@@ -15,18 +15,16 @@ class Limits:
 
     Attributes:
         time_s: wall-clock seconds, and nearly so of CPU time.
-        memory_bytes: address space of each process.
+        memory_bytes: address space.
         output_bytes: of standard output, and of any file it writes.
         scratch_bytes: of all files in its private directory together.
-        max_processes: 1 refuses to start any; threads are counted apart.
-        max_threads: of all its processes together.
+        max_threads: the main one included. A program can't start processes.
     """
 
     time_s: float
     memory_bytes: int
     output_bytes: int
     scratch_bytes: int
-    max_processes: int
     max_threads: int
 
     def to_record(self) -> dict[str, Any]:

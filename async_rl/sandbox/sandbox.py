@@ -163,7 +163,7 @@ class Sandbox:
         launcher = self._running()
         limits = Limits(
             time_s=START_LIMIT_S, memory_bytes=1 << 30, output_bytes=1 << 16, scratch_bytes=1 << 16,
-            max_processes=1, max_threads=4,
+            max_threads=4,
         )  # fmt: skip
         try:
             # A file of this machine whose path the program gets, and which it must not find.

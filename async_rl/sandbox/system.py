@@ -91,8 +91,6 @@ _TERMINAL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what ``isatty`` and file objects ask."""
 
 _AF_UNIX = 1
-_NEW_NAMESPACES = 0x7E020000
-"""Every CLONE_NEW* flag."""
 
 
 class _MountAttributes(ctypes.Structure):
@@ -179,11 +177,8 @@ def kernel_release() -> tuple[int, int]:
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
-def build_filter(*, allow_processes: bool) -> bytes:
-    """The filter as BPF instructions for ``system.load_filter``.
-
-    Args:
-        allow_processes: ``fork`` and its relatives, but never a new program (``execve``).
+def build_filter() -> bytes:
+    """The filter as BPF instructions for ``load_filter``. It lets a program start threads, but no process.
 
     Raises:
         RuntimeError, OSError: libseccomp is missing or refuses.
@@ -206,15 +201,10 @@ def build_filter(*, allow_processes: bool) -> bytes:
         add(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.EQ, request))
     add(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, _AF_UNIX))
     # clone3 hides its flags from filters; ENOSYS, the default, makes the C library use clone.
-    if allow_processes:
-        add(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
-        for name in ("fork", "vfork"):
-            add(seccomp.ALLOW, name)
-    else:
-        add(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
-        add(refused, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_THREAD, 0))
-        for name in ("fork", "vfork"):
-            add(refused, name)
+    add(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
+    add(refused, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_THREAD, 0))
+    for name in ("fork", "vfork"):
+        add(refused, name)
     with os.fdopen(os.memfd_create("filter", os.MFD_CLOEXEC), "rb+") as file:
         built.export_bpf(file)
         file.seek(0)
