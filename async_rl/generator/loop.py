@@ -1,8 +1,8 @@
 """The generator's loop: receive weights, request leases, step, grade, return, heartbeat. No torch.
 
-One thread owns everything here. The queue client and the weights receiver work in the background and are polled; the
-loop blocks in the queue's poll when nothing runs. ``Queue`` and ``WeightsReceiver`` say what the loop asks of those
-two; tests put fakes in their places. Built by ``worker.run_generator``.
+One thread owns everything here. The queue client and the weights receiver work in the background; the loop polls them,
+and blocks in the queue's poll while nothing runs. ``Queue`` and ``WeightsReceiver`` are what the loop needs of the two;
+tests use fakes. ``worker.run_generator`` builds a ``Worker``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any, Protocol
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend, PreparingBackend
-from async_rl.generator.loop_state import ActiveLeases, Activity
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.rollouts import Graded, Grader, Rollouts, SingleTurnRollouts
+from async_rl.generator.rollouts import ActiveLeases, Graded, Grader, Rollouts, SingleTurnRollouts
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
     Announced,
@@ -38,10 +37,12 @@ from async_rl.records import NO_VERSION, Group, Lease
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+WATCHDOG_S = 30.0
+"""After this long without a running sequence, the loop logs what it waits for."""
 LEASE_WAIT_S = 8.0
-"""How long the queue may hold a lease request before it answers with none."""
+"""How long the queue may hold a lease request before it answers without a lease."""
 MAX_UNANSWERED_RETURNS = 32
-"""With so many groups on their way the queue is behind: no new leases until it answers."""
+"""With this many unanswered groups the queue is behind: request no leases until it answers."""
 
 _POLL_WHILE_RUNNING_S = 0.003
 _POLL_WHILE_BUSY_S = 0.005
@@ -49,7 +50,7 @@ _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
 
 
 class Queue(Protocol):
-    """What the loop uses of ``queue.client.GeneratorQueue``."""
+    """The part of ``queue.client.GeneratorQueue`` that the loop uses."""
 
     @property
     def lease_request_outstanding(self) -> bool: ...
@@ -79,7 +80,7 @@ class Staged(Protocol):
 
 
 class WeightsReceiver(Protocol):
-    """What the loop uses of ``weights.receiver.Receiver``; ``error`` is why nothing comes at present."""
+    """The part of ``weights.receiver.Receiver`` that the loop uses. ``error``: why no version comes at present."""
 
     @property
     def error(self) -> str | None: ...
@@ -89,10 +90,10 @@ class WeightsReceiver(Protocol):
 
 
 class Worker:
-    """One generator's state: its active weights, the leases it holds, what it has done so far.
+    """One generator's state: its active weights, its leases and its counters.
 
-    ``wait_s`` is how long the queue may be silent; ``clock`` gives seconds. Rollouts are single answers, scored by
-    ``grader``, unless an ``environment`` plays them.
+    ``wait_s`` is how long the queue may be silent. ``clock`` gives seconds. An ``environment`` plays the rollouts; if
+    it is None, each rollout is one answer, scored by ``grader``.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Worker:
         self._clock = clock
         self._leases = ActiveLeases()
         self._activity = Activity(clock)
-        # Eval and training groups differ in size; the next lease is expected to be like the last one.
+        # Eval and training groups differ in size. Expect the next lease to be like the last one.
         self._expected_group_size = config.sampling.group_size
         self._announced: Announcement | None = None
         self._active: Staged | None = None
@@ -136,11 +137,11 @@ class Worker:
         self._receiver_trouble: str | None = None
 
     def run(self) -> None:
-        """Work until the queue says that the run is finished.
+        """Work until the queue reports the end of the run.
 
         Raises:
-            QueueError: the queue is silent for longer than ``wait_s``.
-            WeightsError: the receiver has failed for good, or the weights don't fit the model or give NaN.
+            QueueError: the queue was silent for longer than ``wait_s``.
+            WeightsError: the receiver has failed for good; or the weights don't fit the model or give NaN.
         """
         while not self._finished:
             self._receive_weights()
@@ -160,7 +161,7 @@ class Worker:
         trouble = self._receiver.error
         if trouble != self._receiver_trouble:
             self._receiver_trouble = trouble
-            logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "all is well again")
+            logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "the problem is solved")
         staged, self._preparing = self._preparing or self._receiver.poll(), None
         if staged is None or self._announced is None or staged.lineage != self._announced.lineage:
             return
@@ -168,7 +169,7 @@ class Worker:
             return
         backend = self._backend
         if isinstance(backend, PreparingBackend) and not backend.prepare(staged.version, staged.tensors):
-            self._preparing = staged  # a newer one waits until this one is active
+            self._preparing = staged  # a newer version waits until this one is active
             return
         fault_point("generator.activating")
         self._activity.add_activation(self._backend.activate(staged.version, staged.tensors))
@@ -180,12 +181,12 @@ class Worker:
         self._submit_leases()
 
     def _answer_probe(self) -> None:
-        """Score what the learner has sent along with the version that is active now, once."""
+        """Score the probe that the learner sent with the active version, once."""
         active = self._active
         if active is None or not self._probes or not self._holds_newest_lineage:
             return
         data = self._probes.pop(active.version, None)
-        # Those of versions that were passed over are of no use any more.
+        # Drop the probes of versions that were skipped.
         self._probes = {version: probe for version, probe in self._probes.items() if version > active.version}
         if data is not None:
             self._queue.answer_probe(active.lineage, answer_probe(self._backend, decode_probe(data), active.tensors))
@@ -205,7 +206,7 @@ class Worker:
         return self._announced is not None and self._announced.lineage == self._lineage
 
     def _follow(self, announcement: Announcement) -> None:
-        """Fetch what is announced. Another lineage voids every lease: its queue gives the prompts out again."""
+        """Receive what is announced. A new lineage voids all leases, because its queue leases the prompts again."""
         if self._announced is not None and announcement.lineage != self._announced.lineage:
             for lease_id in self._leases.ids:
                 self._drop(lease_id)
@@ -228,7 +229,7 @@ class Worker:
             self._queue.request_leases(self._lineage, self._backend.version, wanted, LEASE_WAIT_S)
 
     def _num_wanted(self) -> int:
-        """Leases that fill the free slots, and one in line so that no slot waits for a round trip."""
+        """Return how many leases fill the free slots, plus one in line, so that no slot waits for a round trip."""
         free = self._backend.max_running - self._rollouts.num_open - self._leases.num_unsubmitted
         wanted = math.ceil((free + self._expected_group_size) / self._expected_group_size)
         if self._max_groups is not None:
@@ -237,13 +238,13 @@ class Worker:
 
     def _accept(self, lease: Lease) -> None:
         if lease.lineage != self._lineage or not self._holds_newest_lineage or lease.lease_id in self._leases:
-            # Granted just before a newer learner took over, or a repeated answer; the queue has the say.
+            # It was granted just before a newer learner took over, or the queue repeated an answer.
             logger.info("ignored lease %s of lineage %s", lease.lease_id, lease.lineage)
             return
         self._expected_group_size = lease.group_size
         try:
             prompt_ids = self._rollouts.encode(lease)
-        except Exception as error:  # the boundary to templates and tokenizers: one bad prompt must not end the run
+        except Exception as error:  # boundary to templates and tokenizers: one bad prompt must not end the run
             logger.exception("prompt at position %d can't be rendered", lease.prompt.position)
             self._queue.fail(lease.lease_id, "engine_error", f"prompt can't be rendered: {error}")
             return
@@ -264,7 +265,7 @@ class Worker:
             self._rollouts.cancel(lease_id)
 
     def _step(self) -> None:
-        """One decode step; what it finished goes to the grader."""
+        """Run one decode step. Pass what it finished to the grader."""
         num_running = min(self._backend.num_running, self._backend.max_running)
         if not num_running:
             return
@@ -318,7 +319,7 @@ class Worker:
                 return
             timeout_s = 0.0
         elif self._is_transferring or self._rollouts.num_pending:
-            # Neither receiver nor grader (or environment) has anything to block on together with the queue's socket.
+            # The loop can't block on the queue's socket together with the receiver, the grader or an environment.
             timeout_s = _POLL_WHILE_BUSY_S
         else:
             timeout_s = max(0.0, self._heartbeat_at_s - now_s)
@@ -349,27 +350,71 @@ class Worker:
                 self._finished = True
 
     def _check_waits(self) -> None:
-        """Give up on a silent queue; warn once about what an idle generator waits for.
+        """Fail if the queue is silent. Warn once about what an idle generator waits for.
 
         Raises:
-            QueueError: the queue is silent for longer than ``wait_s``.
+            QueueError: the queue was silent for longer than ``wait_s``.
         """
         if self._queue.silent_s > self._wait_s:
             raise QueueError(
-                f"the queue has been silent for {self._queue.silent_s:.0f} s, limit {self._wait_s:.0f} s (--wait); is "
-                f"its process alive, and is there still a route to it?"
+                f"the queue was silent for {self._queue.silent_s:.0f} s, limit {self._wait_s:.0f} s (--wait); check "
+                f"that its process is alive and that the network reaches it"
             )
         is_running = self._backend.num_running > 0
         self._activity.check_idle(self._generator_id, is_running=is_running, awaited=self._awaited)
 
     def _awaited(self) -> str:
         if self._announced is None:
-            return "the learner to announce a first version"
+            return "the learner's first announcement"
         if self._is_transferring:
             announced = self._announced
-            trouble = self._receiver_trouble or "no trouble known"
+            trouble = self._receiver_trouble or "no problem known"
             return (
                 f"weights of version {announced.version} from {announced.channel} (active: {self._backend.version}; "
                 f"{trouble})"
             )
         return f"a lease ({self._queue_reason or 'the queue gave no reason'})"
+
+
+class Activity:
+    """Cumulative counters of one generator, for its heartbeats. ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started_s = self._idle_since_s = clock()
+        self._busy_s = self._busy_sequence_s = self._pause_s = 0.0
+        self._num_activations = 0
+        self._has_warned = False
+
+    def add_step(self, duration_s: float, num_running: int) -> None:
+        """Count a decode step over ``num_running`` sequences."""
+        self._busy_s += duration_s
+        self._busy_sequence_s += duration_s * num_running
+
+    def add_activation(self, pause_s: float) -> None:
+        """Count an activation of new weights."""
+        self._pause_s += pause_s
+        self._num_activations += 1
+
+    def stats(self, backend: Backend) -> GeneratorStats:
+        """Return the counters since this object was created."""
+        return GeneratorStats(
+            max_running=backend.max_running,
+            wall_s=self._clock() - self._started_s,
+            busy_s=self._busy_s,
+            busy_sequence_s=self._busy_sequence_s,
+            pause_s=self._pause_s,
+            num_activations=self._num_activations,
+            num_tokens=backend.num_tokens,
+        )
+
+    def check_idle(self, generator_id: str, *, is_running: bool, awaited: Callable[[], str]) -> None:
+        """Log once, after ``WATCHDOG_S`` without a running sequence, what the generator waits for."""
+        now_s = self._clock()
+        if is_running:
+            self._idle_since_s = now_s
+            self._has_warned = False
+        elif now_s - self._idle_since_s > WATCHDOG_S and not self._has_warned:
+            self._has_warned = True
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now_s - self._idle_since_s)))
+            logger.warning("generator %s: waiting since %s for %s", generator_id, since, awaited())

@@ -1,13 +1,14 @@
-"""From a lease to its scored rollouts: what the generator's loop sees of it, and the simple case of one answer each.
+"""From a lease to its scored group: the leases of a generator, the rollouts of single answers, and their grading.
 
-The loop submits leases, hands on what the backend finished, and collects rollouts when they are scored. The case of
-several turns is in ``environment_rollouts``.
+``ActiveLeases`` holds the leases that the loop works on. A ``Rollouts`` plays their rollouts: the loop submits leases,
+passes on what the backend finished, and collects rollouts when they are scored. ``SingleTurnRollouts`` samples one
+answer per rollout; ``environment_rollouts`` plays several turns.
 
-Finished samples go to a ``Grader``, which scores them beside the loop: a slow answer (a symbolic comparison takes
-milliseconds, a hostile one seconds) never holds up the next decode step.
+A ``Grader`` scores finished samples while the loop goes on: a slow answer (a symbolic comparison takes milliseconds, a
+hostile one seconds) never delays the next decode step.
 
 Under ``data.on_long_prompt = "truncate"`` a prompt above ``sampling.max_prompt_tokens`` is cut at the end of its last
-user message. The template around that message stays whole: it tells the model that it is its turn.
+user message. The template around that message stays whole: it opens the model's turn.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.queue.messages import FailureCause
-from async_rl.records import NO_VERSION, Lease, Rollout, TokenSequence
+from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
 from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, score_group
 
 Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
@@ -30,21 +31,123 @@ Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
 ScoreOne = Callable[[RewardInput], RewardOutput]
 
 
+@dataclass(slots=True, eq=False)
+class ActiveLease:
+    """A lease that is not returned yet. ``is_submitted`` is False while it waits for a newer version.
+
+    ``rollouts`` holds the scored ones by index. ``heartbeats_in_line`` counts the heartbeats at which it only waited.
+    """
+
+    lease: Lease
+    prompt_ids: np.ndarray
+    received_s: float
+    is_submitted: bool = False
+    heartbeats_in_line: int = 0
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rollout is scored."""
+        return len(self.rollouts) == self.lease.group_size
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every scored rollout ended in an error of its environment."""
+        return all(rollout.finish_reason == "error" for rollout in self.rollouts.values())
+
+    def group(self, generator_id: str, digests: Mapping[int, str], now_s: float) -> Group:
+        """Return the complete group for the queue. ``digests``: of the weights, by version."""
+        rollouts = tuple(self.rollouts[index] for index in range(self.lease.group_size))
+        sampled = np.concatenate([s.versions[s.loss_mask] for r in rollouts for s in r.sequences])
+        return Group(
+            lease_id=self.lease.lease_id,
+            kind=self.lease.kind,
+            position=self.lease.prompt.position,
+            generator_id=generator_id,
+            lineage=self.lease.lineage,
+            temperature=self.lease.sampling.temperature,
+            rollouts=rollouts,
+            weights_digest={version: digests[version] for version in np.unique(sampled).tolist()},
+            sampling_time_s=now_s - self.received_s,
+        )
+
+
+class ActiveLeases:
+    """A generator's leases by id.
+
+    The loop adds a lease when the queue grants it, and removes it when its group is returned, failed or cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._leases: dict[str, ActiveLease] = {}
+        self._work_at_heartbeat = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._leases
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._leases)
+
+    @property
+    def num_unsubmitted(self) -> int:
+        """The number of rollouts of the leases that wait for a newer version."""
+        return sum(active.lease.group_size for active in self._leases.values() if not active.is_submitted)
+
+    def add(self, lease: Lease, prompt_ids: np.ndarray, now_s: float) -> None:
+        self._leases[lease.lease_id] = ActiveLease(lease, prompt_ids, now_s)
+
+    def get(self, lease_id: str) -> ActiveLease | None:
+        return self._leases.get(lease_id)
+
+    def remove(self, lease_id: str) -> bool:
+        """Forget the lease. Returns whether it was known."""
+        return self._leases.pop(lease_id, None) is not None
+
+    def take_submittable(self, version: int) -> list[ActiveLease]:
+        """Return the leases that ``version`` may sample and that are not submitted yet. Mark them as submitted."""
+        ready = [a for a in self._leases.values() if not a.is_submitted and version >= a.lease.min_version]
+        for active in ready:
+            active.is_submitted = True
+        return ready
+
+    def progress(self, num_tokens: Mapping[str, int], work: int) -> dict[str, int]:
+        """Return for each lease a count that grows while the lease makes progress, for the heartbeat.
+
+        A lease in line, for a slot or for a grader, makes progress while those before it do; otherwise it would expire.
+
+        Args:
+            num_tokens: sampled by the backend, by lease.
+            work: a count that grows with everything that the generator does.
+        """
+        found: dict[str, int] = {}
+        for lease_id, active in self._leases.items():
+            sampled = num_tokens.get(lease_id, 0)
+            if active.is_submitted and not sampled and work > self._work_at_heartbeat:
+                active.heartbeats_in_line += 1
+            found[lease_id] = sampled + active.heartbeats_in_line + len(active.rollouts)
+        self._work_at_heartbeat = work
+        return found
+
+
 class Rollouts(Protocol):
     """Plays the rollouts of leases with a backend that the loop steps."""
 
     @property
     def num_open(self) -> int:
-        """Rollouts that take up the generator's room."""
+        """The number of rollouts that count against the generator's slots."""
         ...
 
     @property
     def num_pending(self) -> int:
-        """Rollouts that somebody other than the backend works on at present."""
+        """The number of rollouts that a grader or an environment works on, not the backend."""
         ...
 
     def encode(self, lease: Lease) -> np.ndarray:
-        """The prompt's token ids, int32 [P]; [0] where an environment has yet to make it."""
+        """Return the prompt's token ids, int32 [P]; P is 0 if an environment makes the prompt later."""
         ...
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
@@ -52,24 +155,24 @@ class Rollouts(Protocol):
         ...
 
     def cancel(self, lease_id: str) -> None:
-        """Forget the lease; nothing of it is collected any more. Unknown ones are ignored."""
+        """Forget the lease; ``collect`` returns nothing of it from now on. Ignore an unknown lease."""
         ...
 
     def take(self, sampled: Iterable[Sampled]) -> None:
-        """What one step of the backend finished."""
+        """Take the samples that one step of the backend finished."""
         ...
 
     def collect(self) -> list[Graded]:
-        """Rollouts that are done by now; never waits."""
+        """Return the rollouts that are done by now; never wait."""
         ...
 
     def progress(self) -> dict[str, int]:
-        """By lease, a count that grows with every token and turn, for the heartbeat."""
+        """Return for each lease a count that grows with every token and turn, for the heartbeat."""
         ...
 
 
 class SingleTurnRollouts:
-    """One answer a rollout, scored by ``grader``. ``truncates``: a prompt that is too long is cut, not refused."""
+    """One answer per rollout, scored by ``grader``. ``truncates``: cut a prompt that is too long, do not refuse it."""
 
     def __init__(self, backend: Backend, grader: Grader, *, truncates: bool = False) -> None:
         self._backend = backend
@@ -126,12 +229,12 @@ class SingleTurnRollouts:
 def fitted_prompt(
     encode: Encode, messages: Sequence[Mapping[str, str]], prompt_ids: np.ndarray, max_tokens: int
 ) -> np.ndarray:
-    """Token ids of as much of the prompt as fits, or ``prompt_ids`` where no cut makes it fit.
+    """Return token ids of as much of the prompt as fits, or ``prompt_ids`` if no cut makes it fit.
 
     Args:
         encode: renders messages to token ids, int32 [P].
-        prompt_ids: what ``messages`` render to.
-        max_tokens: what may be kept.
+        prompt_ids: the rendered ``messages``.
+        max_tokens: the limit.
     """
     if len(prompt_ids) <= max_tokens:
         return prompt_ids
@@ -155,7 +258,7 @@ def fitted_prompt(
 
 
 def whole_sequence(sample: Sampled) -> TokenSequence:
-    """Prompt and answer as one sequence; the answer is under the mask."""
+    """Return prompt and answer as one sequence, whose loss mask is True on the answer."""
     num_prompt = len(sample.prompt_ids)
     num_tokens = num_prompt + len(sample.token_ids)
     token_ids, versions = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int32)
@@ -168,7 +271,7 @@ def whole_sequence(sample: Sampled) -> TokenSequence:
 
 
 def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[Rollout]:
-    """The scored rollouts of finished samples of one lease, in order. Raises whatever ``reward`` raises."""
+    """Return the scored rollouts of finished samples of one lease, in order. Raises whatever ``reward`` raises."""
     items = [
         RewardInput(
             text=sample.text,
@@ -191,16 +294,12 @@ def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) 
     ]
 
 
-def needs_whole_group(reward: ScoreOne) -> bool:
-    """Whether the samples of a lease are to be scored together."""
-    return isinstance(reward, GroupReward) and reward.needs_whole_group
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Graded:
-    """A sample's rollout, or why its lease can't be sampled: ``cause``, and the ``error`` that its reward raised.
+    """A scored rollout; or, if ``rollout`` is None, why its lease failed.
 
-    ``detail`` says it in words; also of a rollout that failed.
+    ``error`` is what its reward raised; it and ``cause`` apply to a failed lease only. ``detail`` describes the failure
+    of a lease, or of a rollout that ended in an error.
     """
 
     lease: Lease
@@ -212,21 +311,21 @@ class Graded:
 
 
 class Grader(Protocol):
-    """Scores samples as they are submitted, or all of a lease once the last is, as the reward needs it."""
+    """Scores each sample when it is submitted, or a lease's samples together after the last, as the reward needs."""
 
     @property
     def num_pending(self) -> int:
-        """Samples that are being scored, or scored and not collected."""
+        """The number of samples that are being scored, or scored and not collected."""
         ...
 
     def submit(self, lease: Lease, sample: Sampled) -> None: ...
 
     def collect(self) -> list[Graded]:
-        """What is scored by now; never waits."""
+        """Return what is scored by now; never wait."""
         ...
 
     def forget(self, lease_id: str) -> None:
-        """The lease is gone: its samples that wait for the rest of their group are not scored."""
+        """Discard the lease's samples that wait for the rest of their group."""
         ...
 
 
@@ -239,61 +338,16 @@ def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[
         return [Graded(lease, sample.index, None, error, detail=detail) for sample in samples]
 
 
-class _Gathering:
-    """Samples that wait until their lease's group is whole, if the reward needs that."""
-
-    def __init__(self, reward: ScoreOne) -> None:
-        self._waits = needs_whole_group(reward)
-        self._waiting: dict[str, list[Sampled]] = {}
-
-    def add(self, lease: Lease, sample: Sampled) -> list[Sampled]:
-        """What can be scored now that this sample is there, by index; nothing while others are missing."""
-        if not self._waits:
-            return [sample]
-        samples = self._waiting.setdefault(lease.lease_id, [])
-        samples.append(sample)
-        if len(samples) < lease.group_size:
-            return []
-        del self._waiting[lease.lease_id]
-        return sorted(samples, key=lambda one: one.index)
-
-    def forget(self, lease_id: str) -> None:
-        self._waiting.pop(lease_id, None)
-
-
-class InlineGrader:
-    """Scores at once, in the caller's thread: for tests and for runs that must not depend on timing."""
-
-    def __init__(self, reward: ScoreOne) -> None:
-        self._reward = reward
-        self._gathering = _Gathering(reward)
-        self._done: list[Graded] = []
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._done)
-
-    def submit(self, lease: Lease, sample: Sampled) -> None:
-        if samples := self._gathering.add(lease, sample):
-            self._done += _graded(self._reward, lease, samples)
-
-    def collect(self) -> list[Graded]:
-        done, self._done = self._done, []
-        return done
-
-    def forget(self, lease_id: str) -> None:
-        self._gathering.forget(lease_id)
-
-
 class ThreadGrader:
-    """Scores in background threads, which wait for a verifier process or a sandbox without holding the interpreter.
+    """Scores in background threads, which release the interpreter's lock while a verifier process or a sandbox works.
 
-    With more than one thread, samples are collected in the order in which their scores are ready.
+    With more than one thread, ``collect`` returns samples in the order in which their scores are ready.
     """
 
     def __init__(self, reward: ScoreOne, *, num_threads: int = 1) -> None:
         self._reward = reward
-        self._gathering = _Gathering(reward)
+        self._needs_whole_group = isinstance(reward, GroupReward) and reward.needs_whole_group
+        self._incomplete: dict[str, list[Sampled]] = {}
         self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
         self._num_pending = 0
@@ -306,9 +360,15 @@ class ThreadGrader:
         return self._num_pending
 
     def submit(self, lease: Lease, sample: Sampled) -> None:
-        if samples := self._gathering.add(lease, sample):
-            self._num_pending += len(samples)
-            self._todo.put((lease, samples))
+        samples = [sample]
+        if self._needs_whole_group:
+            samples = self._incomplete.setdefault(lease.lease_id, [])
+            samples.append(sample)
+            if len(samples) < lease.group_size:
+                return
+            del self._incomplete[lease.lease_id]
+        self._num_pending += len(samples)
+        self._todo.put((lease, sorted(samples, key=lambda one: one.index)))
 
     def collect(self) -> list[Graded]:
         done: list[Graded] = []
@@ -318,10 +378,10 @@ class ThreadGrader:
         return done
 
     def forget(self, lease_id: str) -> None:
-        self._gathering.forget(lease_id)
+        self._incomplete.pop(lease_id, None)
 
     def close(self) -> None:
-        """End the threads once what is submitted is scored."""
+        """Score what is submitted, then end the threads."""
         for _ in self._threads:
             self._todo.put(None)
         for thread in self._threads:

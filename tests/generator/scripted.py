@@ -1,4 +1,4 @@
-"""A backend whose answers are written down: what rollout ``index`` says in its turn ``turn``. Tokens are characters."""
+"""A backend whose answers are written down (rollout ``index``, turn ``turn``; tokens are characters), and a grader."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from async_rl.config.backends import BackendCapabilities
 from async_rl.generator.backend import Sampled
+from async_rl.generator.rollouts import ScoreOne, ThreadGrader
 from async_rl.records import Lease
 
 END = 0
@@ -86,3 +87,15 @@ class ScriptedBackend:
 
     def close(self) -> None:
         self._running.clear()
+
+
+class InlineGrader(ThreadGrader):
+    """Scores at once, in the caller's thread, so that a test does not depend on timing."""
+
+    def __init__(self, reward: ScoreOne) -> None:
+        super().__init__(reward, num_threads=0)
+
+    def submit(self, lease: Lease, sample: Sampled) -> None:
+        super().submit(lease, sample)
+        self._todo.put(None)
+        self._run()

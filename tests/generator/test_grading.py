@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from async_rl.generator.backend import Sampled
-from async_rl.generator.rollouts import Graded, InlineGrader, ThreadGrader
+from async_rl.generator.rollouts import Graded, ThreadGrader
 from async_rl.records import Lease
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput
 from tests.generator.leases import make_lease
+from tests.generator.scripted import InlineGrader
 
 
 def sample(lease: Lease, index: int, text: str) -> Sampled:
@@ -51,18 +52,17 @@ def collect(grader: ThreadGrader, count: int) -> list[Graded]:
 
 @pytest.mark.parametrize("kind", [InlineGrader, ThreadGrader])
 def test_a_reward_of_groups_waits_for_the_whole_group_and_sees_it_in_order(
-    kind: type[InlineGrader] | type[ThreadGrader],
+    kind: type[ThreadGrader],
 ):
     grader, a, b = kind(reward_of(rank)), make_lease("a"), make_lease("b")
     grader.submit(a, sample(a, 1, "x"))
     grader.submit(b, sample(b, 0, "y"))
     assert (grader.collect(), grader.num_pending) == ([], 0)
     grader.submit(a, sample(a, 0, "z"))
-    graded = collect(grader, 2) if isinstance(grader, ThreadGrader) else grader.collect()
+    graded = collect(grader, 2)
     assert accuracies(graded) == [(0, 1.0), (1, 0.5)]
     assert {one.lease.lease_id for one in graded} == {"a"}
-    if isinstance(grader, ThreadGrader):
-        grader.close()
+    grader.close()
 
 
 def test_other_rewards_do_not_wait():

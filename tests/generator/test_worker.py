@@ -19,7 +19,6 @@ from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import Worker
-from async_rl.generator.rollouts import InlineGrader
 from async_rl.generator.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,
@@ -34,6 +33,7 @@ from async_rl.queue.parity import Answer, Probe, ProbeSequence, encode_probe
 from async_rl.records import NO_VERSION, Group
 from async_rl.rewards.records import RewardInput, RewardOutput
 from tests.generator.leases import make_lease
+from tests.generator.scripted import InlineGrader
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,7 @@ def test_trouble_with_the_weights_is_told_and_not_fatal(scene, caplog):
     scene.run(scene.announce(0, staged=False), trouble, [], well, [])
     assert [r.message for r in caplog.records] == [
         "weights: the learner was not heard of",
-        "weights: all is well again",
+        "weights: the problem is solved",
     ]
 
 

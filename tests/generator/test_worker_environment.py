@@ -9,11 +9,10 @@ from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.loop import Worker
-from async_rl.generator.rollouts import InlineGrader
 from async_rl.queue.messages import GeneratorEvent
 from tests.environments.pools import pool_of
 from tests.generator.leases import make_lease
-from tests.generator.scripted import CharacterText, ScriptedBackend
+from tests.generator.scripted import CharacterText, InlineGrader, ScriptedBackend
 from tests.generator.test_environment_rollouts import SAMPLES
 from tests.generator.test_worker import Scene, grade, granted
 
