@@ -1,4 +1,4 @@
-"""Settings of every test."""
+"""Settings of every test, and the fixture that keeps tests of other subjects apart from the admission rule."""
 
 import pytest
 from hypothesis import settings
@@ -10,3 +10,19 @@ settings.load_profile(QUICK)  # before any test module is read; --hypothesis-pro
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=20, help="kills at random moments in the fault test, 20 a run")
+
+
+@pytest.fixture
+def fixed_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix how many leases there are, for tests of what happens to leases: only ``test_admission`` has the rule."""
+    from async_rl.queue.core.admission import QueueSettings
+
+    def group_limit(self: QueueSettings, *, version: int, active_version: int, steps_left: int, bound: int) -> int:
+        batches = (bound + 1 - (version - active_version)) // self.updates_per_batch
+        return max(0, min(batches, steps_left)) * self.groups_per_step
+
+    def oldest_for_lease(self: QueueSettings, *, version: int, outstanding: int, bound: int) -> int:
+        return max(0, version + (outstanding // self.groups_per_step + 1) * self.updates_per_batch - 1 - bound)
+
+    monkeypatch.setattr(QueueSettings, "group_limit", group_limit)
+    monkeypatch.setattr(QueueSettings, "oldest_for_lease", oldest_for_lease)

@@ -14,6 +14,8 @@ from async_rl.queue.core.ledger import Outcome, Outcomes
 from async_rl.queue.messages import GeneratorStats
 from tests.queue.builders import ack, group, leases, make_state, put, take
 
+pytestmark = pytest.mark.usefixtures("fixed_admission")
+
 GROUP_SIZE = 2
 
 

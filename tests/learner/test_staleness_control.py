@@ -25,7 +25,9 @@ from async_rl.net.codec import decode_group
 from async_rl.queue.messages import NotReady
 from tests.learner.losses.test_objective import STEPPED, sums_of
 from tests.queue.builders import ack, groups_of, make_state, take
-from tests.queue.test_bounds import fill
+from tests.queue.test_admission import fill
+
+pytestmark = pytest.mark.usefixtures("fixed_admission")
 
 LIMITS = BoundLimits(lowest=0, highest=16, min_ess=0.9, max_kl=0.02)
 HEALTHY = Reading(ess=0.99, kl=0.001, oldest=16)

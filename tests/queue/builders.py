@@ -123,6 +123,13 @@ def positions(taken: tuple[TakenPayload, ...] | NotReady) -> list[int]:
     return [item.prompt.position for item in taken]
 
 
+def fill_and_take(state: QueueState, version: int = 0) -> list[int]:
+    """Sample one step's groups with ``version`` and take them. Return their positions."""
+    for lease in leases(state, 2, version):
+        assert put(state, group(lease, version)) == "queued"
+    return positions(take(state))
+
+
 def all_trained(groups: int = 2, rollouts: int = 2, tokens: int = 3) -> TrainedCounts:
     return TrainedCounts(True, groups * rollouts, {}, groups * rollouts * tokens, {})
 

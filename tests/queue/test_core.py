@@ -1,10 +1,10 @@
-"""The state, event by event. By default: 2 groups a step, 2 rollouts a group, 3 tokens a rollout, bound 1."""
+"""The queue's core, event by event. By default: 2 groups a step, 2 rollouts a group, 3 tokens a rollout, bound 1."""
 
 import re
 
 import pytest
 
-from async_rl.errors import ConfigError, LineageError, QueueError
+from async_rl.errors import LineageError, QueueError
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests, report
 from async_rl.queue.core.learner_requests import TakenPayload
@@ -20,6 +20,7 @@ from tests.queue.builders import (
     ack,
     announce,
     dropped,
+    fill_and_take,
     group,
     groups_of,
     leases,
@@ -31,6 +32,8 @@ from tests.queue.builders import (
     take,
 )
 
+pytestmark = pytest.mark.usefixtures("fixed_admission")
+
 
 def put_and_take(state: QueueState, held: list[Lease]) -> tuple[TakenPayload, ...]:
     for lease in held:
@@ -40,151 +43,7 @@ def put_and_take(state: QueueState, held: list[Lease]) -> tuple[TakenPayload, ..
     return taken
 
 
-def fill_and_take(state, version: int = 0) -> list[int]:
-    for lease in leases(state, 2, version):
-        assert put(state, group(lease, version)) == "queued"
-    return positions(take(state))
-
-
-# Admission.
-
-
-def test_leases_stop_at_the_limit_of_steps_within_the_bound():
-    # (eta + 1 - (v - m)) // k * G = (1 + 1 - 0) // 1 * 2 = 4.
-    state = make_state()
-    assert len(leases(state, 4)) == 4
-    granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
-    assert granted.leases == ()
-    assert granted.activate is None
-    assert "limit 4 groups: 0 taken, 4 in flight, 0 queued" in granted.reason
-
-
-@pytest.mark.parametrize(
-    ("updates", "staleness", "behind", "limit"),
-    [
-        (1, 0, 0, 2),  # (0 + 1 - 0) // 1 * 2
-        (1, 4, 0, 10),  # (4 + 1 - 0) // 1 * 2
-        (1, 4, 4, 2),  # (4 + 1 - 4) // 1 * 2
-        (1, 4, 5, 0),
-        (2, 4, 0, 4),  # (4 + 1 - 0) // 2 * 2
-        (2, 4, 3, 2),  # (4 + 1 - 3) // 2 * 2
-        (2, 4, 4, 0),  # (4 + 1 - 4) // 2 = 0
-    ],
-)
-def test_the_limit_counts_whole_batches_of_updates(updates, staleness, behind, limit):
-    s = settings(updates_per_batch=updates, max_staleness=staleness)
-    assert s.group_limit(version=10, active_version=10 - behind, steps_left=99, bound=staleness) == limit
-
-
-def test_no_more_groups_are_leased_than_the_steps_left_need():
-    state = make_state(num_steps=1, max_staleness=4)
-    assert len(leases(state, 20)) == 2
-
-
-def test_an_old_generator_is_told_the_version_that_lets_it_go_on():
-    state = make_state(max_staleness=1)
-    fill_and_take(state)
-    ack(state)
-    held = leases(state, 9, version=0)
-    # v = 1, m = 0: (2 - 1) * 2 = 2 groups; with m = 1 it would be 4.
-    assert len(held) == 2
-    granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
-    assert granted.activate == 1
-    assert len(leases(state, 9, version=1)) == 2
-    assert generator_requests.lease(state, "g0", (LINEAGE, 1), 1, 0.0).activate is None
-
-
-def test_a_generator_of_another_lineage_activates_first():
-    state = make_state()
-    granted = generator_requests.lease(state, "g0", ("other", 7), 4, 0.0)
-    assert (granted.leases, granted.activate) == ((), 0)
-
-
-def test_each_lease_names_the_oldest_version_that_its_batch_can_still_train():
-    # v = 3, eta = 1: the first batch trains at 3 (oldest 2), the second at 4 (oldest 3).
-    s = settings()
-    oldest = [s.oldest_for_lease(version=3, outstanding=n, bound=1) for n in range(4)]
-    assert oldest == [2, 2, 3, 3]
-
-
-def test_a_lower_bound_gives_no_lease_until_what_is_there_is_within_it_and_all_of_it_is_trained():
-    # Bound 4: (4 + 1) * 2 = 10 groups, all returned. At bound 1 there is room for (1 + 1) * 2 = 4.
-    state = make_state(max_staleness=4)
-    for lease in leases(state, 99):
-        put(state, group(lease))
-    for version, queued, given in ((1, 8, 0), (2, 6, 0), (3, 4, 0), (4, 2, 2)):
-        take(state)
-        ack(state, lease_bound=1)
-        assert groups_of(state)["queued"] == queued
-        new = leases(state, 99, version)
-        assert len(new) == given
-    # Before them comes one batch, trained at 4: theirs is trained at 5, and they may be 1 version old.
-    assert {lease.min_version for lease in new} == {4}
-    assert positions(take(state)) == [8, 9]
-    assert dropped(state) == {}
-
-
-@pytest.mark.parametrize(("bound", "limit"), [(0, 2), (3, 8), (4, 10), (None, 10)])
-def test_an_ack_sets_the_bound_for_the_leases_after_it(bound: int | None, limit: int):
-    # (bound + 1) * 2 groups; none is max_staleness.
-    state = make_state(max_staleness=4)
-    fill_and_take(state)
-    ack(state, lease_bound=1)
-    fill_and_take(state, 1)
-    ack(state, lease_bound=bound)
-    assert len(leases(state, 99, 2)) == limit
-
-
-def test_an_old_generator_is_told_the_version_that_a_lower_bound_asks_for():
-    state = make_state(max_staleness=4)
-    fill_and_take(state)
-    ack(state, lease_bound=0)
-    granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 9, 0.0)
-    assert (granted.leases, granted.activate) == ((), 1)
-
-
-@pytest.mark.parametrize("bound", [-1, 0, 5])
-def test_a_bound_out_of_its_limits_is_refused_and_changes_nothing(bound: int):
-    # Published every second version: samples are 1 version old at times, and a bound of 0 would wait for ever.
-    state = make_state(max_staleness=4, sync_every=2)
-    fill_and_take(state)
-    with pytest.raises(QueueError, match=rf"expected a bound for new leases of 1\.\.4, got {bound}"):
-        ack(state, lease_bound=bound)
-    assert groups_of(state)["taken"] == 2
-    ack(state, lease_bound=1)
-    assert report.status(state, 0.0)["lease_bound"] == 1
-
-
-def test_a_bound_comes_back_with_its_snapshot_and_goes_without_one():
-    state = make_state(max_staleness=4)
-    fill_and_take(state)
-    snapshot = ack(state, snapshot=True, lease_bound=2)
-    fill_and_take(state, 1)
-    ack(state, lease_bound=3)
-    learner_requests.attach(state, "line-b", LINEAGE, 1, 1, 100, snapshot, 1.0)
-    assert report.status(state, 1.0)["lease_bound"] == 2
-    learner_requests.attach(state, "line-c", "line-b", 0, 0, 100, None, 1.0)
-    assert report.status(state, 1.0)["lease_bound"] == 4
-
-
-def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():
-    # worst case of a group: 2 * ((8 + 8) * 13 + 1024) + 4096 = 6560 bytes.
-    assert settings().worst_case_bytes == 6560
-    state = make_state(max_staleness=9, max_bytes=3 * 6560)
-    assert len(leases(state, 9)) == 3
-    assert "queue.max_bytes" in generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0).reason
-
-
-def test_a_queue_that_cannot_hold_one_step_is_refused():
-    settings(max_bytes=2 * 6560)
-    with pytest.raises(ConfigError, match=r"queue\.max_bytes"):
-        settings(max_bytes=2 * 6560 - 1)
-
-
-def test_versions_too_rare_for_the_bound_are_refused():
-    settings(max_staleness=2, sync_every=2, updates_per_batch=2)
-    with pytest.raises(ConfigError, match="sync_every"):
-        settings(max_staleness=2, sync_every=3, updates_per_batch=2)
+# Delivery.
 
 
 def test_seeds_depend_on_the_place_and_the_run_alone():
@@ -194,9 +53,6 @@ def test_seeds_depend_on_the_place_and_the_run_alone():
     assert first == second
     assert len(set(first.values())) == 4
     assert all(0 <= seed < 2**63 for seed in first.values())
-
-
-# Delivery.
 
 
 def test_groups_are_taken_in_stream_order_whatever_their_arrival():

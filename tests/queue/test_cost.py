@@ -22,6 +22,8 @@ from async_rl.records import Lease
 from tests.queue.builders import LINEAGE, announce, leases, make_state, rows, settings
 from tests.queue.witness import written
 
+pytestmark = pytest.mark.usefixtures("fixed_admission")
+
 NUM_FEW, NUM_MANY = 100, 100_000
 NUM_CYCLES = 8
 

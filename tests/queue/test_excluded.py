@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from async_rl.queue.core import generator_requests, learner_requests, report
 from async_rl.queue.core.state import QueueState
 from tests.queue.builders import ack, all_trained, group, leases, make_state, put, take
+
+pytestmark = pytest.mark.usefixtures("fixed_admission")
 
 POISON = {"position": 0, "row": 0, "epoch": 0, "cause": "poison"}
 

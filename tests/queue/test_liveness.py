@@ -7,6 +7,8 @@ from async_rl.queue.messages import NotReady
 from tests.queue.witness import WORST_CASE, Knobs
 from tests.queue.world import World
 
+pytestmark = pytest.mark.usefixtures("fixed_admission")
+
 MODES = ("drop", "wait", "mask")
 
 

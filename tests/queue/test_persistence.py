@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 import msgspec
+import pytest
 
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import LearnerSide
@@ -15,6 +16,8 @@ from async_rl.queue.core.state import Attempts, PersistedState, QueueState
 from async_rl.queue.messages import Announcement
 from async_rl.queue.storage.journal import Kind
 from tests.queue.builders import LINEAGE, make_state
+
+pytestmark = pytest.mark.usefixtures("fixed_admission")
 
 DATA_DIGEST = "rows-1"
 

@@ -11,6 +11,8 @@ from tests.queue.builders import SAMPLING, rows, settings
 from tests.queue.witness import Knobs
 from tests.queue.world import World
 
+pytestmark = pytest.mark.usefixtures("fixed_admission")
+
 
 def make_world(**changes) -> World:
     """Bound 1. Positions 0 and 1 taken, 2 queued, 3 in flight at g0."""

@@ -12,6 +12,8 @@ from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.state import QueueState
 from tests.queue.builders import SAMPLING, ack, group, leases, make_config, make_state, put, settings, take
 
+pytestmark = pytest.mark.usefixtures("fixed_admission")
+
 COOLING = {"temperature_end": 0.6, "temperature_steps": 4}
 
 
