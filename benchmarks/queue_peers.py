@@ -25,7 +25,7 @@ from typing import Any
 
 import zmq
 
-from async_rl.process.memory import reuse_freed_memory
+from async_rl.process.child import reuse_freed_memory
 from benchmarks.queue_measure import Load, Measured, Meter, Pacer, processes, receive, result_of, result_timeout_s
 
 _STAMP = struct.Struct("<d")

@@ -21,7 +21,7 @@ from async_rl.cli.options import ConfigPath, Connect, Fresh, Insecure, Keys, Ove
 from async_rl.cli.tools import tools
 from async_rl.errors import UserError
 from async_rl.net.address import check_address, refuse_open_connect
-from async_rl.process.parent_watch import exit_on_sigterm, watch_parent
+from async_rl.process.child import exit_on_sigterm, watch_parent
 
 app = typer.Typer(
     name="async-rl",

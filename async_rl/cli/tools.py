@@ -227,8 +227,7 @@ def doctor(
     resolved = load_config(config, overrides or [])
     if connect is not None:
         check_address(connect)
-    from async_rl.doctor.check import exit_code, print_json, print_table
-    from async_rl.doctor.run_checks import run_checks
+    from async_rl.doctor.check import exit_code, print_json, print_table, run_checks
 
     def show(name: str) -> None:
         if sys.stderr.isatty():

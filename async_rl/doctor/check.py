@@ -1,4 +1,4 @@
-"""A finding, and one check under a deadline, in a thread or in a process of its own, so that none can hang the doctor.
+"""Run all checks of one config, each under a deadline, in a thread or a process of its own: none can hang the doctor.
 
 Findings are plain data, printed as a table or as JSON. Each has a fix if something is wrong. A process is for checks
 that may never return, may crash the interpreter or leave much memory behind: the user's code, models, collectives. Its
@@ -18,10 +18,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any, Literal
 
-from async_rl.errors import AsyncRLError
+from async_rl.config.config import Config
+from async_rl.errors import AddressError, AsyncRLError
 from async_rl.process.child import module_command, package_environment
 
 State = Literal["OK", "WARN", "FAIL", "skip"]
@@ -30,6 +33,7 @@ State = Literal["OK", "WARN", "FAIL", "skip"]
 _COLOURS: Mapping[State, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red", "skip": "dim"}
 
 _LAST_LINES = 3
+COLLECTIVE_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +179,84 @@ class CheckProcess:
         return "\n".join(self._output.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:])
 
 
+def run_checks(
+    config: Config, *, connect: str | None, keys_file: Path | None, insecure: bool, deadline_s: float,
+    with_parity: bool = True, on_check: Callable[[str], None] = lambda name: None,
+) -> list[Finding]:  # fmt: skip
+    """Run every check and return the findings, in the order of the table.
+
+    The long checks, in processes of their own, start first and are collected last; the others run one after another.
+
+    Args:
+        connect: address of a queue server to check, as a generator of this machine would; None: check instead that
+            this machine can bind ``queue.address``.
+        deadline_s: limit for each check that loads the model.
+        on_check: called with the name of each check before the command waits for it.
+    """
+    from async_rl.doctor import machine, task  # they import Finding from here
+    from async_rl.weights.transport import collectives
+
+    plain = {"config": config.model_dump(mode="json", exclude_none=True)}
+    found: list[Finding] = []
+
+    def run_all(checks: list[Check]) -> None:
+        for check in checks:
+            on_check(check.name)
+            found.extend(run_check(check))
+
+    with ExitStack() as stack:
+
+        def start(name: str, function: str, arguments: dict[str, Any], limit_s: float) -> CheckProcess:
+            return stack.enter_context(closing(CheckProcess(name, f"async_rl.doctor.{function}", arguments, limit_s)))
+
+        parity = start("parity", "task:check_parity", plain, deadline_s) if with_parity else None
+        reward = start("reward", "task:check_reward", plain, deadline_s)
+        run_all(_machine_checks(config, connect, keys_file, insecure=insecure))
+        try:
+            host = machine.weights_host(config, connect)
+        except AddressError:  # the finding about the interface reports it
+            host = "127.0.0.1"
+        for backend in collectives(has_cuda=bool(machine.num_cuda_devices())):
+            on_check(f"{backend} of two")
+            arguments = {"host": host, "backend": backend}
+            found += start(f"{backend} of two", "machine:check_collective", arguments, COLLECTIVE_DEADLINE_S).findings()
+        if not machine.num_cuda_devices():
+            found.append(Finding("nccl of two", "skip", "no CUDA device here"))
+        run_all(
+            [
+                Check("data", lambda: task.check_data(config), deadline_s),
+                Check("model", lambda: task.check_model_files(config), deadline_s),
+            ]
+        )
+        on_check("reward")
+        found += reward.findings()
+        if parity is not None:
+            on_check("parity: engine and learner load the model")
+            found += parity.findings()
+    return found
+
+
+def _machine_checks(config: Config, connect: str | None, keys_file: Path | None, *, insecure: bool) -> list[Check]:
+    from async_rl.doctor import machine
+
+    if connect is None:
+        address = Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0)
+    else:
+        address = Check("peer", lambda: machine.check_peer(connect, keys_file, insecure=insecure), 20.0)
+    return [
+        Check("versions", lambda: machine.check_versions(config)),
+        Check("cores", machine.check_cores),
+        Check("devices", lambda: machine.check_cuda(config), 60.0),
+        Check("disk", lambda: machine.check_disk(config)),
+        Check("keys", lambda: machine.check_key_files(config)),
+        address,
+        Check("interface", lambda: machine.check_interfaces(config, connect)),
+    ]
+
+
 def _child(function: str) -> None:
     """Body of the process: write findings to the original standard output; libraries print to standard error."""
-    from async_rl.process.parent_watch import exit_on_sigterm
+    from async_rl.process.child import exit_on_sigterm
 
     exit_on_sigterm()
     answer = os.fdopen(os.dup(1), "w")

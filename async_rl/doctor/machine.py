@@ -1,24 +1,39 @@
-"""Checks of this machine: versions, devices, disk and file systems, keys."""
+"""Checks of this machine: versions, devices, disk and file systems, keys.
+
+And of its network: the queue's address, the server behind it, interfaces, and a real collective of two ranks.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
+import threading
+import time
+from collections.abc import Mapping
 from importlib.metadata import requires
 from pathlib import Path
 
 from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
 from async_rl.doctor.check import Finding
-from async_rl.errors import UserError
-from async_rl.launch.preflight import check_devices, check_keys
+from async_rl.errors import AddressError, QueueError, UserError, WeightsError
+from async_rl.launch.preflight import check_bindable, check_devices, check_keys
 from async_rl.launch.status import size_text
+from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect
+from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.package_versions import package_versions
-from async_rl.queue.server.start import journal_directory
+from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.server.start import answering_run, journal_directory
 from async_rl.queue.storage.journal import file_system_of, is_network_file_system
 from async_rl.run.directory import check_writable
+from async_rl.run.queue_files import read_record
 
 _JOURNAL_BYTES = 1 << 30
+_ANSWER_S = 5.0
+_CONNECT_S = 3.0
+_MEET_S = 10.0
+_PACKAGES_THAT_MATTER = ("async-rl", "torch", "transformers")
 
 
 def check_versions(config: Config) -> list[Finding]:
@@ -194,3 +209,157 @@ def check_cores() -> list[Finding]:
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     limits = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     return [Finding("cores", "OK", f"{len(os.sched_getaffinity(0))}" + (f"; {limits}" if limits else ""))]
+
+
+def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
+    """Whether a queue server could bind ``queue.address`` here, or this run's server answers there already."""
+    address = config.queue.address
+    if address is None:
+        return [Finding("queue.address", "OK", "unset: any free port on loopback")]
+    record = read_record(Path(config.run.dir))
+    if record is not None and answering_run(record.address, 2.0, client_keys_of(config.queue.keys)) == record.run_id:
+        return [Finding("queue.address", "OK", f"this run's queue server answers at {record.address}")]
+    has_keys = config.queue.keys is not None
+    try:
+        refuse_open_bind(address, insecure=insecure, has_keys=has_keys)
+    except AddressError as error:
+        fix = "make keys (async-rl keys new keys) and set queue.keys; or pass --insecure on a trusted network"
+        return [Finding("queue.address", "FAIL", str(error), fix=fix)]
+    try:
+        check_bindable(address, insecure=insecure, has_keys=has_keys)
+    except UserError as error:
+        fix = "stop what listens there (ss -ltnp), or choose another port or address of this machine"
+        return [Finding("queue.address", "FAIL", str(error), fix=fix)]
+    return [Finding("queue.address", "OK", f"{address} can be bound")]
+
+
+def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[Finding]:
+    """Whether a queue server answers at ``address``, with the package versions of this machine."""
+    host, port = check_address(address)
+    try:
+        refuse_open_connect(address, insecure=insecure, has_keys=keys_file is not None)
+    except AddressError as error:
+        return [Finding("peer", "FAIL", str(error), fix="pass --keys FILE, or --insecure on a trusted network")]
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except OSError as error:
+        found = f"no connection to {address}: {error.strerror or error}"
+        fix = "check that the queue server runs, that the firewall opens its port, and that it binds this interface"
+        return [Finding("peer", "FAIL", found, fix=fix)]
+    keys = None if keys_file is None else ClientKeys.load(keys_file)
+    queue = LearnerQueue(address, _ANSWER_S, keys)
+    started = time.monotonic()
+    try:
+        theirs = queue.versions()
+    except QueueError as error:
+        fix = "check --keys, its allowed.txt, and that async-rl has this version there"
+        return [
+            Finding(
+                "peer", "FAIL", f"a port is open, but no async-rl queue server answers at {address}: {error}", fix=fix
+            )
+        ]
+    finally:
+        queue.close()
+    rows = [
+        Finding("peer", "OK", f"the queue server at {address} answers in {1000 * (time.monotonic() - started):.0f} ms")
+    ]
+    return [*rows, _versions_row(theirs, package_versions())]
+
+
+def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Finding:
+    names = [name for name in _PACKAGES_THAT_MATTER if theirs.get(name) != ours.get(name)]
+    shown = ", ".join(f"{name} {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here" for name in names)
+    if not names:
+        return Finding("peer's versions", "OK", ", ".join(f"{name} {ours[name]}" for name in _PACKAGES_THAT_MATTER))
+    return Finding(
+        "peer's versions", "WARN", shown, fix="install the same versions on both machines: kernels and templates differ"
+    )
+
+
+def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
+    """The network interface that weights would use."""
+    names = {name for _, name in socket.if_nameindex()}
+    rows: list[Finding] = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        chosen = os.environ.get(variable, "").lstrip("=^")
+        unknown = [name for name in chosen.split(",") if name and not any(n.startswith(name) for n in names)]
+        if unknown:
+            fix = f"unset {variable}, or set it to one of {', '.join(sorted(names))}"
+            rows.append(Finding("interface", "FAIL", f"{variable}={os.environ[variable]}: no such interface", fix=fix))
+    try:
+        host = weights_host(config, connect)
+    except AddressError as error:
+        return [*rows, Finding("interface", "FAIL", str(error), fix="check the address, and this machine's routes")]
+    if is_loopback(host):
+        found = f"{host}: weights stay on this machine"
+        return [*rows, Finding("interface", "OK", found)]
+    return [*rows, Finding("interface", "OK", f"{host}: weights use it (interfaces: {', '.join(sorted(names))})")]
+
+
+def weights_host(config: Config, connect: str | None) -> str:
+    """The address of this machine that collectives use: that of the interface towards the queue.
+
+    Raises:
+        AddressError: there is no route there.
+    """
+    address = connect or config.queue.advertise or config.queue.address
+    if address is None:
+        return "127.0.0.1"
+    host, _ = check_address(address)
+    if host in ("*", "0.0.0.0", "::"):
+        return _own_address()
+    return "127.0.0.1" if is_loopback(host) else local_host_towards(address)
+
+
+def _own_address() -> str:
+    """An address of this machine that other machines can reach; loopback if there is none."""
+    try:
+        # An address reserved for documentation: the kernel looks up the route and sends nothing.
+        return local_host_towards("tcp://192.0.2.1:9")
+    except AddressError:
+        return "127.0.0.1"
+
+
+def check_collective(host: str, backend: str) -> list[Finding]:
+    """Set up a communicator of two ranks on ``host``, as weights do, and broadcast once. In a process of its own."""
+    import torch
+
+    from async_rl.net.streams import listening_socket
+    from async_rl.weights.collective import Communicator
+    from async_rl.weights.transport import TRANSPORTS
+
+    name = f"{backend} of two"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needs_cuda = TRANSPORTS[backend].needs_cuda
+    size = 1 if needs_cuda and devices < 2 else 2
+    listener = listening_socket(host)
+    port = listener.getsockname()[1]
+    buckets = [torch.full((1 << 20,), rank, dtype=torch.uint8) for rank in range(size)]
+    failures: list[Exception] = []
+
+    def take_part(rank: int) -> None:
+        try:
+            communicator = Communicator.create(
+                backend, store_host=host, store_port=port, rank=rank, size=size, stall_s=_MEET_S, local_host=host,
+                listener=listener if rank == 0 else None, device=f"cuda:{rank}" if needs_cuda else None,
+            )  # fmt: skip
+            communicator.broadcast(buckets[rank], chunk_bytes=1 << 20, deadline=time.monotonic() + _MEET_S)
+        except WeightsError as error:
+            failures.append(error)
+
+    started = time.monotonic()
+    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * _MEET_S)
+    if failures or any(int(bucket.max()) for bucket in buckets):
+        fix = (
+            "check this machine's firewall, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; or set "
+            'weights.transport = "tcp"'
+        )
+        reason = failures[0] if failures else "the broadcast's bytes did not arrive"
+        return [Finding(name, "FAIL", f"on {host}: {reason}", fix=fix)]
+    took_ms = 1000 * (time.monotonic() - started)
+    alone = " (one rank: there is one device)" if size == 1 else ""
+    return [Finding(name, "OK", f"connected on {host}{alone} and broadcast 1 MiB in {took_ms:.0f} ms")]

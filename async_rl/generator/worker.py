@@ -34,7 +34,7 @@ from async_rl.generator.loop import Worker
 from async_rl.generator.rollouts import ThreadGrader
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import ClientKeys
-from async_rl.process.memory import reuse_freed_memory
+from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.combine import RewardSum
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS

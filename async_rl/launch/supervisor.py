@@ -9,21 +9,21 @@ a death, whatever its code.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from async_rl.launch.commands import Command
 from async_rl.net.address import check_address
-from async_rl.process.parent_watch import ParentWatch, kill_group
+from async_rl.process.child import ParentWatch, kill_group
 from async_rl.run.directory import RunDir
 from async_rl.run.queue_files import QueueRecord, read_record
 
@@ -93,8 +93,30 @@ class Outcome:
     deaths: tuple[Death, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to start.
+
+    Attributes:
+        name: also the name of its log file.
+        environment: variables in addition to the inherited ones.
+        cores: CPU cores that it is bound to; if empty, any.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+    def shell_line(self) -> str:
+        """The command as a user would type it."""
+        variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
+        pinned = ["taskset", "-c", ",".join(map(str, self.cores))] if self.cores else []
+        return " ".join([*variables, *pinned, shlex.join(self.argv)])
+
+
 class Commands(Protocol):
-    """The command of each process; ``async_rl.launch.commands.RunCommands`` implements it."""
+    """The command of each process; ``async_rl.launch.launch.RunCommands`` implements it."""
 
     @property
     def num_generators(self) -> int: ...

@@ -31,7 +31,7 @@ from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsP
 from async_rl.learner.trainer import Trainer
 from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
-from async_rl.process.memory import reuse_freed_memory
+from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, write_digests
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue

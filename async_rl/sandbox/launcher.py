@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from async_rl.process.parent_watch import kill_group
+from async_rl.process.child import kill_group
 from async_rl.sandbox import child, root, system
 from async_rl.sandbox.limits import Limits
 from async_rl.sandbox.system import build_filter

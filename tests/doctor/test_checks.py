@@ -14,7 +14,7 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.doctor import machine, network, task
+from async_rl.doctor import machine, task
 from async_rl.doctor.check import Finding
 from async_rl.generator.hf.backend import TransformersBackend
 from tests.learner.tiny import tiny_config, tiny_model
@@ -60,43 +60,43 @@ def taken_port() -> Iterator[int]:
 
 def test_a_port_that_is_taken(root: Path, taken_port: int):
     config = make_config(root, queue={"address": f"tcp://127.0.0.1:{taken_port}"})
-    row = red(network.check_queue_address(config, insecure=False))
+    row = red(machine.check_queue_address(config, insecure=False))
     assert (row.check, str(taken_port) in row.found) == ("queue.address", True)
 
 
 def test_an_address_that_is_open_to_the_network_without_keys(root: Path):
-    row = red(network.check_queue_address(make_config(root, queue={"address": "tcp://0.0.0.0:0"}), insecure=False))
+    row = red(machine.check_queue_address(make_config(root, queue={"address": "tcp://0.0.0.0:0"}), insecure=False))
     assert "keys new" in row.fix
 
 
 def test_an_address_where_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    row = red(network.check_peer(f"tcp://127.0.0.1:{port}", None, insecure=False))
+    row = red(machine.check_peer(f"tcp://127.0.0.1:{port}", None, insecure=False))
     assert "no connection" in row.found
 
 
 def test_an_address_where_something_else_listens(taken_port: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(network, "_ANSWER_S", 0.2)
-    row = red(network.check_peer(f"tcp://127.0.0.1:{taken_port}", None, insecure=False))
+    monkeypatch.setattr(machine, "_ANSWER_S", 0.2)
+    row = red(machine.check_peer(f"tcp://127.0.0.1:{taken_port}", None, insecure=False))
     assert "no async-rl queue server answers" in row.found
 
 
 def test_versions_that_differ_from_the_peers():
-    row = network._versions_row({"async-rl": "0.1.0", "torch": "2.11.0"}, {"async-rl": "0.1.0", "torch": "2.13.0"})
+    row = machine._versions_row({"async-rl": "0.1.0", "torch": "2.11.0"}, {"async-rl": "0.1.0", "torch": "2.13.0"})
     assert (row.state, row.found) == ("WARN", "torch 2.11.0 there, 2.13.0 here")
 
 
 def test_an_interface_that_does_not_exist(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    assert "nosuch0" in red(network.check_interfaces(make_config(root), None)).found
+    assert "nosuch0" in red(machine.check_interfaces(make_config(root), None)).found
 
 
 def test_two_ranks_meet_over_loopback_and_not_on_an_address_of_another_machine():
-    (row,) = network.check_collective("127.0.0.1", "gloo")
+    (row,) = machine.check_collective("127.0.0.1", "gloo")
     assert row.state == "OK"
     with pytest.raises(OSError, match="assign"):
-        network.check_collective("192.0.2.1", "gloo")
+        machine.check_collective("192.0.2.1", "gloo")
 
 
 def test_a_missing_tokenizer(root: Path):

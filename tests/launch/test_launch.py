@@ -20,8 +20,7 @@ from rich.console import Console
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import AddressError, ConfigError, RunError
-from async_rl.launch.commands import Command, RunCommands
-from async_rl.launch.launch import _owned_run_dir, describe_commands, explain, ledger_line, summary
+from async_rl.launch.launch import RunCommands, _owned_run_dir, describe_commands, explain, ledger_line, summary
 from async_rl.launch.live_view import (
     LiveView,
     PlainView,
@@ -32,8 +31,8 @@ from async_rl.launch.live_view import (
     step_line,
 )
 from async_rl.launch.preflight import check_bindable
-from async_rl.launch.supervisor import Outcome, ProcessStatus, Supervisor, Timing
-from async_rl.process.parent_watch import ParentWatch
+from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
+from async_rl.process.child import PACKAGE_ROOT, ParentWatch
 from async_rl.run.directory import RunDir, prepare_run_dir
 from async_rl.run.step_log import StepLogTail
 
@@ -80,6 +79,12 @@ def test_every_rank_gets_its_place_its_devices_and_the_rendezvous():
     assert expected.items() <= environment.items()
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert environment["OMP_NUM_THREADS"] == "2"  # 8 cores over 2 ranks and 2 generators
+
+
+def test_the_package_is_once_on_the_path_of_every_process():
+    for before, after in (("", []), (PACKAGE_ROOT, []), (f"/mine:{PACKAGE_ROOT}:/other", ["/mine", "/other"])):
+        command = some_commands(a_config(), {"PYTHONPATH": before}).queue(None)
+        assert command.environment["PYTHONPATH"].split(":") == [PACKAGE_ROOT, *after]
 
 
 def cores_of(config: Config, cores: tuple[int, ...], inherited: dict[str, str] | None = None) -> list[tuple[int, ...]]:
@@ -183,7 +188,7 @@ def test_a_second_launch_in_the_same_run_directory_is_refused(tmp_path: Path, fr
 PARENT = """
 import subprocess, sys, os, signal
 from pathlib import Path
-from async_rl.process.parent_watch import ParentWatch
+from async_rl.process.child import ParentWatch
 parent_watch = ParentWatch()
 log = Path(sys.argv[3])
 child = parent_watch.spawn([sys.executable, "-c", sys.argv[1], sys.argv[2]], environment=os.environ, log=log)
@@ -191,9 +196,9 @@ signal.pause()
 """
 CHILD = """
 import os, signal, subprocess, sys
-from async_rl.process import parent_watch
-from async_rl.process.parent_watch import exit_on_sigterm, watch_parent
-parent_watch.GRACE_S = 0.5
+from async_rl.process import child
+from async_rl.process.child import exit_on_sigterm, watch_parent
+child.GRACE_S = 0.5
 PREPARE
 watch_parent()
 deaf = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
@@ -227,10 +232,7 @@ def test_a_killed_parent_takes_child_and_grandchild_with_it(tmp_path: Path, prep
 
 def test_a_child_outlives_nothing_but_its_parent(tmp_path: Path):
     parent_watch = ParentWatch()
-    code = (
-        "from async_rl.process.parent_watch import watch_parent; watch_parent(); "
-        "import signal; print('up'); signal.pause()"
-    )
+    code = "from async_rl.process.child import watch_parent; watch_parent(); import signal; print('up'); signal.pause()"
     log = tmp_path / "log"
     child = parent_watch.spawn([sys.executable, "-uc", code], environment=os.environ, log=log)
     poll(lambda: "up" in log.read_text(), "the child to start")

@@ -18,8 +18,7 @@ from async_rl.config.loading import config_to_toml
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys, client_keys_of
-from async_rl.process.child import module_command, package_environment
-from async_rl.process.memory import reuse_freed_memory
+from async_rl.process.child import module_command, package_environment, reuse_freed_memory
 from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.server.server import QueueServer
 from async_rl.queue.storage.journal import Journal
