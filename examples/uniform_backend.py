@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.backends import BackendCapabilities
 from async_rl.config.config import Config
+from async_rl.config.generator import BackendCapabilities
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, Lease
 

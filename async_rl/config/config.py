@@ -10,16 +10,20 @@ from typing import Self
 
 from pydantic import model_validator
 
-from async_rl.config.backends import check_capabilities, has_model, known_capabilities
 from async_rl.config.data import DataConfig, EvalConfig, RowField
-from async_rl.config.experimental import ExperimentalConfig
-from async_rl.config.generator import EnvironmentConfig, GeneratorConfig, SamplingConfig
-from async_rl.config.learner import LearnerConfig, OptimizerConfig, SftConfig
+from async_rl.config.generator import (
+    EnvironmentConfig,
+    GeneratorConfig,
+    SamplingConfig,
+    check_capabilities,
+    has_model,
+    known_capabilities,
+)
+from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
 from async_rl.config.loss import ADVANTAGES, LossConfig
-from async_rl.config.model import LoraConfig, ModelConfig, WeightsConfig
-from async_rl.config.queue import QueueConfig
+from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
-from async_rl.config.run import CheckpointConfig, LogConfig, RunConfig
+from async_rl.config.run import CheckpointConfig, ExperimentalConfig, LogConfig, RunConfig
 from async_rl.config.section import Section
 from async_rl.process.user_code import is_code_name
 

@@ -12,9 +12,9 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from async_rl.config.config import Config
-from async_rl.config.experimental import ExperimentalConfig
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import OFF_VALUES
+from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import ConfigError
 
 _GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.")

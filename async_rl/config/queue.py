@@ -1,4 +1,4 @@
-"""The section ``queue``: how stale groups may be, which are dropped, where the queue server listens and stores."""
+"""The sections ``queue`` and ``weights``: how groups reach the learner, and new versions the generators."""
 
 from __future__ import annotations
 
@@ -93,3 +93,34 @@ class QueueConfig(Section):
             except AddressError as error:
                 raise ValueError(str(error)) from None
         return value
+
+
+class WeightsConfig(Section):
+    """How a new version of the weights reaches the generators."""
+
+    transport: Literal["auto", "tcp", "gloo", "nccl"] = Field(
+        default="auto",
+        description="How weights travel; auto is nccl (on CUDA) or gloo on one host or a trusted network, else tcp.",
+    )
+    deltas: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether tcp sends only what changed since the last version; auto does so to other machines only.",
+    )
+    sync_every: int = Field(default=1, ge=1, description="Publish every n-th version of the weights.")
+    deadline_s: float = Field(
+        default=60.0, gt=0, description="Seconds after which a generator that has not received a version is dropped."
+    )
+    staging_bytes: int | None = Field(
+        default=None,
+        ge=1024,
+        description="Maximum bytes of host memory for versions that are being sent; if unset, room for two (tcp: "
+        "three).",
+    )
+    parity: Literal["stop", "warn", "off"] = Field(
+        default="stop",
+        description="What happens if generator and learner compute different log-probabilities with the same weights.",
+    )
+    trusted_network: bool = Field(
+        default=False,
+        description="Whether all machines on the network are trusted, so that weights may travel unencrypted.",
+    )

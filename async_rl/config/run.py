@@ -1,4 +1,4 @@
-"""The sections ``run``, ``checkpoint`` and ``log``: where a run lies and what it writes."""
+"""The sections ``run``, ``checkpoint``, ``log`` and ``experimental``: what a run writes, what studies set."""
 
 from __future__ import annotations
 
@@ -46,3 +46,103 @@ class LogConfig(Section):
     rollouts_groups: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
         default=2, description="Number of groups in such a file, chosen at random from those of its step."
     )
+
+
+class FakeConfig(Section):
+    """The fake backend (``generator.backend = "fake"``), which makes tokens by hashing, at a chosen speed."""
+
+    accuracy: float = Field(default=0.5, ge=0, le=1, description="Share of answers that are right.")
+    mean_tokens: float = Field(default=16.0, ge=1, description="Mean number of tokens in an answer.")
+    sigma: float = Field(
+        default=0.0, ge=0, description="Standard deviation of the logarithm of the number of tokens in an answer."
+    )
+    step_time_s: float = Field(default=0.0, ge=0, description="Seconds of one decode step, whatever the batch.")
+    vocab_size: int = Field(default=32, ge=2, description="Number of different tokens.")
+    fails_on: str = Field(default="", description="Prompts that contain this text always fail; if empty, none do.")
+
+
+class VllmConfig(Section):
+    """The vLLM backend (``generator.backend = "vllm"``)."""
+
+    kv_cache_bytes: int | None = Field(
+        default=None,
+        ge=1 << 20,
+        description="Bytes for cached keys and values; if unset, what generator.memory_fraction leaves, and 1 GiB on "
+        "a CPU.",
+    )
+    enforce_eager: bool | None = Field(
+        default=None, description="Whether vLLM runs without compiled graphs; if unset, it does so only on a CPU."
+    )
+    prepare_weights: bool = Field(
+        default=True,
+        description="Whether vLLM on a CPU prepares a version while it decodes, in a second copy of the weights; if "
+        "false, it pauses.",
+    )
+
+
+class ExperimentalConfig(Section):
+    """Keys for tests and measurements. They may change without notice."""
+
+    adaptive_min_ess: float = Field(
+        default=0.95,
+        gt=0,
+        lt=1,
+        description="Effective sample size of a step, as a share of its tokens, below which queue.adaptive takes the "
+        "data for too stale.",
+    )
+    adaptive_max_kl: float = Field(
+        default=0.02,
+        gt=0,
+        description="KL(behavior policy || policy) of a step, in nats, above which queue.adaptive takes the data for "
+        "too stale.",
+    )
+    journal: bool = Field(
+        default=True,
+        description="Whether the queue keeps groups and leases on disk, so that they outlive its process.",
+    )
+    max_messages_per_s: float = Field(
+        default=5000.0,
+        gt=0,
+        description="Messages per second that the queue server accepts from one client; the rest are dropped.",
+    )
+    max_malformed_per_minute: int = Field(
+        default=64,
+        ge=1,
+        description="Malformed messages per minute from one client after which the queue server ignores it for a "
+        "minute.",
+    )
+    distributed_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds that a rank of the learner waits for the others before it gives up."
+    )
+    bucket_bytes: int = Field(
+        default=64 << 20,
+        ge=1024,
+        description="Bytes of one bucket, the part of a version that has a digest of its own.",
+    )
+    parity_every: int = Field(
+        default=50,
+        ge=0,
+        description="Versions between two comparisons of a generator's log-probabilities with the learner's; 0 "
+        "compares only at the start.",
+    )
+    parity_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="Mean difference, in nats, between the log-probabilities of a generator and of the learner above "
+        "which weights.parity acts; if unset, 0.001 where both compute in float32, else 0.05.",
+    )
+    linger_s: float = Field(
+        default=60.0, ge=0, description="Seconds that the queue server stays after its learner has gone."
+    )
+    max_skipped_steps: int = Field(
+        default=10,
+        ge=1,
+        description="Number of optimizer steps that may be skipped in a row; one more stops the run.",
+    )
+    sft_checkpoint_every: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps between two checkpoints of `async-rl sft`; 0 writes one only at the end.",
+    )
+    vllm: VllmConfig = Field(default=VllmConfig(), description="The vLLM backend.")
+    fake: FakeConfig = Field(default=FakeConfig(), description="The fake backend.")

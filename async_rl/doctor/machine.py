@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from importlib.metadata import requires
 from pathlib import Path
 
-from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
+from async_rl.config.generator import BACKENDS
 from async_rl.doctor.check import Finding
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
 from async_rl.launch.preflight import check_bindable, check_devices, check_keys

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.backends import has_model
 from async_rl.config.config import Config
+from async_rl.config.generator import has_model
 from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.data.chat import (
     check_model,

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.backends import AUTO, BACKENDS, FALLBACK
 from async_rl.config.config import Config
+from async_rl.config.generator import AUTO, BACKENDS, FALLBACK
 from async_rl.config.loading import apply_override, load_config, parse_config
 from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
 from async_rl.data.dataset import load_rows_of

@@ -5,7 +5,7 @@ runs by itself, collects what it has done) and returns the sequences that finish
 between two steps; running sequences go on, and every token carries the version that sampled it.
 
 ``build_backend`` builds the engine that ``generator.backend`` names, for the generator command, offline evaluation and
-the doctor. What each can do is in ``config.backends``. A new built-in backend is a module of its own, a row in
+the doctor. What each can do is in ``config.generator``. A new built-in backend is a module of its own, a row in
 ``FACTORIES`` and a row there; a user's own (``module:Class``) is imported under the rules of ``process.user_code``.
 
 ``rollout_keys`` and ``uniforms`` give random numbers that are a pure function of lease seed, rollout index and token
@@ -25,7 +25,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.config.backends import (
+from async_rl.config.config import Config
+from async_rl.config.generator import (
     AUTO,
     AUTO_CANDIDATES,
     BACKENDS,
@@ -33,7 +34,6 @@ from async_rl.config.backends import (
     check_capabilities,
     has_model,
 )
-from async_rl.config.config import Config
 from async_rl.errors import ConfigError, ModelError
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.records import FinishReason, Lease
@@ -319,7 +319,7 @@ def _build_vllm(directory: Path, config: Config, *, device: str | None, load_pre
 FACTORIES: Mapping[str, BackendFactory] = MappingProxyType(
     {"vllm": _build_vllm, "transformers": _build_transformers, "fake": _build_fake}
 )
-"""The same names as in ``config.backends.BACKENDS``."""
+"""The same names as in ``config.generator.BACKENDS``."""
 
 
 def _mixed(value: UInt64Array) -> UInt64Array:

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.backends import BACKENDS
-from async_rl.config.experimental import FakeConfig
-from async_rl.config.generator import GeneratorConfig
+from async_rl.config.generator import BACKENDS, GeneratorConfig
 from async_rl.config.reward import REWARD_TYPES
+from async_rl.config.run import FakeConfig
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
 from async_rl.sampling_mask import SamplingMask, join, pack_ids

@@ -11,8 +11,8 @@ import socket
 from importlib.util import find_spec
 from pathlib import Path
 
-from async_rl.config.backends import known_capabilities, missing_package
 from async_rl.config.config import Config
+from async_rl.config.generator import known_capabilities, missing_package
 from async_rl.data.chat import check_model, vocabulary_size
 from async_rl.data.dataset import LoadedRows, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError

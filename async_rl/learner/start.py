@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.config.backends import has_model
 from async_rl.config.config import Config
+from async_rl.config.generator import has_model
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files
 from async_rl.errors import QueueError

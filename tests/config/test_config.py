@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
 from async_rl.config.data import EvalSetConfig
+from async_rl.config.generator import BACKENDS
 from async_rl.config.loading import apply_override, config_difference, config_to_toml, load_config, parse_config
 from async_rl.errors import AddressError, ConfigError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rl.config.backends import BackendCapabilities
-from async_rl.config.generator import EnvironmentConfig
+from async_rl.config.generator import BackendCapabilities, EnvironmentConfig
 from async_rl.errors import ConfigError, DataError, ModelError, RewardError, RunError
 from async_rl.evaluation.offline import Evaluated, describe, eval_settings, run_eval
 from async_rl.generator.backend import Backend, Sampled

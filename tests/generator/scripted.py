@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.backends import BackendCapabilities
+from async_rl.config.generator import BackendCapabilities
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import ScoreOne, ThreadGrader
 from async_rl.records import Lease

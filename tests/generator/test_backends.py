@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.backends import AUTO_CANDIDATES, BACKENDS
 from async_rl.config.config import Config
+from async_rl.config.generator import AUTO_CANDIDATES, BACKENDS
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
 from async_rl.generator.backend import FACTORIES, build_backend

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config.experimental import FakeConfig
 from async_rl.config.generator import EnvironmentConfig, GeneratorConfig
+from async_rl.config.run import FakeConfig
 from async_rl.data.chat import load_tokenizer
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, Text, TokenizerText
 from async_rl.generator.fake import FakeBackend, FakeText

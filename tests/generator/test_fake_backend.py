@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config.experimental import FakeConfig
 from async_rl.config.generator import GeneratorConfig
+from async_rl.config.run import FakeConfig
 from async_rl.generator.backend import Sampled
 from async_rl.generator.fake import FakeBackend
 from async_rl.sampling_mask import contains

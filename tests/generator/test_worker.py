@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
-from async_rl.config.experimental import FakeConfig
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.config.run import FakeConfig
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import Worker

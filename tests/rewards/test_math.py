@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.generator import SamplingConfig
-from async_rl.config.model import ModelConfig
+from async_rl.config.learner import ModelConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import RunConfig
 from async_rl.errors import RewardError

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.config.backends import BACKENDS
-from async_rl.config.generator import GeneratorConfig
+from async_rl.config.generator import BACKENDS, GeneratorConfig
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled, uniforms

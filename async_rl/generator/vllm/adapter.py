@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.config.backends import BACKENDS, missing_package
 from async_rl.config.config import Config
+from async_rl.config.generator import BACKENDS, missing_package
 from async_rl.errors import EngineError, ModelError
 from async_rl.generator.backend import rollout_keys
 from async_rl.generator.vllm.plugin import OWNED, TRANSFER_NAME

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rl.config.backends import BACKENDS
 from async_rl.config.config import Config
+from async_rl.config.generator import BACKENDS
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.backend import Sampled

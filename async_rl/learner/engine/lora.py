@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from async_rl.config.config import Config
-from async_rl.config.model import LoraConfig
+from async_rl.config.learner import LoraConfig
 from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.engine.model import PolicyModel

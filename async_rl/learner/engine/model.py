@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.config.config import Config
-from async_rl.config.learner import OptimizerConfig
-from async_rl.config.model import ModelConfig
+from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention

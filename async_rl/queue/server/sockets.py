@@ -20,8 +20,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from async_rl.config.experimental import ExperimentalConfig
 from async_rl.config.queue import QueueConfig
+from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.keys import DEFAULT_CLIENT, AllowList, Guard, ServerKeys

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.config.model import LoraConfig
+from async_rl.config.learner import LoraConfig
 from async_rl.errors import ConfigError, ModelError, RunError
 from async_rl.learner.checkpoint import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine

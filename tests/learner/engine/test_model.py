@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.config.learner import OptimizerConfig
-from async_rl.config.model import ModelConfig
+from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_model
 from async_rl.errors import ModelError
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, to_device
