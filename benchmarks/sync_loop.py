@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -27,6 +28,7 @@ from async_rl.config.loading import load_config
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.data.dataset import load_rows_of
 from async_rl.data.rows import Row
+from async_rl.learner.advantages import group_normalised
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
 
@@ -142,15 +144,21 @@ class SyncLoop:
         answers = self.generate([self._prompts[index] for index in chosen], num_samples=size)
         repeated = [index for index in chosen for _ in range(size)]
         outputs = self.score(answers, [self.rows[index] for index in repeated])
-        rewards = torch.tensor([sum(output.parts.values()) for output in outputs]).view(groups, size)
-        advantages_B = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1)
-        self.train([self._prompts[index] for index in repeated], answers, advantages_B)
+        rewards_B = np.array([sum(output.parts.values()) for output in outputs])
+        is_kept_B = np.array([self._ended(answer) or not self.config.loss.mask_truncated for answer in answers])
+        advantages_B = np.zeros(len(answers))
+        for group in np.split(np.arange(len(answers)), groups):
+            members = group[is_kept_B[group]]
+            advantages_B[members] = group_normalised(rewards_B[members])
+        if is_kept_B.any():
+            kept = np.flatnonzero(is_kept_B).tolist()
+            prompts = [self._prompts[index] for index in repeated]
+            self.train(prompts, answers, torch.from_numpy(advantages_B).float(), kept)
 
-    def train(self, prompts: Sequence[list[int]], answers: Sequence[list[int]], advantages_B: Tensor) -> None:
-        """One step of the DAPO loss without the cut answers. On policy the ratio is 1, and clipping never acts."""
-        kept = [i for i, answer in enumerate(answers) if self._ended(answer) or not self.config.loss.mask_truncated]
-        if not kept:
-            return
+    def train(
+        self, prompts: Sequence[list[int]], answers: Sequence[list[int]], advantages_B: Tensor, kept: Sequence[int]
+    ) -> None:
+        """One step of the DAPO loss on the answers ``kept``. On policy the ratio is 1, and clipping never acts."""
         sequences = [torch.tensor(prompts[i] + answers[i]) for i in kept]
         # Padding is on the right, where a causal model can't see it.
         ids_BT = pad_sequence(sequences, True, self.tokenizer.pad_token_id)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from async_rl.config.config import Config
 from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.generator import EnvironmentConfig
-from async_rl.config.loss import CONTRADICTIONS, PRESETS, LossConfig
+from async_rl.config.loss import CONTRADICTIONS, OFF_VALUES, PRESETS, LossConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.process.user_code import load_code
 from async_rl.rewards.functions import FunctionReward
@@ -36,6 +36,7 @@ def section(title: str) -> str:
 def test_every_preset_has_a_row_with_all_that_it_sets(preset: str):
     (row,) = re.findall(rf"^\| `{preset}`.*$", section("Presets"), re.MULTILINE)
     for key, value in PRESETS[preset].items():
+        value = OFF_VALUES[key] if value is None else value
         shown = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
         (found,) = re.findall(rf"`{key} = ([^`]+)`", row)
         assert found == shown if isinstance(shown, str) else float(found) == shown

@@ -104,13 +104,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.20783: neither the group's deviation nor the answer's length divides.
     "dr_grpo": {"advantage": "group_mean", "aggregation": "sequence_sum"},
     # Williams 1992 with the group's mean as baseline; truncated importance weights where the data is stale.
-    "reinforce": {"surrogate": "plain", "advantage": "group_mean", "aggregation": "sequence", "importance_cap": 2.0},
+    "reinforce": {
+        "surrogate": "plain",
+        "advantage": "group_mean",
+        "aggregation": "sequence",
+        "importance_cap": 2.0,
+        "dual_clip": None,
+    },
     # arXiv:2402.14740: the log-probability of the whole answer, so a sum over its tokens.
     "rloo": {
         "surrogate": "plain",
         "advantage": "leave_one_out",
         "aggregation": "sequence_sum",
         "importance_cap": 2.0,
+        "dual_clip": None,
     },
     # arXiv:2501.03262, the variant with a baseline: k2 in the loss once kl_coef is set.
     "reinforce_pp": {
@@ -119,10 +126,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "kl_placement": "loss",
         "kl_estimator": "k2",
     },
-    # arXiv:2507.18071: a ratio per sequence, so clip ranges of its own (section 5.1).
-    "gspo": {"ratio_level": "sequence", "aggregation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    # arXiv:2507.18071: a ratio per sequence, so clip ranges of its own (section 5.1). They are narrower than the noise
+    # of bfloat16 between engine and learner, so the ratio is to recomputed logprobs; prox/mu corrects for staleness.
+    "gspo": {
+        "ratio_level": "sequence",
+        "aggregation": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "anchor": "proximal",
+        "importance_cap": 5.0,
+    },
     # arXiv:2506.13585 eq. 4: no lower bound; the upper, which it leaves open, as ScaleRL's 5 (arXiv:2510.13786).
-    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
     # arXiv:1707.06347 with dual clip (arXiv:1912.09729, c = 3).
     "ppo_clip": {"dual_clip": 3.0},
     # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, prox/mu beside, capped.
@@ -203,7 +218,9 @@ class LossConfig(Section):
     )
     clip_high: float = Field(default=0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(
-        default=None, gt=1, description="Largest ratio that counts where the advantage is negative; 0 sets no limit."
+        default=10.0,
+        gt=1,
+        description="Largest ratio that counts at a negative advantage, with surrogate = clip; 0 sets no limit.",
     )
     importance_cap: float | None = Field(
         default=None,
@@ -267,7 +284,9 @@ class LossConfig(Section):
         default="token", description=f"How the losses of tokens become the step's loss. {_choices(AGGREGATIONS)}."
     )
     mask_truncated: bool = Field(
-        default=False, description="Whether answers that were cut at sampling.max_new_tokens leave the loss."
+        default=False,
+        description="Whether answers that were cut at sampling.max_new_tokens leave the loss and the baseline of their "
+        "group.",
     )
 
     @model_validator(mode="before")
@@ -279,6 +298,9 @@ class LossConfig(Section):
         preset = given.get("preset", "dapo")
         # An unknown preset is the field's to refuse.
         filled = {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given
+        surrogate = SURROGATES.get(str(filled.get("surrogate", "clip")))
+        if surrogate is not None and not surrogate.has_dual_clip:
+            filled.setdefault("dual_clip", None)
         if filled.get("kl_placement") == "loss":
             filled.setdefault("kl_estimator", "k3")
         return filled

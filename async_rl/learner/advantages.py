@@ -32,8 +32,10 @@ from async_rl.learner.losses.parts import kl_estimate
 STD_FLOOR = 1e-4
 """Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
 
-_NOT_SAMPLED = ("unknown_weights", "failed")
-"""Rollouts masked for these causes are not samples of the policy; their rewards enter no baseline."""
+_WITHOUT_REWARD = ("unknown_weights", "failed", "truncated")
+"""Rollouts masked for these causes enter no baseline: they are not samples of the policy, or their reward says nothing
+about an answer. If cut answers, which are often punished for their length, stayed in it, wrong answers of their group
+would get positive advantages."""
 
 TokenKl = Mapping[int, np.ndarray]
 """Sequence id to float64 [its trained tokens], nats: estimates of KL(mu || reference)."""
@@ -42,10 +44,11 @@ TokenKl = Mapping[int, np.ndarray]
 def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
     """``prepared`` with the advantages that ``loss`` asks for, without the rollouts that ``loss.best_k`` leaves out.
 
-    Baselines are over all rollouts that the policy sampled, masked ones included. The KL is that of the *behavior*
-    policy to the reference, over trained tokens. In the reward it is the sum over a rollout (arXiv:1909.08593 section
-    2, arXiv:2203.02155), in the advantage each token's own. A rollout that is masked, or whose behavior logprobs are
-    not all finite (the loss skips it), has no KL of its own. It counts with its group's mean, so it moves no baseline.
+    Baselines are over all rollouts but those that are masked for a cause of ``_WITHOUT_REWARD``. The KL is that of the
+    *behavior* policy to the reference, over trained tokens. In the reward it is the sum over a rollout
+    (arXiv:1909.08593 section 2, arXiv:2203.02155), in the advantage each token's own. A rollout that is masked, or
+    whose behavior logprobs are not all finite (the loss skips it), has no KL of its own. It counts with its group's
+    mean, so it moves no baseline.
 
     Args:
         prepared: the batch, scored by the reference model (``batch.with_scores``) if the KL needs it.
@@ -56,7 +59,7 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
         TrainingError: the reference's logprobs are not finite.
     """
     kl = _token_kl(prepared, loss) if loss.is_kl_in_advantages else {}
-    groups = _sampled_rollouts(prepared)
+    groups = _baseline_rollouts(prepared)
     rewards = prepared.rewards.copy()
     if loss.length_bonus:
         num_tokens = np.array(prepared.rollout_tokens)
@@ -194,13 +197,12 @@ def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Seq
     return beyond
 
 
-def _sampled_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
+def _baseline_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
     """For every group, the indices (int64) of its rollouts that count in baselines."""
-    not_sampled = {index for index, cause in prepared.masked.items() if cause in _NOT_SAMPLED}
+    left_out = {index for index, cause in prepared.masked.items() if cause in _WITHOUT_REWARD}
     bounds = list(accumulate(prepared.group_sizes, initial=0))
     return [
-        np.array([i for i in range(start, end) if i not in not_sampled], dtype=np.int64)
-        for start, end in pairwise(bounds)
+        np.array([i for i in range(start, end) if i not in left_out], dtype=np.int64) for start, end in pairwise(bounds)
     ]
 
 

@@ -51,6 +51,22 @@ def test_preset_sets_its_keys_and_only_those(preset: Any):
         assert getattr(loss, key) == value
 
 
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_negative_advantages_are_bounded_in_every_preset(preset: Any):
+    # PPO's minimum alone has no bound there: the policy may move away from a token without limit.
+    loss = LossConfig(preset=preset)
+    if SURROGATES[loss.surrogate].has_dual_clip:
+        assert loss.dual_clip == (3.0 if preset == "ppo_clip" else 10.0)
+    else:
+        assert loss.dual_clip is None
+        assert loss.importance_cap is not None or loss.surrogate == "cispo"
+
+
+def test_the_default_bound_gives_way_to_a_surrogate_that_has_none():
+    assert LossConfig(surrogate="plain").dual_clip is None
+    assert LossConfig(dual_clip=0).dual_clip is None  # pyright: ignore[reportArgumentType]
+
+
 def test_the_default_is_dapo():
     loss = LossConfig()
     assert (loss.preset, loss.clip_low, loss.clip_high, loss.aggregation) == ("dapo", 0.2, 0.28, "token")
@@ -129,7 +145,7 @@ def test_what_has_to_be_scored_follows_from_the_settings():
         for preset in PRESETS
     }
     assert {preset for preset, (reference, _) in needs.items() if reference} == {"grpo"}
-    assert {preset for preset, (_, proximal) in needs.items() if proximal} == {"decoupled_ppo"}
+    assert {preset for preset, (_, proximal) in needs.items() if proximal} == {"decoupled_ppo", "gspo"}
     assert not LossConfig(preset="decoupled_ppo", anchor="interpolated").needs_proximal
 
 

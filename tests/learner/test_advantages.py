@@ -115,11 +115,19 @@ def test_reinforce_pp_whitens_over_tokens_of_all_updates_so_long_answers_count_m
     )
 
 
-def test_a_truncated_rollout_counts_in_the_baseline_and_a_failed_one_does_not():
-    # With the truncated one's 0 the mean is 0.5; a failure's 0 would make it 0.25.
-    step = prepare([rollout(1), rollout(0, 1, "length"), rollout(0.5), rollout(0, 1, "error")])
+def test_truncated_and_failed_rollouts_do_not_count_in_the_baseline():
+    # The mean of 1 and 0.5 is 0.75; with the others' -1 and 0 it would be 0.125.
+    step = prepare([rollout(1), rollout(-1, 1, "length"), rollout(0.5), rollout(0, 1, "error")])
     got = advantages(with_advantages(step, loss(advantage="group_mean")))
-    assert got == {0: 0.5, 2: 0.0}
+    assert got == {0: 0.25, 2: -0.25}
+
+
+def test_a_wrong_answer_is_not_rewarded_because_others_were_cut():
+    # 1 right, 4 wrong, 3 cut and punished: over all eight the mean is -0.25, so a wrong answer would get +0.25. Over
+    # the five that ended it is 0.2, the squares 0.64 + 4 * 0.04 = 0.8, over 4: std 0.44721.
+    step = prepare([rollout(1), *[rollout(0)] * 4, *[rollout(-1, 1, "length")] * 3])
+    got = advantages(with_advantages(step, loss()))
+    np.testing.assert_allclose([got[i] for i in range(5)], [1.78845, *[-0.44711] * 4], rtol=1e-4)
 
 
 def test_groups_of_unknown_weights_stay_out_of_the_step_s_baseline():
@@ -157,7 +165,7 @@ def test_best_k_keeps_the_best_after_the_baseline_of_all():
 
 def test_masked_rollouts_take_no_place_among_the_best():
     step = prepare([rollout(2, 1, "length"), rollout(1), rollout(0), rollout(0, 1, "error")])
-    assert advantages(with_advantages(step, loss(advantage="group_mean", best_k=2))) == {1: 0.0, 2: -1.0}
+    assert advantages(with_advantages(step, loss(advantage="group_mean", best_k=2))) == {1: 0.5, 2: -0.5}
 
 
 def test_what_best_k_leaves_out_is_accounted_for_once_with_its_stale_tokens():
@@ -206,10 +214,10 @@ def test_kl_in_the_reward_is_summed_over_a_rollout_before_the_baseline():
 
 
 def test_a_rollout_that_was_not_scored_counts_with_its_group_s_mean_kl():
-    # KL sums 1 and 3; the truncated one gets 2. Rewards 1 - 0.1, 0 - 0.3, 0 - 0.2: mean 0.4 / 3.
-    step = prepare([rollout(1), rollout(0), rollout(0, 1, "length")])
+    # KL sums 1 and 3; the one without logprobs gets 2. Rewards 1 - 0.1, 0 - 0.3, 0 - 0.2: mean 0.4 / 3.
+    step = prepare([rollout(1), rollout(0), rollout(0, logprob=math.nan)])
     settings = loss(advantage="group_mean", kl_coef=0.1, kl_placement="reward")
-    got = advantages(with_advantages(evenly_scored(step, -2.0, -4.0), settings))
+    got = advantages(with_advantages(evenly_scored(step, -2.0, -4.0, -3.0), settings))
     np.testing.assert_allclose([got[0], got[1]], [0.9 - 0.4 / 3, -0.3 - 0.4 / 3], rtol=1e-5)
 
 
@@ -273,7 +281,7 @@ def plain_advantages(step: PreparedBatch, settings: LossConfig, scores: Mapping[
     rewards = step.rewards.tolist()
     groups, start = [], 0
     for size in step.group_sizes:
-        groups.append(list(range(start, start + size)))
+        groups.append([i for i in range(start, start + size) if step.masked.get(i) != "truncated"])
         start += size
     if settings.kl_placement == "reward":
         for group in groups:
@@ -306,7 +314,7 @@ def _plain_estimates(rewards: list[float], groups: list[list[int]], advantage: s
         groups = [[i for group in groups for i in group]]
     estimates: dict[int, float] = {}
     for group in groups:
-        mean = sum(rewards[i] for i in group) / len(group)
+        mean = sum(rewards[i] for i in group) / max(1, len(group))
         for i in group:
             if len(group) == 1:
                 estimates[i] = 0.0

@@ -52,9 +52,10 @@ def test_every_masked_rollout_has_its_first_cause():
     assert [s.sequence_id for s in prepared.updates[0]] == [0]
 
 
-def test_a_masked_rollout_still_counts_in_its_group_s_baseline():
+def test_a_stale_rollout_still_counts_in_its_group_s_baseline():
     # Rewards 1 and 0: mean 0.5, unbiased std sqrt(0.5) = 0.70711; (1 - 0.5) / (0.70711 + 1e-4) = 0.70701.
-    prepared = prepare(taken(rollout(1, [0]), rollout(0, [0], "length")))
+    prepared = prepare(taken(rollout(1, [3]), rollout(0, [0])), oldest_version=2)
+    assert prepared.masked == {1: "stale"}
     trained = with_advantages(prepared, LossConfig()).updates[0][0]
     np.testing.assert_allclose(trained.advantages, [0, 0, 0.70701], atol=1e-5)
 

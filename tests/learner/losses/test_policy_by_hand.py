@@ -18,6 +18,10 @@ DAPO = LossConfig()
 NAN = math.nan
 
 
+GSPO = {"preset": "gspo", "anchor": "behavior", "importance_cap": 0}
+"""With its ratio to the behavior policy: the paper's, where that also started the step."""
+
+
 def loss_of(ratios: list[float], advantages: list[float], lengths: list[int] | None = None, **changes: Any) -> Run:
     """Under ``changes`` to DAPO's settings."""
     return run(of_ratios(ratios, advantages, lengths), LossConfig(**changes))
@@ -74,11 +78,21 @@ def test_dual_clip_bounds_what_a_negative_advantage_can_cost():
     assert out.capped_high.tolist() == [True, False, True]
 
 
+def test_one_token_can_not_turn_the_gradient_of_a_batch_by_default():
+    # A = -1. The token at ratio 148 would have a gradient of 148; 9 others at ratio 1 have 1 each.
+    ratios = [148.0] + [1.0] * 9
+    out, gradient, _ = loss_of(ratios, [-1.0] * 10, skip_threshold=0)
+    assert out.loss_sum.item() == near(10.0 + 9.0)
+    assert gradient == near([0.0] + [1.0] * 9)
+    _, unbounded, _ = loss_of(ratios, [-1.0] * 10, skip_threshold=0, dual_clip=0)
+    assert unbounded == near([148.0] + [1.0] * 9)
+
+
 def test_gspo_weighs_every_token_by_its_sequences_geometric_mean_ratio():
     # Sequence 0: ratios 2 and 1/2, geometric mean 1. Sequence 1: 1.5 and 1.5 * 1.28^2 / 1.5^2 -> mean 1.28.
     # Clip [0.8, 1.5]. Loss: -(1 * 3 + 1.28 * 2), each a mean over 2 tokens; gradient s A / 2 a token.
     ratios = [2.0, 0.5, 1.5, 1.28**2 / 1.5]
-    out, gradient, _ = loss_of(ratios, [3.0, 3.0, 2.0, 2.0], [2, 2], preset="gspo", clip_low=0.2, clip_high=0.5)
+    out, gradient, _ = loss_of(ratios, [3.0, 3.0, 2.0, 2.0], [2, 2], **GSPO | {"clip_low": 0.2, "clip_high": 0.5})
     assert out.loss_sum.item() == near(-3.0 - 2.56)
     assert gradient == near([-1.5, -1.5, -1.28, -1.28])
     assert out.denominator.item() == 2
@@ -86,7 +100,7 @@ def test_gspo_weighs_every_token_by_its_sequences_geometric_mean_ratio():
 
 def test_gspo_clips_the_whole_sequence():
     # Geometric mean sqrt(4 * 1) = 2 > 1.0004, A > 0: both tokens clipped, though one ratio is 1.
-    out, gradient, _ = loss_of([4.0, 1.0], [1.0, 1.0], preset="gspo")
+    out, gradient, _ = loss_of([4.0, 1.0], [1.0, 1.0], **GSPO)
     assert out.loss_sum.item() == near(-1.0004)
     assert gradient == near([0.0, 0.0])
     assert out.capped_high.tolist() == [True, True]
@@ -302,7 +316,7 @@ def test_enormous_ratio_stays_finite_in_float32():
     logprobs = torch.tensor([0.0, 0.0], requires_grad=True)
     inputs = of_ratios([1.0, 1.0], [1.0, 1.0], [1, 1])
     inputs = replace(inputs, logprobs=logprobs, behavior_logprobs=torch.tensor([-1e4, 0.0]), advantages=-torch.ones(2))
-    out, gradient, _ = run(inputs, LossConfig(skip_threshold=0))
+    out, gradient, _ = run(inputs, LossConfig(skip_threshold=0, dual_clip=0))  # pyright: ignore[reportArgumentType]
     assert out.loss_sum.item() == pytest.approx(math.exp(LOG_RATIO_LIMIT), rel=1e-5)
     assert all(math.isfinite(g) for g in gradient)
 
