@@ -21,7 +21,7 @@ import numpy as np
 from async_rl.config.loading import parse_config
 from async_rl.config.queue import OnStale
 from async_rl.learner.staleness import drop_bias
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.learner_requests import TakenPayload
@@ -163,7 +163,7 @@ class _Simulation:
         self._alarm_at = math.inf
         self._taken_at = -1
         self._tally = _Tally()
-        self._begun_at, self._begun_with = 0.0, report.stats(self._state).ledger
+        self._begun_at, self._begun_with = 0.0, self._state.stats().ledger
 
     def run(self) -> Outcome:
         """Until the last step that counts is trained.
@@ -180,11 +180,11 @@ class _Simulation:
             self._at(float(index), lambda g=generator: self._beat(g))
         while self._version < last:
             if self._waits_since is not None and self._now - self._waits_since > _STANDSTILL_STEPS * self._step_time:
-                raise RuntimeError(f"the learner waits for ever: {report.status(state, self._now)}")
+                raise RuntimeError(f"the learner waits for ever: {persistence.status(state, self._now)}")
             self._now, _, happen = heapq.heappop(self._events)
             happen()
             self._settle()
-        report.check(state)
+        state.check()
         return self._outcome()
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:
@@ -312,7 +312,7 @@ class _Simulation:
         learner_requests.ack(self._state, StepAck(_LINEAGE, self._version, self._version + 1, facts), self._now)
         self._version += 1
         if self._version == self._scenario.warmup_steps:
-            self._begun_at, self._begun_with = self._now, report.stats(self._state).ledger
+            self._begun_at, self._begun_with = self._now, self._state.stats().ledger
         self._publish(delay=_ACTIVATION_DELAY * self._scenario.train_time)
         self._waits_since = self._now
 
@@ -341,7 +341,7 @@ class _Simulation:
 
     def _outcome(self) -> Outcome:
         scenario, tally = self._scenario, self._tally
-        before, after = self._begun_with, report.stats(self._state).ledger
+        before, after = self._begun_with, self._state.stats().ledger
 
         def ended(unit: str, *causes: str) -> int:
             return sum(after[unit]["dropped"][cause] - before[unit]["dropped"][cause] for cause in causes)

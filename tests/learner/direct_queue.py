@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from async_rl.net.codec import decode_group
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     Acked,
@@ -90,7 +90,7 @@ class DirectQueue:
     def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
         self._told("ack")
         acked = learner_requests.ack(self.queue_state, ack, 0.0)
-        report.check(self.queue_state)
+        self.queue_state.check()
         return acked
 
     def snapshot(self, lineage: str) -> bytes:
@@ -103,7 +103,7 @@ class DirectQueue:
     def finish(self, lineage: str) -> None:
         self._told("finish")
         learner_requests.finish(self.queue_state, lineage, 0.0)
-        report.check(self.queue_state)
+        self.queue_state.check()
 
     def generate(self) -> None:
         """Sample until there is no lease to be had."""
@@ -124,4 +124,4 @@ class DirectQueue:
 
     @property
     def ledger(self) -> Mapping[str, Any]:
-        return report.stats(self.queue_state).ledger
+        return self.queue_state.stats().ledger

@@ -14,7 +14,7 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import COLUMNS
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.staleness import BoundState
-from async_rl.queue.core import report
+from async_rl.queue.core import persistence
 from async_rl.run.metrics import METRIC_KEYS
 from async_rl.run.step_log import read_rows
 from tests.learner.test_trainer import Run, ScriptedEngine, make_run
@@ -71,7 +71,7 @@ def test_the_bound_goes_on_where_the_checkpoint_left_it(tmp_path: Path):
 def test_without_a_checkpoint_the_bound_starts_over(tmp_path: Path):
     run = adaptive_run(tmp_path, checkpoint={"every": 0})
     run.dies("ack", 6)
-    assert report.status(run.queue_state, 0.0)["lease_bound"] < 4
+    assert persistence.status(run.queue_state, 0.0)["lease_bound"] < 4
     run.start()
     assert rows_of(run)[0]["staleness/bound"] == 4
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from async_rl.learner.staleness import WINDOW_STEPS, DropBias
-from async_rl.queue.core import generator_requests, report
+from async_rl.queue.core import generator_requests
 from async_rl.queue.core.ledger import Outcome, Outcomes
 from async_rl.queue.messages import GeneratorStats
 from tests.queue.builders import ack, group, leases, make_state, put, take
@@ -111,7 +111,7 @@ def test_a_cancelled_lease_counts_with_the_tokens_that_its_holder_reported():
     # Two groups of two rollouts a step; the third lease is cancelled when the second batch is taken without it.
     queue_state = make_state()
     bias = DropBias()
-    bias.step(report.stats(queue_state).ledger)
+    bias.step(queue_state.stats().ledger)
     late = leases(queue_state, 3)
     generator_requests.heartbeat(queue_state, "g0", {late[2].lease_id: 24}, GeneratorStats(), 1.0)
     for lease in late[:2]:
@@ -123,6 +123,6 @@ def test_a_cancelled_lease_counts_with_the_tokens_that_its_holder_reported():
     take(queue_state)
     ack(queue_state)
     # Trained: 8 rollouts of 3 tokens. Cancelled: 2 of at least 12. All: (24 + 24) / 10 = 4.8.
-    metrics = bias.step(report.stats(queue_state).ledger)
+    metrics = bias.step(queue_state.stats().ledger)
     assert metrics["bias/lost"] == pytest.approx(1 / 5)
     assert metrics["bias/length"] == pytest.approx(3 / 4.8)

@@ -22,7 +22,7 @@ from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published
 from async_rl.learner.start import _restore, _rewind
 from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.learner_client import LearnerQueue
-from async_rl.queue.core import learner_requests, report
+from async_rl.queue.core import learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
@@ -176,8 +176,8 @@ class Run:
 
     @property
     def dropped(self) -> dict[str, int]:
-        report.check(self.queue_state)
-        return {cause: n for cause, n in report.stats(self.queue_state).ledger["groups"]["dropped"].items() if n}
+        self.queue_state.check()
+        return {cause: n for cause, n in self.queue_state.stats().ledger["groups"]["dropped"].items() if n}
 
 
 def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, Any]) -> Run:
@@ -195,7 +195,7 @@ def test_a_run_evaluates_first_between_and_last_and_every_answer_is_delivered(tm
     state = run.start()
     assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     assert (state.step, state.version) == (5, 5)
-    eval_groups = report.stats(run.queue_state).ledger["eval"]["groups"]
+    eval_groups = run.queue_state.stats().ledger["eval"]["groups"]
     assert eval_groups["delivered"] == eval_groups["issued"] == 4 * NUM_EVAL_ROWS
 
 
@@ -227,7 +227,7 @@ def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path
     assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     aside = run.path / "metrics.rolled_back-1.jsonl"
     assert len(read_rows(aside)) == before
-    assert report.stats(run.queue_state).ledger["groups"]["trained"] == 10
+    assert run.queue_state.stats().ledger["groups"]["trained"] == 10
     assert (run.dropped.get("rolled_back", 0) > 0) == (request_name != "await_eval")
 
 
@@ -284,7 +284,7 @@ def test_skipped_optimizer_steps_in_a_row_go_on_with_new_groups_and_no_new_versi
     state = run.start()
     assert (run.steps, state.version, run.weights.published) == ([1, 2, 3, 4, 5], 1, [0, 1])
     assert run.dropped == {"step_skipped": 8}
-    assert report.stats(run.queue_state).ledger["groups"]["trained"] == 2
+    assert run.queue_state.stats().ledger["groups"]["trained"] == 2
     written = [row["tokens/trained"] for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
     assert written == [0, 0, 0, 12, 0]
 
@@ -306,7 +306,7 @@ def test_a_batch_of_two_updates_may_be_skipped_in_part(tmp_path: Path):
     # Versions before each update: a step that was skipped leaves the version as it is.
     assert run.engine.versions == [0, 1, 1, 1, 2, 3]
     assert (state.version, run.weights.published) == (4, [0, 1, 2, 4])
-    rollouts, tokens = report.stats(run.queue_state).ledger["rollouts"], report.stats(run.queue_state).ledger["tokens"]
+    rollouts, tokens = run.queue_state.stats().ledger["rollouts"], run.queue_state.stats().ledger["tokens"]
     # Two groups a step, one an update: two updates were skipped, with two rollouts of three tokens each.
     assert (rollouts["trained"], rollouts["masked"]) == (8, {"step_skipped": 4})
     assert (tokens["trained"], tokens["masked"]) == (24, {"step_skipped": 12})
@@ -368,7 +368,7 @@ def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, 
     run.start(answer=forged)
     first = next(row for row in read_rows(run.path / "metrics.jsonl") if "version" in row)
     assert first["masked/unknown_weights"] == 2
-    assert report.stats(run.queue_state).ledger["rollouts"]["masked"] == {"unknown_weights": 2}
+    assert run.queue_state.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
 
 
 @pytest.mark.parametrize("fixed_lag", [0, 1, 3])

@@ -11,7 +11,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.net.codec import encode_group
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.learner_requests import TakenPayload
@@ -156,8 +156,8 @@ def ack(
 
 def groups_of(state: QueueState) -> dict[str, Any]:
     """The ledger of groups, after its check."""
-    report.check(state)
-    return dict(report.stats(state).ledger["groups"])
+    state.check()
+    return dict(state.stats().ledger["groups"])
 
 
 def dropped(state: QueueState) -> dict[str, int]:

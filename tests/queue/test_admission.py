@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.errors import ConfigError, QueueError
 from async_rl.net.codec import decode_group
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady
 from tests.queue.builders import (
@@ -136,7 +136,7 @@ def test_a_bound_out_of_its_limits_is_refused_and_changes_nothing(bound: int):
         ack(state, lease_bound=bound)
     assert groups_of(state)["taken"] == 2
     ack(state, lease_bound=1)
-    assert report.status(state, 0.0)["lease_bound"] == 1
+    assert persistence.status(state, 0.0)["lease_bound"] == 1
 
 
 def test_a_bound_comes_back_with_its_snapshot_and_goes_without_one():
@@ -146,9 +146,9 @@ def test_a_bound_comes_back_with_its_snapshot_and_goes_without_one():
     fill_and_take(state, 1)
     ack(state, lease_bound=3)
     learner_requests.attach(state, "line-b", LINEAGE, 1, 1, 100, snapshot, 1.0)
-    assert report.status(state, 1.0)["lease_bound"] == 2
+    assert persistence.status(state, 1.0)["lease_bound"] == 2
     learner_requests.attach(state, "line-c", "line-b", 0, 0, 100, None, 1.0)
-    assert report.status(state, 1.0)["lease_bound"] == 4
+    assert persistence.status(state, 1.0)["lease_bound"] == 4
 
 
 def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():
@@ -211,5 +211,5 @@ def test_quick_generators_are_held_exactly_at_the_bound(bound, on_stale):
     # Once what was sampled before the first step is trained, the queue holds `bound` steps at every instant.
     steady = [staleness for step in steps[bound + 1 :] for staleness in step]
     assert sum(steady) / len(steady) >= bound - 1
-    assert report.stats(state).ledger["groups"]["dropped"]["stale"] == 0
-    report.check(state)
+    assert state.stats().ledger["groups"]["dropped"]["stale"] == 0
+    state.check()

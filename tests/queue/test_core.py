@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.errors import LineageError, QueueError
 from async_rl.net.codec import decode_group
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
@@ -128,12 +128,12 @@ def test_masked_and_failed_rollouts_are_counted_by_cause():
     fill_and_take(state)
     facts = TrainedCounts(True, 1, {"truncated": 2, "failed": 1}, 3, {"truncated": 6, "failed": 3})
     ack(state, facts)
-    ledger = report.stats(state).ledger
+    ledger = state.stats().ledger
     assert ledger["rollouts"]["trained"] == 1
     assert ledger["rollouts"]["masked"] == {"truncated": 2}
     assert ledger["rollouts"]["failed"] == 1
     assert ledger["tokens"]["masked"] == {"truncated": 6, "failed": 3}
-    report.check(state)
+    state.check()
 
 
 def test_a_returned_group_counts_once():
@@ -141,7 +141,7 @@ def test_a_returned_group_counts_once():
     (lease,) = leases(state, 1)
     assert put(state, group(lease)) == "queued"
     assert put(state, group(lease)) == "duplicate"
-    assert report.stats(state).ledger["tokens"]["received"] == 6
+    assert state.stats().ledger["tokens"]["received"] == 6
 
 
 def test_a_group_that_does_not_fit_its_lease_is_refused_and_sampled_again():
@@ -216,8 +216,8 @@ def test_a_lease_that_cannot_make_it_is_cancelled_and_its_holder_told():
     )
     # What it still sends is counted, and not used.
     assert put(state, group(held[2], 0)) == "unknown_lease"
-    assert report.stats(state).ledger["tokens"]["dropped"]["cancelled"] == 6
-    report.check(state)
+    assert state.stats().ledger["tokens"]["dropped"]["cancelled"] == 6
+    state.check()
 
 
 def test_the_last_update_of_a_batch_decides_what_is_too_old():
@@ -369,7 +369,7 @@ def test_a_prompt_that_is_too_long_is_refused_once_and_for_all():
     (lease,) = leases(state, 1)
     assert generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0) == "refused"
     assert dropped(state) == {"refused": 1}
-    assert report.stats(state).prompts_too_long == 1
+    assert state.stats().prompts_too_long == 1
     assert [lease.prompt.position for lease in leases(state, 1)] == [1]
 
 
@@ -453,7 +453,7 @@ def test_an_exclusive_evaluation_comes_before_any_training_lease():
     for lease in held:
         assert put(state, group(lease, accuracies=(1.0,))) == "eval_done"
     assert [lease.kind for lease in leases(state, 1)] == ["train"]
-    assert report.stats(state).ledger["eval"]["groups"]["queued"] == 2
+    assert state.stats().ledger["eval"]["groups"]["queued"] == 2
     assert groups_of(state)["issued"] == 1
 
 
@@ -502,9 +502,9 @@ def test_results_come_in_row_order_until_they_are_confirmed():
         (result,) = learner_requests.eval_results(state, LINEAGE)
         assert [(prompt.row, payload is None) for prompt, payload in result.answers] == [(0, True), (1, False)]
     assert learner_requests.eval_results(state, LINEAGE, [("test", 0)]) == []
-    ledger = report.stats(state).ledger["eval"]
+    ledger = state.stats().ledger["eval"]
     assert (ledger["groups"]["delivered"], ledger["groups"]["dropped"]["refused"]) == (1, 1)
-    report.check(state)
+    state.check()
 
 
 def test_a_lost_row_is_sampled_again():
@@ -620,12 +620,12 @@ def test_a_checkpoint_that_is_committed_lets_go_of_what_older_ones_needed():
     take(state, now=3.0)
     ack(state, snapshot=True, now=3.0)
     assert len(payloads) == 1
-    assert report.status(state, 3.0)["bytes_pinned"] > 0
+    assert persistence.status(state, 3.0)["bytes_pinned"] > 0
     learner_requests.checkpoint_committed(state, LINEAGE, 7)  # not a snapshot of this queue
     assert len(payloads) == 1
     learner_requests.checkpoint_committed(state, LINEAGE, 2)
     assert len(payloads) == 0
-    assert report.status(state, 3.0)["bytes_pinned"] == 0
+    assert persistence.status(state, 3.0)["bytes_pinned"] == 0
 
 
 def test_without_the_bodies_of_a_snapshot_its_prompts_come_again():
@@ -649,7 +649,7 @@ def test_without_a_snapshot_the_stream_starts_over():
     assert put(state, group(held[1])) == "old_lineage"
     assert dropped(state) == {"rolled_back": 2}
     assert [lease.prompt.position for lease in leases(state, 2)] == [0, 1]
-    assert report.stats(state).ledger["tokens"]["dropped"]["rolled_back"] == 12
+    assert state.stats().ledger["tokens"]["dropped"]["rolled_back"] == 12
 
 
 def test_a_damaged_or_foreign_snapshot_is_refused():
@@ -675,7 +675,7 @@ def test_what_is_dropped_can_be_compared_with_what_is_trained():
     put(state, group(held[2], accuracies=(1.0, 1.0), tokens=9))
     take(state)
     ack(state)
-    outcomes = report.stats(state).ledger["outcomes"]
+    outcomes = state.stats().ledger["outcomes"]
     assert outcomes["received"] == {"groups": 3, "rollouts": 6, "tokens": 30, "reward": 4.0, "accuracy": 4.0}
     assert outcomes["trained"]["tokens"] == 12
     assert outcomes["filtered"]["tokens"] == 18

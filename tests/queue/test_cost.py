@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from async_rl.net.wire import pack_plain
-from async_rl.queue.core import generator_requests, learner_requests, persistence, report
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.groups import GroupRecord, GroupSummary, StoredGroup
 from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.persistence import decode_state
@@ -70,8 +70,8 @@ def cycle(state: QueueState) -> None:
     assert not isinstance(learner_requests.take(state, LINEAGE, step, version, 0.0), NotReady)
     learner_requests.ack(state, StepAck(LINEAGE, step, version + 1, TrainedCounts(True, 4, {}, 12, {})), 0.0)
     announce(state, version + 1)
-    generator_requests.heartbeat(state, "g0", {}, report.stats(state).generators, 0.0)
-    report.ledger_file(state)
+    generator_requests.heartbeat(state, "g0", {}, state.stats().generators, 0.0)
+    persistence.ledger_file(state)
 
 
 def calls_of(work: Callable[[], None]) -> int:
@@ -108,7 +108,7 @@ def test_a_group_costs_the_same_whatever_is_queued(on_stale):
     for measure in (calls_of, peak_bytes_of):
         cost_few, cost_many = (measure(partial(cycles, b, NUM_CYCLES)) for b in (few, many))
         assert cost_many <= 2 * cost_few, measure.__name__
-    assert report.stats(many).depth == NUM_MANY
+    assert many.stats().depth == NUM_MANY
 
 
 def test_a_lease_that_ended_leaves_nothing_behind_but_its_fate():

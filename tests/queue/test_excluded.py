@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.state import QueueState
 from tests.queue.builders import ack, all_trained, group, leases, make_state, put, take
 
@@ -27,8 +27,11 @@ def test_prompts_that_were_set_aside_are_named_with_row_and_cause():
     state = poisoned_queue()
     (lease,) = leases(state, 1)
     generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0)
-    assert report.ledger_file(state)["excluded"] == [POISON, {"position": 1, "row": 1, "epoch": 0, "cause": "too_long"}]
-    assert report.status(state, 0.0)["excluded"] == report.ledger_file(state)["excluded"]
+    assert persistence.ledger_file(state)["excluded"] == [
+        POISON,
+        {"position": 1, "row": 1, "epoch": 0, "cause": "too_long"},
+    ]
+    assert persistence.status(state, 0.0)["excluded"] == persistence.ledger_file(state)["excluded"]
 
 
 def test_a_second_epoch_names_the_row_again():
@@ -40,7 +43,7 @@ def test_a_second_epoch_names_the_row_again():
             generator_requests.fail(state, "g0", lease.lease_id, cause, 0.0)
         else:
             put(state, group(lease))
-    assert report.ledger_file(state)["excluded"] == [{"position": 2, "row": 0, "epoch": 1, "cause": "poison"}]
+    assert persistence.ledger_file(state)["excluded"] == [{"position": 2, "row": 0, "epoch": 1, "cause": "poison"}]
 
 
 def test_going_back_to_a_snapshot_keeps_those_before_it_and_forgets_those_after():
@@ -51,17 +54,17 @@ def test_going_back_to_a_snapshot_keeps_those_before_it_and_forgets_those_after(
     snapshot = ack(state, all_trained(), snapshot=True)
     (lease,) = leases(state, 1, version=1)
     generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0)
-    assert [entry["position"] for entry in report.ledger_file(state)["excluded"]] == [0, 3]
+    assert [entry["position"] for entry in persistence.ledger_file(state)["excluded"]] == [0, 3]
     learner_requests.attach(state, "line-b", "line-a", 1, 1, 100, snapshot, 0.0)
-    assert report.ledger_file(state)["excluded"] == [POISON]
+    assert persistence.ledger_file(state)["excluded"] == [POISON]
     learner_requests.attach(state, "line-c", "line-b", 0, 0, 100, None, 0.0)
-    assert report.ledger_file(state)["excluded"] == []
+    assert persistence.ledger_file(state)["excluded"] == []
 
 
 def test_a_hundred_are_named_and_all_are_counted():
     state = make_state(num_rows=200, groups_per_step=200, max_bytes=1 << 24)
     for lease in leases(state, 150):
         generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0)
-    named = [entry["position"] for entry in report.ledger_file(state)["excluded"]]
+    named = [entry["position"] for entry in persistence.ledger_file(state)["excluded"]]
     assert named == list(range(50, 150))
-    assert report.status(state, 0.0)["prompts_too_long"] == 150
+    assert persistence.status(state, 0.0)["prompts_too_long"] == 150

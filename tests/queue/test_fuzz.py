@@ -24,7 +24,7 @@ from async_rl.net.codec import encode_group
 from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
-from async_rl.queue.core import generator_requests, persistence, report
+from async_rl.queue.core import generator_requests, persistence
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck
 from async_rl.queue.server.handlers import Deferred, Handlers
@@ -87,11 +87,11 @@ def test_no_mutant_breaks_the_books_even_with_every_right():
             handlers, _ = fresh_handlers()
         answered += handle(handlers, frames, sizes, number * 0.01)
         state: QueueState = handlers.state
-        report.check(state)
+        state.check()
         assert persistence.save(state)
         assert pack({"handlers": handlers.save()})
-        json.dumps(report.status(state, number * 0.01), allow_nan=False)
-        json.dumps(report.ledger_file(state), allow_nan=False)
+        json.dumps(persistence.status(state, number * 0.01), allow_nan=False)
+        json.dumps(persistence.ledger_file(state), allow_nan=False)
     assert answered > 1000
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.queue.core import learner_requests, report
+from async_rl.queue.core import learner_requests
 from async_rl.queue.messages import NotReady
 from tests.queue.witness import WORST_CASE, Knobs
 from tests.queue.world import World
@@ -80,7 +80,7 @@ def test_a_group_above_what_was_reserved_is_kept_while_any_step_of_such_fits():
     world.ask("g0", 2)
     for lease_id in list(world.generators["g0"].leases):
         assert world.give("g0", lease_id, "huge") == "queued"
-    assert report.stats(world.state).bytes == 3 * WORST_CASE
+    assert world.state.stats().bytes == 3 * WORST_CASE
     world.run_to_the_end()
 
 

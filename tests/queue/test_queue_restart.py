@@ -3,7 +3,7 @@
 import pytest
 
 from async_rl.errors import QueueError
-from async_rl.queue.core import learner_requests, persistence, report
+from async_rl.queue.core import learner_requests, persistence
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, StepAck
@@ -117,7 +117,7 @@ def test_records_of_other_training_rows_are_refused_unless_asked_for():
     world = make_world()
     with pytest.raises(QueueError, match="expected rows with digest"):
         load_into("other", world)
-    assert report.stats(load_into("other", world, accepts_changed_data=True)).depth == 1
+    assert load_into("other", world, accepts_changed_data=True).stats().depth == 1
 
 
 def test_records_that_are_not_understood_are_refused_by_name():

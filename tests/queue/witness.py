@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from async_rl.config.queue import OnStale
-from async_rl.queue.core import persistence, report
+from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.persistence import decode_state
@@ -103,7 +103,7 @@ class Witness:
     def reload(self, clock: float) -> None:
         """The server dies; another, whose clock may be any, goes on from its records."""
         entries: dict[Kind, dict[str, Any]] = {kind: written(fields) for kind, fields in self.entries.items()}
-        saved, depth, payloads = persistence.save(self.state), report.stats(self.state).depth, self.payloads
+        saved, depth, payloads = persistence.save(self.state), self.state.stats().depth, self.payloads
         self.now = clock
         self.start_server(payloads)
         places = persistence.load(self.state, entries, saved, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
@@ -113,7 +113,7 @@ class Witness:
             assert written(change.fields) == entries[change.kind][change.key]
         self.entries = entries
         assert decode_state(persistence.save(self.state)) == decode_state(saved)
-        assert report.stats(self.state).depth == depth
+        assert self.state.stats().depth == depth
         self._remember()
         self.settle()
 
@@ -124,7 +124,7 @@ class Witness:
 
     @property
     def ledger(self) -> dict[str, Any]:
-        return report.stats(self.state).ledger["groups"]
+        return self.state.stats().ledger["groups"]
 
     @property
     def held_ids(self) -> frozenset[str]:
@@ -158,7 +158,7 @@ class Witness:
             else:
                 self.entries[change.kind][change.key] = written(change.fields)
         self._revision, self._small = self.state.revision, small
-        report.check(self.state)
+        self.state.check()
         self._check_prompts(small)
         self._check_payloads()
         self.is_sound = True

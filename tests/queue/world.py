@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 from async_rl.errors import LineageError
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts, Verdict
@@ -150,10 +150,10 @@ class World(Witness):
         return generator_requests.receive(self.state, facts.generator_id, facts, payload, self.now)[0]
 
     def give_again(self, lease_id: str) -> None:
-        depth = report.stats(self.state).depth
+        depth = self.state.stats().depth
         assert self.put(lease_id) in ("duplicate", "unknown_lease", "old_lineage")
         assert self.put(lease_id) in ("duplicate", "unknown_lease")
-        assert report.stats(self.state).depth == depth
+        assert self.state.stats().depth == depth
         self.settle()
 
     def fail(self, name: str, lease_id: str, cause: Literal["prompt_too_long", "engine_error"]) -> None:
@@ -367,7 +367,7 @@ class World(Witness):
                 deadline = self.state.next_deadline
                 assert deadline is not None, f"everybody waits: {answer.reason}"
                 self.pass_time(deadline - self.now)
-        raise AssertionError(f"the run does not end: {report.status(self.state, self.now)}")
+        raise AssertionError(f"the run does not end: {persistence.status(self.state, self.now)}")
 
     def _serve(self, name: str) -> bool:
         """One turn of a generator; whether it was told to activate a version."""

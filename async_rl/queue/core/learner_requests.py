@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from async_rl.errors import LineageError, QueueError
-from async_rl.queue.core import persistence, report
+from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import snapshot_key
 from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
@@ -119,7 +119,7 @@ def eval_wait(state: QueueState, lineage: str) -> str:
     state.attached(lineage)
     if any(not e.delivered for e in state.evals.finished) or not state.evals.unfinished:
         return ""
-    return report.who_samples(state) + "; ".join(e.progress_line for e in state.evals.unfinished)
+    return _who_samples(state) + "; ".join(e.progress_line for e in state.evals.unfinished)
 
 
 def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:
@@ -135,7 +135,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     learner = state.attached(lineage)
     if state.taken and step == learner.step + 1:
         # The take overtook the ack that precedes it. The client repeats it.
-        return NotReady(f"waits for the ack of step {learner.step}", report.stats(state))
+        return NotReady(f"waits for the ack of step {learner.step}", state.stats())
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
             f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
@@ -146,7 +146,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
         state.drop_too_old(learner)
         is_over = learner.finished or not learner.steps_left
         if is_over or len(state.queued) < num_groups or _must_wait(state, learner):
-            return report.not_ready(state, learner)
+            return _not_ready(state, learner)
         state.set_taken(state.queued.pop_first(num_groups))
         for group in state.taken:
             state.ledger.take(group.num_rollouts, group.num_tokens)
@@ -179,7 +179,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     state.at(now)
     learner, settings = state.attached(ack.lineage), state.settings
     if learner.acked is not None and learner.acked[0] == ack.step:
-        return Acked(report.stats(state), learner.acked[1])
+        return Acked(state.stats(), learner.acked[1])
     if not state.taken:
         raise QueueError(f"expected a take of step {learner.step} first, got an ack of step {ack.step}")
     learner.check(ack, settings)
@@ -191,7 +191,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
         state.end_training()
     state.revision += 1
     learner.acked = (ack.step, persistence.snapshot(state, learner) if ack.snapshot else None)
-    return Acked(report.stats(state), learner.acked[1])
+    return Acked(state.stats(), learner.acked[1])
 
 
 def checkpoint_committed(state: QueueState, lineage: str, step: int) -> None:
@@ -227,7 +227,40 @@ def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
     return persistence.snapshot(state, learner)
 
 
-# Evaluations and steps.
+# The steps of take and ack, and what an evaluation delivers.
+
+
+def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
+    """The answer to a take that can't be filled, with the reason for the watchdog."""
+    num_groups = state.settings.groups_per_step
+    if learner.finished or not learner.steps_left:
+        return NotReady(f"all {learner.num_steps} steps are trained", state.stats(), exhausted=True)
+    stop = state.stop_diagnosis()
+    if stop:
+        return NotReady(stop, state.stats(), stop=stop)
+    in_flight = state.ledger.groups.in_flight
+    if state.stream.exhausted and not in_flight:
+        line = f"the data has ended with {len(state.queued)} groups left, a step needs {num_groups}"
+        return NotReady(line, state.stats(), exhausted=True)
+    if state.waits_since is not None:
+        late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
+        waited_s = state.now - state.waits_since
+        line = f"waits {waited_s:.0f} s (queue.wait_s) for {len(late)} groups that this step would make stale"
+        return NotReady(line, state.stats())
+    line = f"{_who_samples(state)}{len(state.queued)} of {num_groups} groups are queued, {in_flight} in flight"
+    if state.filtered_since_step:
+        line += f", {state.filtered_since_step} filtered since the last step"
+    blocker = state.evals.exclusive
+    if blocker is not None:
+        line += f"; evaluation comes first: {blocker.progress_line}"
+    if learner.announcement is None:
+        line += "; no version is announced yet"
+    return NotReady(line, state.stats())
+
+
+def _who_samples(state: QueueState) -> str:
+    """A warning that no generator samples; empty if one does. It precedes the reason for a wait."""
+    return "" if state.generators.alive(state.now) else "no generator is connected: "
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:

@@ -1,8 +1,8 @@
-"""The queue's state as bytes and back: for the journal of a queue server, and for the snapshot in a checkpoint. Pure.
+"""The queue's state as bytes and back, for journal and snapshot, and as plain data for people. Pure.
 
-Both hold one record, ``PersistedState``, written by ``_encode`` and read by ``_decode``. The journal also holds records
-of groups, leases and evaluations (``Changes``), and a restarted server restores all of them. A snapshot also holds the
-groups that it refers to. ``restore`` defines which fields a snapshot replaces.
+The journal of a queue server and the snapshot in a checkpoint hold one record, ``PersistedState``. The journal also
+holds records of groups, leases and evaluations (``Changes``), and a restarted server restores all of them. A snapshot
+also holds the groups that it refers to. ``restore`` defines which fields a snapshot replaces.
 
 The checkpoint wins: work that the queue did after the snapshot is rolled back, leases are void, and prompts are drawn
 again in stream order. Only the ledger keeps these amounts, as ``rolled_back``.
@@ -21,7 +21,7 @@ import xxhash
 
 from async_rl.errors import QueueError
 from async_rl.net.wire import pack_plain
-from async_rl.queue.core.admission import LearnerSide
+from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
 from async_rl.queue.core.generator_requests import build_lease
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
 from async_rl.queue.core.leases import ActiveLease, ClosedLease, LeaseRecord
@@ -34,6 +34,8 @@ from async_rl.records import Sampling
 
 Entries = Mapping[Kind, Mapping[str, Any]]
 
+_ANNOUNCED = ("lineage", "version", "digest", "channel")
+"""The fields of the announcement that the status shows."""
 KEPT_AT_RESTORE = frozenset({"now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals"})
 """Fields that a restored snapshot does not replace: the clock, the rows, the learners, and the outcomes of groups."""
 
@@ -266,3 +268,81 @@ def _changed_data(since: str, saved: PersistedState, state: QueueState) -> Queue
         f"{state.data_digest}; put the old file back, or accept the new one with data.on_change = 'accept' (stream "
         f"positions then name other prompts than before)"
     )
+
+
+# For people.
+
+
+def ledger_file(state: QueueState) -> dict[str, Any]:
+    """The content of ``ledger.json``. ``broken`` names an identity that does not hold (a bug of ours)."""
+    learner = state.learner
+    plain: dict[str, Any] = {
+        "lineage": learner.lineage if learner else None,
+        "step": learner.step if learner else None,
+        "version": learner.version if learner else None,
+        **state.ledger_dict(),
+        "excluded": excluded(state),
+    }
+    try:
+        state.check_totals()
+    except AssertionError as error:
+        plain["broken"] = str(error)
+    return plain
+
+
+def status(state: QueueState, now: float) -> dict[str, Any]:
+    """The full status of the queue for people, as plain data."""
+    state.at(now)
+    learner = state.learner
+    announced = learner.announcement if learner else None
+    return {
+        **{name: getattr(learner, name, None) for name in LEARNER_STATUS},
+        "finished": bool(learner and learner.finished),
+        "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
+        "depth": len(state.queued),
+        "bytes": state.group_bytes + state.evals.num_bytes,
+        "bytes_pinned": sum(g.ref.length for g in state.snapshot_refs.groups if not state.is_live(g.lease_id)),
+        "bytes_reserved": state.leases.reserved,
+        "max_bytes": state.settings.max_bytes,
+        "stream": {
+            "position": state.stream.position,
+            "requeued": state.stream.num_requeued,
+            "epoch": state.stream.epoch,
+        },
+        "leases": _leases(state),
+        "generators": state.generators.as_dicts(state.now),
+        "evaluations": [e.progress_line for e in state.evals],
+        "prompts_too_long": state.prompts_too_long,
+        "filtered_since_step": state.filtered_since_step,
+        "stop": state.stop_diagnosis(),
+        "excluded": excluded(state),
+        "ledger": state.ledger_dict(),
+    }
+
+
+def excluded(state: QueueState) -> list[dict[str, Any]]:
+    """The prompts that were excluded most recently (at most 100).
+
+    ``row`` is the row's index in the loaded data set. It starts at 0 and does not count malformed rows.
+    """
+    found: list[dict[str, Any]] = []
+    for position, cause in state.last_excluded.items():
+        row, epoch = state.stream.locate(position)
+        found.append({"position": position, "row": row, "epoch": epoch, "cause": cause})
+    return found
+
+
+def _leases(state: QueueState) -> list[dict[str, Any]]:
+    return [
+        {
+            "lease_id": active.lease.lease_id,
+            "generator": active.generator_id,
+            "kind": active.lease.kind,
+            "version": active.version,
+            "attempt": active.lease.attempt,
+            "progress": active.progress,
+            "age_s": state.now - active.issued_at,
+            "silent_s": state.now - active.grown_at,
+        }
+        for active in state.leases
+    ]

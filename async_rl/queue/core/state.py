@@ -7,9 +7,9 @@ does the time, by ``QueueState.expire``. Its persisted part, ``PersistedState``,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,7 +20,7 @@ from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, S
 from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
-from async_rl.queue.messages import DropCause
+from async_rl.queue.messages import DropCause, QueueStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
 from async_rl.records import Prompt
@@ -370,6 +370,70 @@ class QueueState(PersistedState):
             )
         return ""
 
+    def stats(self) -> QueueStats:
+        """Queue statistics at time ``now``, set by the latest call."""
+        alive = self.generators.alive(self.now)
+        return QueueStats(
+            depth=len(self.queued),
+            bytes=self.group_bytes + self.evals.num_bytes,
+            in_flight=self.ledger.groups.in_flight,
+            num_generators=len(alive),
+            generators=self.generators.total(self.now),
+            ledger=self.ledger_dict(),
+            prompts_too_long=self.prompts_too_long,
+            epoch=self.stream.epoch,
+            alive_generators=tuple(sorted(entry.generator_id for entry in alive)),
+        )
+
+    def ledger_dict(self) -> dict[str, Any]:
+        """Both ledgers and the outcomes."""
+        return {
+            **self.ledger.as_dict(),
+            "eval": self.eval_ledger.as_dict(),
+            "outcomes": self.outcomes.as_dict(),
+        }
+
+    def check_totals(self) -> None:
+        """Raises AssertionError if an identity is broken, or the ledger and the totals of what is stored differ."""
+        self.ledger.check()
+        self.eval_ledger.check()
+        groups, tokens = self.ledger.groups, self.ledger.tokens
+        held_tokens = self.queued.num_tokens + sum(g.num_tokens for g in self.taken)
+        _compare(
+            {
+                "queued": (groups.queued, len(self.queued)),
+                "taken": (groups.taken, len(self.taken)),
+                "in_flight": (groups.in_flight, self.leases.num_training),
+                "tokens": (tokens.queued + tokens.taken, held_tokens),
+                "prompts": (self.stream.position, self._num_prompts()),
+            }
+        )
+
+    def check(self) -> None:
+        """``check_totals``, and every total against what it sums; its cost grows with what is stored.
+
+        Raises:
+            AssertionError: something does not add up, or a prompt got lost.
+        """
+        self.check_totals()
+        queued, leases = list(self.queued), list(self.leases)
+        _compare(
+            {
+                "queued bytes": (self.queued.num_bytes, sum(g.ref.length for g in queued)),
+                "bytes": (self.group_bytes, sum(g.ref.length for g in (*queued, *self.taken))),
+                "queued tokens": (self.queued.num_tokens, sum(g.num_tokens for g in queued)),
+                "reserved": (self.leases.reserved, sum(lease.reserved for lease in leases)),
+                "training leases": (self.leases.num_training, sum(lease.evaluation is None for lease in leases)),
+            }
+        )
+
+    def _num_prompts(self) -> int:
+        """Prompts drawn from the stream, by where they are now; those that were dropped to come again count once."""
+        groups = self.ledger.groups
+        here = self.stream.num_requeued + groups.in_flight + groups.queued + groups.taken
+        ended = ("poison", "too_slow", "step_skipped", "unused_at_end")
+        return here + groups.done + groups.filtered + self.prompts_too_long + sum(groups.dropped[c] for c in ended)
+
     @property
     def _wait_deadline(self) -> float | None:
         """The time at which a waiting step stops waiting for leases; None if no step waits."""
@@ -405,3 +469,9 @@ class QueueState(PersistedState):
         self.last_excluded[position] = cause
         while len(self.last_excluded) > _NAMED:
             del self.last_excluded[next(iter(self.last_excluded))]
+
+
+def _compare(totals: Mapping[str, tuple[int, int]]) -> None:
+    wrong = {name: pair for name, pair in totals.items() if pair[0] != pair[1]}
+    if wrong:
+        raise AssertionError(f"(counted, stored) differ: {wrong}")

@@ -22,7 +22,7 @@ from async_rl.net.codec import field, read_as
 from async_rl.net.wire import Frame, Message
 from async_rl.process.package_versions import package_versions
 from async_rl.queue import messages
-from async_rl.queue.core import generator_requests, learner_requests, report
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import eval_sampling
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.learner_requests import TakenPayload
@@ -125,7 +125,7 @@ class Handlers:
         return Reply(messages.Pong(self.run_id, self.state.learner is not None, package_versions()))
 
     def _on_status(self, request: messages.GetStatus, message: Message, now: float) -> Reply:
-        return Reply(messages.Status({"run_id": self.run_id, **report.status(self.state, now)}))
+        return Reply(messages.Status({"run_id": self.run_id, **persistence.status(self.state, now)}))
 
     # The learner.
 
@@ -214,7 +214,7 @@ class Handlers:
 
     def _on_snapshot(self, request: messages.TakeSnapshot, message: Message, now: float) -> Reply:
         snapshot = learner_requests.snapshot(self.state, request.lineage, now)
-        return _acked(Acked(report.stats(self.state), snapshot))
+        return _acked(Acked(self.state.stats(), snapshot))
 
     def _on_checkpoint_committed(self, request: messages.CheckpointCommitted, message: Message, now: float) -> Reply:
         learner_requests.checkpoint_committed(self.state, request.lineage, request.step)

@@ -30,7 +30,7 @@ from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError,
 from async_rl.net.codec import read_as
 from async_rl.net.wire import Message, decode, encode
 from async_rl.process.fault_points import fault_point
-from async_rl.queue.core import persistence, report
+from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import QueueSettings, eval_sampling
 from async_rl.queue.core.prompts import PromptStream, Row
 from async_rl.queue.core.state import QueueState
@@ -164,7 +164,7 @@ class QueueServer:
                 self._write_files(now)
             logger.info("the queue ends: %s", reason)
             self._commit()
-            self._files.write_last(self._handlers.run_id, report.ledger_file(self._state))
+            self._files.write_last(self._handlers.run_id, persistence.ledger_file(self._state))
             return reason
         finally:
             self._close()
@@ -304,7 +304,7 @@ class QueueServer:
         # Loading must not count as a change.
         self._changes.drain()
         self._committed = self._state.revision
-        stats = report.stats(self._state)
+        stats = self._state.stats()
         logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
 
     def _push_notices(self) -> None:
@@ -322,7 +322,7 @@ class QueueServer:
     def _write_files(self, now: float) -> None:
         state = self._state
         step = -1 if state.learner is None else state.learner.step
-        ledger = partial(report.ledger_file, state)
+        ledger = partial(persistence.ledger_file, state)
         self._files.write(self._handlers.run_id, ledger, now, revision=state.revision, step=step)
 
     # Life.
