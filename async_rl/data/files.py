@@ -75,8 +75,7 @@ class Source:
         place, _, config = self._place.partition(":") if not Path(self._place).exists() else (self._place, "", "")
         try:
             if any((Path(place) / name).is_file() for name in _SAVED_BY_DATASETS):
-                loaded = datasets.load_from_disk(place)
-                rows: Any = loaded[self._split or "train"] if isinstance(loaded, datasets.DatasetDict) else loaded
+                rows: Any = _split_of(datasets.load_from_disk(place), self._split or "train")
             else:
                 rows = datasets.load_dataset(place, config or None, split=self._split or "train")
         except Exception as error:  # offline, no such name, split or config, no permission: all the same to the user
@@ -88,6 +87,22 @@ class Source:
         for number, row in enumerate(rows, start=1):
             self._hash.update(msgpack.packb(row, default=str) or b"")
             yield f"{self.name}: row {number}", _without_nulls(row)
+
+
+def _split_of(saved: Any, split: str) -> Any:
+    """The rows of ``split`` (``test``, ``train[:60%]``) in a dataset that ``datasets`` saved.
+
+    A dataset that was saved without its name is ``train``. Raises ValueError: it has no such split.
+    """
+    import datasets
+
+    parts = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
+    instructions = datasets.ReadInstruction.from_spec(split).to_absolute(
+        {name: len(rows) for name, rows in parts.items()}
+    )
+    return datasets.concatenate_datasets(
+        [parts[part.splitname].select(range(part.from_, part.to)) for part in instructions]
+    )
 
 
 def _jsonl(content: bytes, path: str) -> Iterator[tuple[str, Any]]:

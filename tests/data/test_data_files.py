@@ -180,6 +180,26 @@ def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(name: str):
         load_rows(name)
 
 
+def test_a_split_of_a_saved_dataset_is_honoured_or_refused(tmp_path: Path):
+    import datasets
+
+    rows = [{"prompt": f"{number}+1?", "gt_answer": str(number + 1)} for number in range(10)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(str(tmp_path / "unnamed"))
+    datasets.DatasetDict(train=saved).save_to_disk(str(tmp_path / "named"))
+
+    def answers(source: str) -> list[str]:
+        return [str(row.reward_data["gt_answer"]) for row in load_rows(source).rows]
+
+    for place in (tmp_path / "unnamed", tmp_path / "named"):
+        assert answers(str(place)) == answers(f"train@{place}") == [str(number) for number in range(1, 11)]
+        assert answers(f"train[:60%]@{place}") == ["1", "2", "3", "4", "5", "6"]
+        assert answers(f"train[6:]@{place}") == ["7", "8", "9", "10"]
+        for missing in ("test", "train[:60"):
+            with pytest.raises(DataError, match="dataset"):
+                answers(f"{missing}@{place}")
+
+
 def test_a_single_file_has_no_splits_but_train(tmp_path: Path):
     write_jsonl(tmp_path / "rows.jsonl")
     assert len(load_rows(f"train@{tmp_path / 'rows.jsonl'}").rows) == 2
