@@ -52,14 +52,14 @@ class Sampled:
     """One finished sequence of a lease. ``N`` sampled tokens, end-of-sequence token included.
 
     Attributes:
-        index: which of the lease's ``group_size`` samples, from 0.
+        index: the sample's number in the lease's group, from 0.
         prompt_ids: int32 [P].
         token_ids: int32 [N].
         logprobs: float32 [N], nats, of the distribution that was sampled: after temperature, top-k and top-p.
         versions: int32 [N].
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
         text: the sampled tokens decoded, without special tokens.
-        sampling_mask: N sets, what top-p and top-k left of the vocabulary; None unless ``lease.wants_sampling_mask``.
+        sampling_mask: N sets of tokens, those that top-p and top-k kept; None unless ``lease.wants_sampling_mask``.
     """
 
     lease_id: str
@@ -74,18 +74,18 @@ class Sampled:
 
 
 class Text(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that environments need."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as text, with the opening of the assistant's turn."""
+        """Return the conversation as text, with the opening of the assistant's turn."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids, int32 [N]; special tokens only where the text spells them out."""
+        """Return token ids, int32 [N]. Add no special tokens that the text does not spell out."""
         ...
 
     def ending(self, token_id: int) -> str:
-        """How a special token is written; empty for any other token."""
+        """Return a special token's text; empty for any other token."""
         ...
 
 
@@ -94,22 +94,22 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What it promises; the same for all instances of a class."""
+        """What the backend can do; the same for all instances of a class."""
         ...
 
     @property
     def max_running(self) -> int:
-        """Sequences that can run at once; may change with what the engine's memory holds."""
+        """The number of sequences that can run at once. It may change with the engine's free memory."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Sequences that run or wait to run."""
+        """The number of sequences that run or wait to run."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the backend was made, by cancelled sequences too."""
+        """The number of tokens sampled since the backend was built, including those of cancelled sequences."""
         ...
 
     @property
@@ -118,27 +118,27 @@ class Backend(Protocol):
         ...
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        """Token ids, int32 [P], of the rendered chat prompt, ready to be continued."""
+        """Return the token ids, int32 [P], of the rendered chat prompt with the opening of the model's turn."""
         ...
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        """Start (or line up) the lease's ``group_size`` samples of this prompt, with its sampling and seed."""
+        """Start or queue the lease's ``group_size`` samples of this prompt, with the lease's sampling and seed."""
         ...
 
     def cancel(self, lease_id: str) -> None:
-        """Forget the lease's sequences; nothing of it is returned any more. Unknown leases are ignored."""
+        """Forget the lease's sequences; ``step`` returns none of them from now on. Ignore an unknown lease."""
         ...
 
     def step(self) -> list[Sampled]:
-        """One decode step over all running sequences; those that finished. Returns at once if none run."""
+        """Run one decode step over all running sequences, and return the finished ones. Return at once if none run."""
         ...
 
     def progress(self) -> dict[str, int]:
-        """Tokens sampled so far, by lease, for the heartbeat."""
+        """Return the number of tokens sampled so far for each open lease, for the heartbeat."""
         ...
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
-        """Sample with these weights from the next step on; the seconds for which nothing could be sampled.
+        """Sample with these weights from the next step on. Returns the pause in seconds: no step could run then.
 
         ``weights`` maps Hugging Face state-dict names to host tensors, which stay valid until the next ``activate``
         returns. The fake ignores them.
@@ -172,7 +172,7 @@ class PreparingBackend(Protocol):
 
 @runtime_checkable
 class TextBackend(Protocol):
-    """What a backend has in addition to ``Backend`` if its tokens are not those of the model's tokenizer."""
+    """An additional property of a backend whose tokens are not those of the model's tokenizer."""
 
     @property
     def text(self) -> Text: ...
@@ -187,11 +187,11 @@ class BackendFactory(Protocol):
         Args:
             directory: the model's and the tokenizer's files.
             device: the CUDA device to use; None: the CPU.
-            load_pretrained: load the weights in ``directory`` as version 0, instead of waiting for ``activate``; asked
-                only of backends that declare ``offline``.
+            load_pretrained: load the weights in ``directory`` as version 0, instead of waiting for ``activate``. It is
+                True only for backends that declare ``offline``.
 
         Raises:
-            ModelError: the model is not one that the backend can run.
+            ModelError: the backend can't run the model.
         """
         ...
 
@@ -203,17 +203,17 @@ def build_backend(
     load_pretrained: bool = False,
     code_digests: Mapping[str, str] | None = None,
 ) -> Backend:
-    """The engine that ``config.generator`` asks for, over the model files in ``directory``.
+    """Build the engine that ``config.generator`` names, for the model files in ``directory``.
 
-    Its weights come by ``activate``; with ``load_pretrained`` they are those in ``directory``, as version 0.
+    ``activate`` brings its weights; with ``load_pretrained`` they are those in ``directory``, as version 0.
 
     Args:
         code_digests: the learner's digests of the user's own code; None: the code is this machine's user's.
 
     Raises:
-        ConfigError: the backend is unknown here, can't do what the config asks for, or is code that is not allowed
-            here, not there, not the learner's, or not a backend.
-        ModelError: the model is not one that the backend can run.
+        ConfigError: the backend is unknown or can't do what the config requires; or it is the user's own code, and that
+            is not allowed here, missing, different from the learner's, or not a backend.
+        ModelError: the backend can't run the model.
     """
     name = resolve_backend(config, offline=load_pretrained)
     if is_code_name(name):
@@ -233,7 +233,7 @@ def build_backend(
 
 
 def resolve_backend(config: Config, *, offline: bool = False) -> str:
-    """The name of the backend to build: ``generator.backend``, with ``auto`` resolved for this machine."""
+    """Return the name of the backend to build: ``generator.backend``, with ``auto`` resolved for this machine."""
     if config.generator.backend != AUTO:
         return config.generator.backend
     for name in AUTO_CANDIDATES:
@@ -249,7 +249,7 @@ def resolve_backend(config: Config, *, offline: bool = False) -> str:
 
 
 def cuda_device(config: Config) -> str | None:
-    """The CUDA device that the engine runs on: the first of ``generator.devices``, or else of the machine."""
+    """Return the engine's CUDA device: the first of ``generator.devices``, or else of the machine; None: the CPU."""
     if not has_model(config.generator.backend):
         return None
     import torch
@@ -297,7 +297,7 @@ def _build_transformers(directory: Path, config: Config, *, device: str | None, 
     if engine.num_threads is not None:
         torch.set_num_threads(engine.num_threads)
     if deterministic:
-        # One group runs at a time: more room would fetch leases that another generator could start on.
+        # One group runs at a time. With more slots the loop would request leases that another generator could start.
         engine = engine.model_copy(update={"batch_size": config.sampling.group_size})
     return TransformersBackend.from_files(
         directory,
@@ -329,14 +329,14 @@ def _mixed(value: UInt64Array) -> UInt64Array:
 
 
 def rollout_keys(seed: int, indices: npt.NDArray[np.int64]) -> UInt64Array:
-    """One stream key, uint64 [N], for each rollout index of a lease with this seed."""
+    """Return a stream key, uint64 [N], for each rollout index of a lease with this seed."""
     start = _mixed(np.asarray([seed & _LOW_64_BITS], dtype=np.uint64))
-    # Mixed twice, so that (seed, index + 1) is not the same stream one token further.
+    # Mixed twice, so that the stream of (seed, index + 1) is not this stream shifted by one token.
     return _mixed(_mixed(start + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
 
 
 def uniforms(keys: UInt64Array, counters: npt.NDArray[np.int64]) -> Float64Array:
-    """float64 [N] in [0, 1 - 2**-52], one for each (key, counter)."""
+    """Return float64 [N] in [0, 1 - 2**-52], one number for each (key, counter)."""
     bits = _mixed(keys + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     # 52 bits, not 53: then u * total < total even after rounding, so an inverse CDF always finds an index.
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52

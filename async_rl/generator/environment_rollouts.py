@@ -1,13 +1,13 @@
-"""Rollouts of several turns: between the backend, which samples answers, and the environments' processes.
+"""Rollouts of several turns: the backend samples answers, and the environments' processes reply to them.
 
-Every turn is a request of its own to the backend, whose prompt is all the tokens so far: so weights are swapped,
-answers cancelled and slots shared exactly as for single answers. ``sampling.max_new_tokens`` bounds what a rollout
-samples in all its turns; no sequence is longer than ``sampling.max_prompt_tokens`` and that together.
+Each turn is a separate request to the backend, whose prompt is all the tokens so far. So weights are updated, answers
+cancelled and slots shared as for single answers. ``sampling.max_new_tokens`` limits the tokens that a rollout samples
+in all its turns. No sequence is longer than ``sampling.max_prompt_tokens`` plus ``sampling.max_new_tokens``.
 
-A ``Trajectory`` holds the tokens of one rollout. What the model sampled is kept as it was and never tokenised again.
-What the environment adds is tokenised by itself and is outside the loss mask. The *prefix rule* says where it goes: a
-state that begins with the old state and the action continues the sequence, any other state begins a new one (for
-example where a template removes old thoughts).
+A ``Trajectory`` holds the tokens of one rollout. It keeps sampled tokens as they are and never tokenises them again.
+It tokenises separately what the environment adds, and leaves that out of the loss mask. The *prefix rule*: a state that
+begins with the old state and the action continues the sequence; any other state begins a new sequence (for example
+where a template removes old thoughts).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A rollout in play. ``request_id`` is the lease that the backend samples for it now; None while it does not."""
+    """An unfinished rollout. ``request_id``: the request that the backend samples for it now, or None."""
 
     key: str
     lease: Lease
@@ -45,14 +45,14 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _OpenLease:
-    """``progress`` counts sampled tokens, turns, and steps spent in line for a slot."""
+    """A lease's unfinished rollouts. ``progress`` counts sampled tokens, turns, and steps spent waiting for a slot."""
 
     progress: int = 0
     rollouts: dict[str, _Open] = field(default_factory=dict)
 
 
 class EnvironmentRollouts:
-    """See ``rollouts.Rollouts``. A rollout that fails is collected as one with finish reason ``error``."""
+    """See ``rollouts.Rollouts``. A rollout that fails is collected with finish reason ``error``."""
 
     def __init__(self, backend: Backend, pool: EnvironmentPool, text: Text, config: EnvironmentConfig) -> None:
         self._backend = backend
@@ -66,7 +66,7 @@ class EnvironmentRollouts:
 
     @property
     def num_open(self) -> int:
-        return sum(len(held.rollouts) for held in self._leases.values())
+        return sum(len(open_lease.rollouts) for open_lease in self._leases.values())
 
     @property
     def num_pending(self) -> int:
@@ -77,17 +77,17 @@ class EnvironmentRollouts:
         return self._text.encode(self._rendered(messages)) if messages else np.zeros(0, np.int32)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        """Begin the rollouts. ``prompt_ids`` is not looked at: the environments may begin in another way.
+        """Begin the rollouts. Ignore ``prompt_ids``: an environment may begin with another prompt.
 
         Raises:
-            ConfigError: the environment's code can't be run any more.
+            ConfigError: the environment's code can no longer be run.
         """
-        held = self._leases[lease.lease_id] = _OpenLease()
+        open_lease = self._leases[lease.lease_id] = _OpenLease()
         messages = lease.prompt.messages
         prompt = self._rendered(messages) if messages else None
         for index in range(lease.group_size):
             key = f"{lease.lease_id}/{index}"
-            held.rollouts[key] = _Open(key, lease, index, Trajectory(self._text))
+            open_lease.rollouts[key] = _Open(key, lease, index, Trajectory(self._text))
             self._pool.start(
                 key,
                 {
@@ -99,8 +99,8 @@ class EnvironmentRollouts:
             )
 
     def cancel(self, lease_id: str) -> None:
-        held = self._leases.pop(lease_id, None)
-        for rollout in held.rollouts.values() if held is not None else ():
+        open_lease = self._leases.pop(lease_id, None)
+        for rollout in open_lease.rollouts.values() if open_lease is not None else ():
             self._pool.cancel(rollout.key)
             self._stop_sampling(rollout)
 
@@ -112,7 +112,7 @@ class EnvironmentRollouts:
                 continue
             rollout.request_id = None
             rollout.finish_reason = sample.finish_reason
-            rollout.trajectory.say(sample)
+            rollout.trajectory.add_answer(sample)
             self._leases[rollout.lease.lease_id].progress += len(sample.token_ids)
             self._pool.answer(
                 rollout.key,
@@ -139,35 +139,35 @@ class EnvironmentRollouts:
         return done
 
     def progress(self) -> dict[str, int]:
-        """Progress by lease. It also grows while a turn waits for a slot and the turns before it are sampled."""
+        """Return the progress of each lease. It also grows while a turn waits for a slot and others are sampled."""
         sampled = self._backend.progress()
         moved = self._num_steps > self._steps_at_progress
         self._steps_at_progress = self._num_steps
         progress: dict[str, int] = {}
-        for lease_id, held in self._leases.items():
-            tokens = [sampled.get(r.request_id, 0) for r in held.rollouts.values() if r.request_id is not None]
-            held.progress += int(moved and 0 in tokens)
-            progress[lease_id] = held.progress + sum(tokens)
+        for lease_id, open_lease in self._leases.items():
+            tokens = [sampled.get(r.request_id, 0) for r in open_lease.rollouts.values() if r.request_id is not None]
+            open_lease.progress += int(moved and 0 in tokens)
+            progress[lease_id] = open_lease.progress + sum(tokens)
         return progress
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The environment's first state: the row's messages, rendered with the chat template.
+        """Render the row's messages with the chat template, for the environment's first state.
 
-        A plain-text prompt is returned unchanged.
+        Return a plain-text prompt unchanged.
         """
         is_text = len(messages) == 1 and messages[0]["role"] == TEXT_ROLE
         return messages[0]["content"] if is_text else self._text.render(messages)
 
     def _next_turn(self, rollout: _Open, wanted: Mapping[str, Any]) -> None:
-        """Have the model answer in the state that the environment ``wanted`` it to."""
+        """Sample the model's answer to the state in the environment's request, ``wanted``."""
         lease, trajectory = rollout.lease, rollout.trajectory
         sampling, is_first = lease.sampling, not rollout.trajectory.turn_tokens
         if len(trajectory.turn_tokens) >= self._config.max_turns or rollout.is_over:
-            self._abandon(rollout, "it asked for a turn after it was told that there are no more")
+            self._abandon(rollout, "it requested a turn after the last one")
             return
         try:
             state = wanted["state"]
-            ids = trajectory.see(state if isinstance(state, str) else self._text.render(state))
+            ids = trajectory.add_state(state if isinstance(state, str) else self._text.render(state))
             limits = [self._config.max_turn_tokens, wanted["max_tokens"]]
             stop = (*sampling.stop, *map(str, wanted["stop"]))
             room = min(
@@ -175,7 +175,7 @@ class EnvironmentRollouts:
                 sampling.max_prompt_tokens + sampling.max_new_tokens - len(ids),
                 *(int(limit) for limit in limits if limit is not None),
             )
-        except Exception as error:  # the boundary to templates and tokenizers, and to what the environment asked for
+        except Exception as error:  # boundary to templates, tokenizers and the environment's request
             self._abandon(rollout, f"its state can't be continued: {type(error).__name__}: {error}")
             return
         if is_first and (len(ids) > sampling.max_prompt_tokens or not len(ids)):
@@ -183,7 +183,7 @@ class EnvironmentRollouts:
             self._done.append(Graded(lease, rollout.index, None, cause="prompt_too_long", detail=detail))
             return
         if room < 1:
-            # As an answer that is cut: the environment hears that it is over, and says what was earned until here.
+            # As for a cut answer: notify the environment of the end; it reports the rewards so far.
             rollout.finish_reason, rollout.is_over = "length", True
             self._pool.answer(rollout.key, {"type": "over"})
             return
@@ -193,7 +193,7 @@ class EnvironmentRollouts:
         self._backend.submit(request, ids)
 
     def _request(self, rollout: _Open, sampling: Sampling) -> Lease:
-        """One turn as a lease for one sample. Its random numbers depend on seed, index and turn alone."""
+        """Return one turn as a lease for one sample. Its random numbers depend on seed, index and turn alone."""
         turn = len(rollout.trajectory.turn_tokens)
         key = int(rollout_keys(rollout.lease.seed, np.array([rollout.index]))[0])
         return replace(
@@ -209,7 +209,7 @@ class EnvironmentRollouts:
         try:
             earned = [(float(reward), float(score)) for reward, score in event.message["turns"]]
         except (KeyError, TypeError, ValueError) as error:
-            self._fail(rollout, f"its process said what is no list of turns: {error}")
+            self._fail(rollout, f"expected a list of turns from its process: {error}")
             return
         if not counts or len(earned) != len(counts) or not np.isfinite(earned).all():
             self._fail(rollout, f"expected finite rewards for {len(counts)} answers (at least one), got {earned}")
@@ -244,9 +244,9 @@ class EnvironmentRollouts:
             rollout.request_id = None
 
     def _finish(self, rollout: _Open, scored: Rollout, detail: str = "") -> None:
-        held = self._leases[rollout.lease.lease_id]
-        del held.rollouts[rollout.key]
-        if not held.rollouts:
+        open_lease = self._leases[rollout.lease.lease_id]
+        del open_lease.rollouts[rollout.key]
+        if not open_lease.rollouts:
             del self._leases[rollout.lease.lease_id]
         self._done.append(Graded(rollout.lease, rollout.index, scored, detail=detail))
 
@@ -260,17 +260,17 @@ def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[st
     """
     row = dict(lease.prompt.reward_data)
     own = row.pop("extra_info", None)
-    told = {
+    built_in = {
         "idx": lease.prompt.row,
         "seed": lease.seed,
         "index": index,
         "messages": [dict(message) for message in lease.prompt.messages],
     }
-    return {**told, **settings, **row, **(own if isinstance(own, dict) else {})}
+    return {**built_in, **settings, **row, **(own if isinstance(own, dict) else {})}
 
 
 class TokenizerText:
-    """``Text`` of a Hugging Face tokenizer."""
+    """See ``backend.Text``, for a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -289,7 +289,7 @@ class TokenizerText:
 
 
 class Trajectory:
-    """One rollout's sequences so far. Begin each turn with ``see``, end it with ``say``."""
+    """One rollout's sequences so far. Call ``add_state`` at the start of each turn, ``add_answer`` at its end."""
 
     def __init__(self, text: Text) -> None:
         self._text = text
@@ -304,38 +304,38 @@ class Trajectory:
     def num_sampled(self) -> int:
         return sum(self.turn_tokens)
 
-    def see(self, state: str) -> np.ndarray:
-        """The token ids, int32 [N], that the model continues in ``state``."""
+    def add_state(self, state: str) -> np.ndarray:
+        """Add a state. Return the token ids, int32 [N], that the model continues."""
         rest = self._continuation(state)
         if rest is None:
             self._close()
             rest = state
-        self._open.told(self._text.encode(rest))
+        self._open.add_given(self._text.encode(rest))
         self._state, self._action = state, None
         return self._open.token_ids()
 
-    def say(self, sampled: Sampled) -> None:
-        """The model's answer to what ``see`` returned."""
-        self._open.sampled(sampled)
+    def add_answer(self, sampled: Sampled) -> None:
+        """Add the model's answer to the newest state."""
+        self._open.add_sampled(sampled)
         self._action = sampled.text
         self._ending = self._text.ending(int(sampled.token_ids[-1]))
         self.turn_tokens.append(len(sampled.token_ids))
 
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """All of it; a sequence in which nothing was sampled is left out."""
+        """Return all sequences in which something was sampled."""
         self._close()
         return tuple(self._closed)
 
     def _continuation(self, state: str) -> str | None:
-        """What ``state`` adds to what is in the tokens already; None if it does not begin with that."""
+        """Return the part of ``state`` that follows the tokens so far; None if ``state`` does not begin with them."""
         if self._action is None:
             return None
-        said = self._state + self._action
-        # The end-of-turn token was sampled, so it is there already. A rendered conversation spells it out; text that an
-        # environment puts together from state and action does not.
-        if self._ending and state.startswith(said + self._ending):
-            return state[len(said) + len(self._ending) :]
-        return state[len(said) :] if state.startswith(said) else None
+        known = self._state + self._action
+        # The end-of-turn token was sampled, so the tokens have it already. A rendered conversation spells it out; text
+        # that an environment composes from state and action does not.
+        if self._ending and state.startswith(known + self._ending):
+            return state[len(known) + len(self._ending) :]
+        return state[len(known) :] if state.startswith(known) else None
 
     def _close(self) -> None:
         if self._open.has_samples:
@@ -344,7 +344,7 @@ class Trajectory:
 
 
 class _OpenSequence:
-    """Parts of one sequence, in order."""
+    """The parts of one sequence, in order."""
 
     def __init__(self) -> None:
         self._ids: list[np.ndarray] = []
@@ -354,10 +354,10 @@ class _OpenSequence:
         self._sampling_masks: list[SamplingMask] = []
         self.has_samples = False
 
-    def told(self, ids: np.ndarray) -> None:
+    def add_given(self, ids: np.ndarray) -> None:
         self._add(ids, False, np.zeros(len(ids), np.float32), np.full(len(ids), NO_VERSION, np.int32))
 
-    def sampled(self, sampled: Sampled) -> None:
+    def add_sampled(self, sampled: Sampled) -> None:
         self._add(sampled.token_ids, True, sampled.logprobs, sampled.versions)
         self.has_samples = True
         if sampled.sampling_mask is not None:

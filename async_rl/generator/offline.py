@@ -1,6 +1,6 @@
-"""Answers leases to the last one: the generator's loop without a queue, and without weights that change. No torch.
+"""Answer a list of leases: the generator's loop without a queue, and without weights that change. No torch.
 
-Called by offline evaluation. ``rollouts`` decides whether an answer is a single one or is played with an environment.
+Offline evaluation calls ``sample_offline``. Its ``rollouts`` sample single answers or play an environment.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from async_rl.records import Group, Lease, Prompt, Rollout
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with (leases answered or failed, leases)."""
+"""Called with the number of leases that are answered or failed, and of all."""
 
 _POLL_S = 0.002
-"""Graders and environments can't be blocked on; they are asked again after so long while the backend has nothing."""
+"""While the backend has nothing to do, graders and environments are polled this often: they can't be waited for."""
 
 
 @dataclass(slots=True)
 class OfflineSamples:
-    """Every lease's group, in their order; one without rollouts where the lease could not be answered.
+    """Every lease's group, in the order of the leases. A lease that could not be answered has a group without rollouts.
 
-    ``causes`` counts those by why, ``first_failure`` says it in words of the first one; empty if there is none.
+    ``causes`` counts those leases by cause. ``first_failure`` describes the first of them; empty if there is none.
     """
 
     groups: list[tuple[Prompt, Group]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class OfflineSamples:
 def sample_offline(
     backend: Backend, rollouts: Rollouts, leases: Sequence[Lease], *, progress: Progress | None = None
 ) -> OfflineSamples:
-    """Answer all ``leases``. No more rollouts are open than the backend has slots, but for one lease's.
+    """Answer all ``leases``. Begin a lease while the backend has a free slot.
 
     Raises:
         ModelError: the backend can't sample like that. Whatever else the backend raises.
@@ -73,13 +73,13 @@ class _OfflineSampling:
         return not self._todo and not self._open
 
     def turn(self) -> None:
-        """Fill the slots, one decode step, take in what is scored."""
+        """Fill the free slots, run one decode step, and take what is scored."""
         while self._todo and self._rollouts.num_open < self._backend.max_running:
             self._begin(self._todo.popleft())
         if self._backend.num_running:
             self._rollouts.take(self._backend.step())
         elif self._open:
-            assert self._rollouts.num_pending, "nobody works on the leases that are open"
+            assert self._rollouts.num_pending, "leases are open, but nothing works on them"
             time.sleep(_POLL_S)
         for graded in self._rollouts.collect():
             self._take(graded)
@@ -92,7 +92,7 @@ class _OfflineSampling:
         limit = lease.sampling.max_prompt_tokens
         try:
             prompt_ids = self._rollouts.encode(lease)
-        except Exception as error:  # the boundary to templates and tokenizers: one bad prompt must not end it all
+        except Exception as error:  # boundary to templates and tokenizers: one bad prompt must not end the run
             self._fail(lease, "engine_error", f"prompt can't be rendered: {type(error).__name__}: {error}")
             return
         if len(prompt_ids) > limit:

@@ -1,7 +1,7 @@
-"""A generator's answer to a probe: what its engine gives the learner's tokens, and why it differs if it does. No torch.
+"""A generator's answer to a probe: its engine's log-probabilities of the learner's tokens. No torch.
 
-Called by the loop once the probe's version is active, so engine and weights are at that version while this runs.
-Where the difference is above the limit, cheap experiments tell the likely causes apart, the surest first.
+The loop calls ``answer_probe`` when the probe's version is active, and changes no weights meanwhile. If the engine
+differs from the learner by more than the limit, cheap experiments look for the cause, the most certain one first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 ScoringMode = Literal["cached_decode", "full_forward", "float32_head"]
 """How to score tokens: one by one over cached keys and values, as rollouts are sampled; in one forward pass over the
-whole text, without a cache; or in one pass with the output head in float32."""
+whole text, without a cache; or in one such pass with the output head in float32."""
 
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 _SHOWN_NAMES = 5
@@ -27,7 +27,7 @@ _SHOWN_NAMES = 5
 
 @runtime_checkable
 class ScoringBackend(Protocol):
-    """What a backend has in addition to ``Backend`` if it can score tokens."""
+    """Additional members of a backend that can score tokens."""
 
     @property
     def name(self) -> str:
@@ -36,25 +36,25 @@ class ScoringBackend(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What the engine computes in, by torch's name."""
+        """The engine's dtype, by torch's name."""
         ...
 
     def score_tokens(
         self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
     ) -> np.ndarray | None:
-        """Log-probabilities of the scored tokens under the active weights: float32, nats, sequence after sequence.
+        """Return the scored tokens' log-probabilities under the active weights: float32, nats, sequence by sequence.
 
-        None if the engine has no such ``mode``. Running sequences are left as they are.
+        Return None if the engine does not support ``mode``. Running sequences are not affected.
         """
         ...
 
     def digests(self) -> Mapping[str, str]:
-        """A digest of every parameter as the engine holds it at this moment, by the engine's names."""
+        """Return a digest of every parameter that the engine computes with now, by the engine's names."""
         ...
 
 
 def answer_probe(backend: Backend, probe: Probe, weights: Mapping[str, Any]) -> Answer:
-    """Score ``probe``; ``weights`` are those of its version, verified as they arrived, and active."""
+    """Score ``probe``. ``weights`` are the verified tensors of its version, which is active."""
     if not isinstance(backend, ScoringBackend):
         return Answer(probe.version, type(backend).__name__, "", None)
     found = backend.score_tokens(probe.sequences, probe.temperature)
@@ -72,16 +72,16 @@ def answer_probe(backend: Backend, probe: Probe, weights: Mapping[str, Any]) -> 
 def _cause(
     backend: Any, probe: Probe, weights: Mapping[str, Any], found: np.ndarray, wanted: np.ndarray, limit: float
 ) -> tuple[str, list[str]]:
-    """The likely cause (empty: none found), and what is excluded."""
+    """Return the likely cause (empty if none is found), and the causes that are excluded."""
     excluded: list[str] = []
     if stale := _stale_tensors(backend, probe.version, weights):
         shown = ", ".join(stale[:_SHOWN_NAMES]) + (f" and {len(stale) - _SHOWN_NAMES} more" if stale[5:] else "")
-        return f"stale or corrupt tensors: the engine held other bytes than it had received of {shown}", excluded
+        return f"stale or corrupt tensors: the engine did not hold the received bytes of {shown}", excluded
     again = backend.score_tokens(probe.sequences, probe.temperature)
     if again is not None and _explains(again, found, wanted, limit):
         return (
-            "stale or corrupt weights: since the same verified bytes were activated once more the engine agrees; which "
-            "tensor it was, it can't tell"
+            "stale or corrupt weights: the engine agrees after the same verified bytes were activated again; it can't "
+            "tell which tensor was wrong"
         ), excluded
     excluded.append("the engine holds exactly the tensors that it received")
     if cause := temperature_cause(backend, probe, found, wanted, limit):
@@ -89,17 +89,17 @@ def _cause(
     excluded.append("no other temperature explains it")
     if looks_masked(found, wanted):
         return (
-            "a top-p or top-k mask that nobody asked for: the engine gives every token more than the learner does, "
-            "or nothing at all; look for sampling defaults of the model (generation_config.json)"
+            "a top-p or top-k mask that was not requested: the engine gives every token a higher probability than the "
+            "learner does, or zero; look for sampling defaults of the model (generation_config.json)"
         ), excluded
     full_forward = backend.score_tokens(probe.sequences, probe.temperature, "full_forward")
     if full_forward is not None:
         if _explains(full_forward, found, wanted, limit):
             return (
-                "reuse of keys and values: over its cache the engine gives the tokens other log-probabilities than in "
-                "one pass over the whole text, which agrees with the learner"
+                "reuse of keys and values: with its cache the engine gives other log-probabilities than in one pass "
+                "over the whole text, which agrees with the learner"
             ), excluded
-        excluded.append("it is the same without cached keys and values")
+        excluded.append("the engine gives the same without cached keys and values")
     exact = backend.score_tokens(probe.sequences, probe.temperature, "float32_head")
     if exact is not None:
         if _explains(exact, found, wanted, limit):
@@ -114,7 +114,7 @@ def _cause(
 
 
 def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> list[str]:
-    """Parameters that change when the same version is activated once more: they were not what had arrived."""
+    """Return the parameters that change when the same version is activated again: they differed from what arrived."""
     before = dict(backend.digests())
     backend.activate(version, weights)
     after = backend.digests()
@@ -122,7 +122,7 @@ def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> li
 
 
 def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.ndarray, limit: float) -> str:
-    """Whether the engine ignores its temperature, or the learner's tokens fit another one; empty: neither."""
+    """Return whether the engine ignores the temperature, or another one fits the learner's values; empty: neither."""
     asked = probe.temperature
     doubled = backend.score_tokens(probe.sequences, 2 * asked)
     if doubled is not None and compare(doubled, found).max < 1e-6:
@@ -135,6 +135,6 @@ def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.
 
 
 def _explains(candidate: np.ndarray, found: np.ndarray, wanted: np.ndarray, limit: float) -> bool:
-    """Whether ``candidate`` is near ``wanted``, by far nearer than ``found``."""
+    """Whether ``candidate`` is within the limit of ``wanted``, and much nearer to it than ``found``."""
     mean = compare(candidate, wanted).mean
     return mean <= limit and mean < 0.3 * compare(found, wanted).mean

@@ -226,7 +226,7 @@ def test_an_engine_with_a_stale_tensor(root: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TransformersBackend, "activate", forgetful)
     _, given = task.check_parity(plain(make_config(root)))
     assert given.state == "FAIL"
-    assert f"stale or corrupt tensors: the engine held other bytes than it had received of {name}" in given.found
+    assert f"stale or corrupt tensors: the engine did not hold the received bytes of {name}" in given.found
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
