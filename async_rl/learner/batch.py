@@ -1,7 +1,7 @@
 """Turn the groups of a step into trainable sequences, with masks and their causes. The trainer calls this on rank 0.
 
-Groups enter, sequences of plain arrays leave. Where several causes mask a rollout, the first in the order of
-``MASK_CAUSES`` is counted. ``with_scores`` adds the log-probabilities that the loss needs; the engine computes them.
+Groups enter, sequences of plain arrays leave. If several causes mask a rollout, the first in the order of
+``MASK_CAUSES`` counts. ``with_scores`` adds the log-probabilities that the loss needs; the engine computes them.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from async_rl.sampling_mask import SamplingMask, select
 MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold", "step_skipped")
 """Why a rollout, or some of its tokens, leave the loss. In this order:
 
-- ``unknown_weights``: it was sampled by weights that this run did not publish.
+- ``unknown_weights``: weights that this run did not publish sampled it.
 - ``failed``: its inference engine failed.
-- ``filter``: its group's accuracy is outside ``queue.filter_range``, with ``queue.refill = false``.
-- ``truncated``: it was cut at ``sampling.max_new_tokens``, with ``loss.mask_truncated``.
-- ``best_k``: it is not among the ``loss.best_k`` of its group.
-- ``stale``: tokens above the staleness bound, with ``queue.on_stale = "mask"``.
+- ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
+- ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.
+- ``best_k``: it is not among the best ``loss.best_k`` of its group.
+- ``stale``: tokens are above the staleness bound, and ``queue.on_stale`` is "mask".
 - ``skip_threshold``: its ratios are above ``loss.skip_threshold``.
-- ``step_skipped``: its optimizer step was skipped (one of ``learner.updates_per_batch``).
+- ``step_skipped``: its optimizer step (one of ``learner.updates_per_batch``) was skipped.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """One step's sequences, split into ``learner.updates_per_batch`` parts, and where each came from.
+    """One step's sequences, split into ``learner.updates_per_batch`` parts, and the origin of each.
 
     Attributes:
-        updates: the sequences that are trained on. Their advantages are 0 until ``with_advantages``.
+        updates: the sequences to train on. Their advantages are 0 until ``with_advantages``.
         rollout_of: sequence id to the index of its rollout in the step.
-        sequence_tokens: sequence id to its tokens under the loss mask.
+        sequence_tokens: sequence id to the number of its tokens under the loss mask.
         arrival_versions: sequence id to the newest announced version when its group arrived.
         group_sizes: number of rollouts of each group. Rollouts are numbered in the step's order, group after group.
-        rewards: float64 [R], one a rollout, masked ones included.
+        rewards: float64 [R], one per rollout, masked ones included.
         accuracies: float64 [R].
         rollout_tokens: number of sampled tokens of each rollout.
         stale_tokens: number of tokens masked as stale in rollouts that are trained on.
-        masked: index of a rollout to the cause that takes it out of the loss.
+        masked: index of a masked rollout to the cause.
         reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats; None unless the KL is part
             of the reward or the advantage.
     """
@@ -69,7 +69,7 @@ class PreparedBatch:
         return [sequence for update in self.updates for sequence in update]
 
     def with_sequences(self, sequences: Iterable[TrainSequence]) -> PreparedBatch:
-        """The same batch with ``sequences`` in place of those with the same ids; others leave."""
+        """The batch with ``sequences`` in place of those with the same ids, and without all others."""
         new = {s.sequence_id: s for s in sequences}
         updates = (tuple(new[s.sequence_id] for s in update if s.sequence_id in new) for update in self.updates)
         return replace(self, updates=tuple(updates))
@@ -95,16 +95,16 @@ def prepare_batch(
     known_weights: Callable[[Group], bool],
     oldest_version: int | None = None,
 ) -> PreparedBatch:
-    """Sequences of ``taken``, in order, in ``num_updates`` equal parts, with advantages of 0.
+    """The sequences of ``taken``, in order, in ``num_updates`` equal parts. Their advantages are still 0.
 
-    ``with_advantages`` fills the advantages in later. Masked rollouts give no sequences, but count in baselines.
+    Masked rollouts give no sequences, but count in baselines.
 
     Args:
         taken: the groups of the step.
         mask_truncated: ``loss.mask_truncated``.
         num_updates: ``learner.updates_per_batch``.
-        known_weights: says whether this run published the weights that sampled a group.
-        oldest_version: tokens that an earlier version sampled leave the loss; if unset, all stay.
+        known_weights: returns whether this run published the weights that sampled a group.
+        oldest_version: tokens that an earlier version sampled leave the loss. If unset, all stay.
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -133,9 +133,9 @@ def prepare_batch(
 
 
 def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) -> PreparedBatch:
-    """``prepared`` without the sequences of ``rollouts`` (indices of ones that are trained on), masked for ``cause``.
+    """``prepared`` with ``rollouts`` (indices of ones that are trained on) masked for ``cause``.
 
-    All their tokens are counted under ``cause``, even stale ones, so it must come before ``stale`` in ``MASK_CAUSES``.
+    All their tokens count under ``cause``, even stale ones, so it must come before ``stale`` in ``MASK_CAUSES``.
     """
     if not rollouts:
         return prepared
@@ -205,9 +205,9 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
 
 
 def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> PreparedBatch:
-    """``prepared`` with the log-probabilities that ``loss`` needs: the reference model's, the proximal policy's.
+    """``prepared`` with the log-probabilities that ``loss`` needs, of the reference model and of the proximal policy.
 
-    All updates are scored at once, because the proximal policy is the one before the *batch's* first update.
+    All updates are scored at once, because the proximal policy is the policy before the *batch's* first update.
     """
     needed: list[tuple[str, ScoredBy]] = []
     if loss.needs_reference:

@@ -1,9 +1,9 @@
-"""Sequences to packed micro-batches: rows without padding, balanced over ranks, never above the token budget.
+"""Pack sequences into micro-batches: rows without padding, balanced over ranks, never above the token budget.
 
-A row holds what the model computes: the prompt that a group's rollouts share once, and no token behind the last one
-that predicts something. Numpy only. Shape letters: ``T`` tokens of a row, ``E`` tokens of its sequences laid end to
-end, ``S`` its sequences, ``N`` its predicted tokens (those under the loss mask). Called by the engine on rank 0; what
-leaves is scattered to the other ranks.
+The engine calls ``pack`` on rank 0 and scatters the result. A row holds only what the model must compute: a prompt that
+a group's rollouts share occurs once, and tokens after the last one that predicts something are left out. Numpy only.
+Shape letters: T = tokens of a row, E = tokens of its sequences laid end to end, S = its sequences, N = its predicted
+tokens (those under the loss mask).
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ class TrainSequence:
     """One sequence to train on.
 
     Attributes:
-        sequence_id: unique in the step; skipped sequences are reported by it.
+        sequence_id: unique in the step; names the sequence in reports.
         token_ids: int32 [T].
         loss_mask: bool [T], True on tokens that are trained on; the first token never is.
         behavior_logprobs: float32 [T], nats.
         versions: int32 [T], the version that sampled each token.
         advantages: float32 [T], reward units.
-        temperature: the one it was sampled at.
-        reference_logprobs, proximal_logprobs: float32 [T], nats, finite under the loss mask: the frozen reference
-            model's, and those of the policy the step began with; [0] where the loss needs none.
-        sampling_mask: what top-p and top-k left, for each token under the loss mask; None where nothing was
-            left out.
+        temperature: the sampling temperature.
+        reference_logprobs, proximal_logprobs: float32 [T], nats, finite under the loss mask: those of the frozen
+            reference model, and of the policy that the step began with; [0] if the loss needs none.
+        sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left; None if they left all.
     """
 
     sequence_id: int
@@ -59,9 +58,9 @@ class TrainSequence:
 
     @property
     def after_update(self) -> np.ndarray:
-        """bool [T]: sampled by newer weights than its answer began with, over keys and values that may be older.
+        """bool [T]: tokens sampled by newer weights than their answer began with, so over older keys and values.
 
-        An answer is an unbroken run of sampled tokens: a turn of an environment begins anew, by a prefill of its own.
+        An answer is an unbroken run of sampled tokens. Every turn of an environment is an answer with its own prefill.
         """
         is_sampled = self.versions >= 0
         begins = is_sampled & ~np.concatenate([[False], is_sampled[:-1]])
@@ -75,15 +74,15 @@ class MicroBatch:
 
     Attributes:
         token_ids: int64 [T]; position_ids: int64 [T], from 0 in each sequence.
-        token_index: int64 [E], where in T the tokens of the sequences lie; those of a shared prompt occur repeatedly.
-        cu_seqlens: int32 [S + 1], where in E each sequence starts.
-        predict_index: int64 [N], where in T the hidden state lies that predicts each trained token (its position - 1).
+        token_index: int64 [E], the place in T of each sequence token; those of a shared prompt occur repeatedly.
+        cu_seqlens: int32 [S + 1], the place in E where each sequence starts.
+        predict_index: int64 [N], the place in T of the hidden state that predicts each trained token.
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
             after_update: bool [N], as ``TrainSequence.after_update``.
-        reference_logprobs, proximal_logprobs: float32 [N]; [0] where the loss needs none.
-        mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] where nothing was left out.
-        sequence_index: int64 [N], which of the S sequences each trained token is in.
-        sequence_ids: int64 [S]; -1 for the dummy sequence of a rank that has nothing to do.
+        reference_logprobs, proximal_logprobs: float32 [N]; [0] if the loss needs none.
+        mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] if nothing was left out.
+        sequence_index: int64 [N], the index in S of each trained token's sequence.
+        sequence_ids: int64 [S]; -1 is the dummy sequence of a rank that has nothing to do.
     """
 
     token_ids: np.ndarray
@@ -106,20 +105,23 @@ class MicroBatch:
 
 
 def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int) -> list[list[MicroBatch]]:
-    """Cut ``sequences`` into micro-batches: outer list ranks, inner list micro-batches, equally many on every rank.
+    """Cut ``sequences`` into micro-batches, equally many for every rank.
 
     Sequences with the same prompt stay together, in parts of at most a quarter of an even load, so that sharing a
-    prompt costs little balance. Largest part first, each to the emptiest micro-batch (LPT), with as few micro-batches
-    a rank as that fits; any two then differ by at most the largest part. Micro-batches of similar size get the same
-    index on all ranks, since ranks wait for each other at every layer. Inside one, sequences go from long to short, so
-    that padding attention (``engine/attention.py``) finds similar lengths side by side. Deterministic: ties keep the
-    order.
+    prompt costs little balance. The largest part comes first, each part goes to the emptiest micro-batch (LPT), and
+    there are as few micro-batches per rank as fit; any two then differ by at most the largest part. Micro-batches of
+    similar size get the same index on all ranks, since ranks wait for each other at every layer. Within a micro-batch
+    sequences are sorted from long to short, so that padded attention (``engine/attention.py``) finds similar lengths
+    side by side. The result is deterministic: ties keep the order.
 
     A rank that would have nothing in a round gets a dummy: one token, no predictions, id -1.
 
+    Returns:
+        For each rank, its micro-batches.
+
     Raises:
         ValueError: a sequence is longer than ``max_tokens``, is empty, or trains on its first token (which nothing
-            predicts); its arrays differ in length.
+            predicts); or its arrays differ in length.
     """
     for sequence in sequences:
         _check(sequence, max_tokens)
@@ -143,17 +145,17 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
 
 
 def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
-    """Undo ``pack``: what each rank found of its trained tokens, micro-batch after micro-batch, by sequence id.
+    """Undo ``pack``: each rank's values of its trained tokens, micro-batch after micro-batch, by sequence id.
 
     Raises:
-        ValueError: a rank has not exactly one value a trained token.
+        ValueError: a rank does not have exactly one value per trained token.
     """
     found: dict[int, np.ndarray] = {}
     for micro_batches, of_rank in zip(parts, values, strict=True):
         counts = [np.bincount(mb.sequence_index, minlength=len(mb.sequence_ids)) for mb in micro_batches]
         ends = np.cumsum(np.concatenate(counts))
         if len(of_rank) != ends[-1]:
-            raise ValueError(f"expected {ends[-1]} values, one a trained token, got {len(of_rank)}")
+            raise ValueError(f"expected {ends[-1]} values, one per trained token, got {len(of_rank)}")
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
         found |= dict(zip(ids.tolist(), np.split(of_rank, ends[:-1]), strict=True))
     found.pop(_DUMMY_ID, None)
@@ -161,7 +163,7 @@ def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarr
 
 
 def dummy_micro_batch() -> MicroBatch:
-    """One token, no predictions: what a rank runs to join the others' collectives."""
+    """One token without predictions. A rank without work runs it to join the others' collectives."""
     nothing = TrainSequence(
         sequence_id=_DUMMY_ID,
         token_ids=np.zeros(1, dtype=np.int32),
@@ -180,16 +182,16 @@ def to_arrays(batch: MicroBatch) -> list[np.ndarray]:
 
 
 def from_arrays(arrays: Sequence[np.ndarray]) -> MicroBatch:
-    """What ``to_arrays`` took apart. Copies: arrays off the wire are read-only, which torch does not take.
+    """The micro-batch of ``to_arrays``. It copies the arrays: those from the wire are read-only, which torch refuses.
 
     Raises:
-        WireError: not as many arrays as a micro-batch has, or one of another dtype or not one-dimensional.
+        WireError: the number of arrays is wrong, or one has another dtype or is not one-dimensional.
     """
     if len(arrays) != len(_DTYPES):
         raise WireError(f"expected the {len(_DTYPES)} arrays of a micro-batch, got {len(arrays)}")
     for (name, dtype), array in zip(_DTYPES.items(), arrays, strict=True):
         if array.dtype != dtype or array.ndim != 1:
-            raise WireError(f"expected {name} as {np.dtype(dtype)} [n], got {array.dtype} {list(array.shape)}")
+            raise WireError(f"expected {name} as {dtype} [n], got {array.dtype} {list(array.shape)}")
     return MicroBatch(*(np.array(array) for array in arrays))
 
 
@@ -220,7 +222,7 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
 
 
 class _Span(NamedTuple):
-    """What is computed of a sequence: its first ``length`` tokens, of which ``prompt`` others may share."""
+    """The part of a sequence that is computed: its first ``length`` tokens. Others may share the first ``prompt``."""
 
     prompt: int
     length: int
@@ -228,7 +230,7 @@ class _Span(NamedTuple):
 
 def _span(sequence: TrainSequence) -> _Span:
     trained = np.flatnonzero(sequence.loss_mask)
-    # The last trained token is predicted by the one before it, and nothing needs what comes then.
+    # The token before it predicts the last trained token, and nothing needs the tokens after.
     return _Span(int(trained[0]), int(trained[-1])) if len(trained) else _Span(0, 1)
 
 
@@ -237,7 +239,7 @@ def _prompt(sequence: TrainSequence, span: _Span) -> bytes:
 
 
 def _row_tokens(sequences: Sequence[TrainSequence], spans: Sequence[_Span], members: Iterable[int]) -> int:
-    """T of a micro-batch of these ``members``."""
+    """Row tokens (T) of a micro-batch of ``members``."""
     chosen = list(members)
     prompts = {_prompt(sequences[i], spans[i]): spans[i].prompt for i in chosen}
     return sum(prompts.values()) + sum(spans[i].length - spans[i].prompt for i in chosen)
@@ -246,7 +248,7 @@ def _row_tokens(sequences: Sequence[TrainSequence], spans: Sequence[_Span], memb
 def _balanced_bins(
     sequences: Sequence[TrainSequence], spans: Sequence[_Span], num_bins: int, capacity: int
 ) -> list[list[int]] | None:
-    """Indices into ``sequences`` for every bin; None if a part does not fit into the emptiest one."""
+    """For every bin its indices into ``sequences``; None if a part does not fit into the emptiest bin."""
     even_load = _row_tokens(sequences, spans, range(len(sequences))) / num_bins
     parts = _parts(sequences, spans, limit=even_load / _PARTS_PER_BIN)
     parts.sort(key=lambda part: -part.num_tokens)
@@ -263,14 +265,14 @@ def _balanced_bins(
 
 @dataclass(slots=True)
 class _Part:
-    """Sequences that begin with one prompt, and the tokens of a row that holds them."""
+    """Indices of sequences with the same prompt, and the number of row tokens that they take."""
 
     members: list[int]
     num_tokens: int
 
 
 def _parts(sequences: Sequence[TrainSequence], spans: Sequence[_Span], limit: float) -> list[_Part]:
-    """``sequences`` by prompt, in order; a part that would get above ``limit`` tokens is closed, a new one begun."""
+    """``sequences`` by prompt, in order. A part is closed before it would exceed ``limit`` tokens."""
     parts: list[_Part] = []
     open_parts: dict[bytes, _Part] = {}
     for index, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):
@@ -341,22 +343,4 @@ def _sampling_mask(of_sequences: Sequence[SamplingMask | None], num_trained: Seq
     return join([w if mask is None else mask for mask, w in zip(of_sequences, whole, strict=True)])
 
 
-_DTYPES = {
-    "token_ids": np.int64,
-    "position_ids": np.int64,
-    "token_index": np.int64,
-    "cu_seqlens": np.int32,
-    "predict_index": np.int64,
-    "targets": np.int64,
-    "behavior_logprobs": np.float32,
-    "advantages": np.float32,
-    "reference_logprobs": np.float32,
-    "proximal_logprobs": np.float32,
-    "mask_sizes": np.int32,
-    "mask_words": np.int32,
-    "temperatures": np.float32,
-    "versions": np.int32,
-    "after_update": np.bool_,
-    "sequence_index": np.int64,
-    "sequence_ids": np.int64,
-}
+_DTYPES = {f.name: getattr(dummy_micro_batch(), f.name).dtype for f in fields(MicroBatch)}

@@ -19,10 +19,16 @@ import numpy as np
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
 from async_rl.learner.engine import UpdateStats
-from async_rl.learner.losses.diagnostics import Summary, summarise, update_effect
+from async_rl.learner.losses.diagnostics import summarise, update_effect
 from async_rl.learner.staleness import StalenessSummary, staleness_summary
 from async_rl.queue.messages import QueueStats, TakenGroup, TrainedCounts
 from async_rl.records import Rollout
+
+_LAG_FIGURES = (
+    "tokens", "mismatch_k1", "mean_abs_log", "ratio_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99",
+    "clip_low", "clip_high", "skipped", "out_of_range", "ess",
+)  # fmt: skip
+"""Statistics of ``Summary`` that become ``lag_N/...``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +36,12 @@ class StepResult:
     """One step on one batch.
 
     Attributes:
-        groups: what the queue handed over.
-        prepared: the sequences made of them, with their advantages.
+        groups: the groups of the batch, from the queue.
+        prepared: their sequences, with advantages.
         updates: one for each part of the batch; None for a part in which everything was masked.
-        version: the learner's, before the first update.
-        staleness: of the tokens that were trained on.
-        facts: what became of every rollout and token, for the ledger.
+        version: the learner's version before the first update.
+        staleness: that of the trained tokens.
+        facts: for the ledger, the fate of every rollout and token.
     """
 
     groups: tuple[TakenGroup, ...]
@@ -83,12 +89,12 @@ def _versions_trained(version: int, updates: Sequence[UpdateStats | None]) -> li
 def trained_counts(
     prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0
 ) -> TrainedCounts:
-    """What became of every rollout and token of the step. A rollout is skipped when all its sequences were.
+    """Count every rollout and token of the step as trained or masked. A rollout is skipped if all its sequences are.
 
     Args:
-        prepared: what was trained on.
+        prepared: the batch.
         skipped_sequence_ids: sequences that the loss left out (``loss.skip_threshold``).
-        stepped: for each update, whether the optimizer stepped; if not, nothing of that part was trained.
+        stepped: for each update, whether the optimizer stepped. If not, nothing of that part was trained.
         out_of_range: number of single tokens that ``loss.token_range`` left out, in updates that stepped.
     """
     causes = dict.fromkeys(
@@ -120,17 +126,17 @@ def trained_counts(
 
 
 def count_skipped(skipped_in_a_row: int, updates: Sequence[UpdateStats | None]) -> int:
-    """The count after ``updates``, from the count before; None is an update in which everything was masked."""
+    """The count after ``updates``. None is an update in which everything was masked; it counts as skipped."""
     for update in updates:
         skipped_in_a_row = 0 if update is not None and update.stepped else skipped_in_a_row + 1
     return skipped_in_a_row
 
 
 def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, most: int) -> None:
-    """Check that the run may go on after ``skipped_in_a_row`` skipped optimizer steps; ``last`` is the last one.
+    """Check that the run may go on after ``skipped_in_a_row`` skipped optimizer steps, of which ``last`` is the last.
 
     Raises:
-        TrainingError: there are more than ``most``; the message has measurements and remedies.
+        TrainingError: they are more than ``most``. The message has measurements and remedies.
     """
     if skipped_in_a_row <= most:
         return
@@ -146,7 +152,7 @@ def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, most: int) ->
 
 def _measured(last: UpdateStats | None) -> str:
     if last is None:
-        return "every token of it was masked"
+        return "every token was masked"
     lags = {lag: total / tokens for lag, (total, tokens) in sorted(last.mismatch_kl.items()) if tokens}
     by_lag = ", ".join(f"{kl:.3g} at lag {lag}" for lag, kl in lags.items())
     return (
@@ -156,7 +162,7 @@ def _measured(last: UpdateStats | None) -> str:
 
 
 def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
-    """The row for ``metrics.jsonl`` but for step, version and times."""
+    """The step's row of ``metrics.jsonl``, without step, version and times."""
     prepared, updates, staleness, facts = result.prepared, result.measured, result.staleness, result.facts
     return {
         **_sampled_metrics(result.groups, prepared),
@@ -196,7 +202,7 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
 
 
 def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of the rollouts that an environment played to their end; nothing without one."""
+    """Metrics of the rollouts that an environment played to their end; none if there are no such rollouts."""
     played = [rollout for rollout in rollouts if rollout.turns]
     if not played:
         return {}
@@ -208,7 +214,7 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """What the optimizer steps measured; nothing without one."""
+    """Metrics of the optimizer steps, weighted by trained tokens; none if there was no step."""
     if not updates:
         return {}
     weights = np.array([max(u.tokens_trained, 0) for u in updates], dtype=np.float64)
@@ -233,7 +239,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Diagnostics over all tokens, then over those of each lag that occurred."""
+    """Diagnostics over all tokens, and over the tokens of each lag that occurred."""
     measured = [u.by_lag for u in updates if len(u.by_lag)]
     if not measured:
         return {}
@@ -245,20 +251,22 @@ def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/p01": total.ratio_p01,
         "ratio/p50": total.ratio_p50,
         "ratio/p99": total.ratio_p99,
-        "ratio/clip_low": total.capped_low,
-        "ratio/clip_high": total.capped_high,
+        "ratio/clip_low": total.clip_low,
+        "ratio/clip_high": total.clip_high,
         "ratio/kl": total.kl,
         "skip/token_fraction": total.skipped + total.out_of_range,
     }
     for lag in np.flatnonzero(rows.any(1)).tolist():
-        metrics |= _metrics_of_lag(lag, summarise(rows[lag]))
+        of_lag = summarise(rows[lag])
+        metrics[f"mismatch_kl/lag_{lag}"] = of_lag.mismatch_k3
+        metrics |= {f"lag_{lag}/{name}": getattr(of_lag, name) for name in _LAG_FIGURES}
     return metrics | _weight_update_metrics(rows)
 
 
 def _weight_update_metrics(rows: np.ndarray) -> dict[str, float]:
-    """What keys and values from before a weight update do to the mismatch, apart from staleness.
+    """What keys and values from before a weight update add to the mismatch, apart from staleness.
 
-    Tokens after a weight update in their answer are compared with others of the same lag.
+    It compares tokens after a weight update within their answer with other tokens of the same lag.
     """
     by_lag = update_effect(rows)
     if not by_lag:
@@ -268,22 +276,3 @@ def _weight_update_metrics(rows: np.ndarray) -> dict[str, float]:
         metrics |= {f"mismatch_kl/after_update_lag_{lag}": after, f"mismatch_kl/no_update_lag_{lag}": others}
     surplus = sum(tokens * (after - others) for tokens, after, others in by_lag.values())
     return metrics | {"mismatch_kl/update_effect": surplus / metrics["mismatch_kl/after_update_tokens"]}
-
-
-def _metrics_of_lag(lag: int, of_lag: Summary) -> dict[str, float]:
-    values = {
-        "tokens": of_lag.tokens,
-        "mismatch_k1": of_lag.mismatch_k1,
-        "mean_abs_log": of_lag.mean_abs_log_ratio,
-        "ratio_mean": of_lag.ratio_mean,
-        "ratio_max": of_lag.ratio_max,
-        "ratio_p01": of_lag.ratio_p01,
-        "ratio_p50": of_lag.ratio_p50,
-        "ratio_p99": of_lag.ratio_p99,
-        "clip_low": of_lag.capped_low,
-        "clip_high": of_lag.capped_high,
-        "skipped": of_lag.skipped,
-        "out_of_range": of_lag.out_of_range,
-        "ess": of_lag.ess,
-    }
-    return {f"mismatch_kl/lag_{lag}": of_lag.mismatch_k3, **{f"lag_{lag}/{name}": v for name, v in values.items()}}

@@ -1,14 +1,14 @@
 """The learner's loop on rank 0. One step is::
 
-    take G groups        _take          the queue hands over a batch, or says why there is none yet
+    take G groups        _take          the queue hands over a batch, or says why it has none yet
     advantages           _prepare       groups -> sequences with masks, scores, advantages
     pack, train          _update        engine: pack, log-probs, loss, clip, optimizer step; then version + 1
     acknowledge          _acknowledge   the queue learns what was trained, and the new version
-    publish              VersionPublisher: the new weights go to the generators
-    record, checkpoint   StepRecorder, write_checkpoint
+    publish              _publish       the new weights go to the generators
+    record, checkpoint   StepRecorder, _checkpoint
 
-The other ranks follow the engine's commands. All parts arrive through ``__init__``, so that a benchmark or test can
-replace any of them; ``start.py`` builds the real ones.
+The other ranks follow the engine's commands. All dependencies arrive through ``__init__``, so a benchmark or test can
+replace any of them. ``start.py`` builds the real ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from async_rl.run.eval_records import Decode
 logger = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 2.0
-"""One take waits this long at the queue. Between two takes the other ranks are ticked and evaluations collected."""
+"""Longest wait of one take at the queue. Between takes the trainer ticks the other ranks and collects evaluations."""
 
 
 class Trainer:
@@ -56,7 +56,7 @@ class Trainer:
         decode: Decode,
         parity: ParityGate | None = None,
     ) -> None:
-        """``parity`` compares the generators' engines with the learner's; if unset, nothing does."""
+        """``parity`` compares the generators' engines with the learner's; if unset, they are not compared."""
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
         self._run_dir, self._parity = run_dir, parity
         self._recorder = StepRecorder(
@@ -72,10 +72,10 @@ class Trainer:
         self._last_checkpoint = state.step if state.is_resumed else -1
 
     def run(self) -> None:
-        """Train until the last step or the end of the data. The caller tells the queue of the end, last of all.
+        """Train until the last step or the end of the data. The caller notifies the queue of the end afterwards.
 
         Raises:
-            TrainingError: the queue says that the run can't go on, or too many optimizer steps in a row were skipped.
+            TrainingError: the queue stopped the run, or too many optimizer steps in a row were skipped.
             LineageError: a newer learner took over.
         """
         self._begin()
@@ -87,7 +87,7 @@ class Trainer:
         self._finish()
 
     def _train(self, batch: Batch) -> None:
-        """One step: advantages, pack and train, acknowledge, publish; then records, evaluations and checkpoint."""
+        """One step: advantages, training, ack, publication; then records, evaluations and checkpoint."""
         version = self.state.version
         with self._clock.part("train"):
             prepared = self._prepare(batch)
@@ -130,7 +130,7 @@ class Trainer:
                 self._evaluations.collect()
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
-        """The batch's sequences with masks and advantages, and the log-probabilities that the loss needs.
+        """The batch's sequences with masks, advantages, and the log-probabilities that the loss needs.
 
         Raises:
             StaleRolloutError: a token is above the staleness bound.
@@ -169,7 +169,7 @@ class Trainer:
         return stats
 
     def _update_bound(self, result: StepResult) -> dict[str, float]:
-        """Decide on the staleness bound for new leases, which the ack sends; its metrics. Nothing unless adaptive."""
+        """Update the adaptive staleness bound, which the ack sends. Returns its metrics, none if it is fixed."""
         limits = self._bound_limits
         if limits is None:
             return {}
@@ -182,7 +182,7 @@ class Trainer:
         return {"staleness/bound": after.bound, "staleness/decision": after.bound - before.bound}
 
     def _acknowledge(self, result: StepResult) -> Acked:
-        """Tell the queue what was trained and the new version; ask for its snapshot if a checkpoint is due."""
+        """Send the queue what was trained and the new version. Ask for its snapshot if a checkpoint is due."""
         done, steps = self.state.step + 1, self.config.learner.steps
         every = self.config.checkpoint.every
         bound_state = self.state.bound_state
@@ -216,7 +216,7 @@ class Trainer:
         self._last_checkpoint = self.state.step
 
     def _begin(self) -> None:
-        """Publish the first weights. The evaluation before training is wholly of version 0: wait for its end."""
+        """Publish the first weights. A new run waits for its first evaluation, which is wholly of version 0."""
         if self.state.is_resumed:
             self._evaluations.request_pending()
             self._publish()

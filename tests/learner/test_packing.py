@@ -157,7 +157,7 @@ def test_every_trained_token_keeps_its_own_set_through_packing(
 
 def test_by_sequence_refuses_another_number_of_values():
     parts = pack([sequence(0, 4)], max_tokens=9, num_ranks=1)
-    with pytest.raises(ValueError, match="expected 3 values, one a trained token, got 2"):
+    with pytest.raises(ValueError, match="expected 3 values, one per trained token, got 2"):
         by_sequence(parts, [np.zeros(2, np.float32)])
 
 

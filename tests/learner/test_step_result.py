@@ -43,5 +43,5 @@ def test_the_diagnosis_says_what_was_measured_and_what_may_help():
         "loss.min_ess",
     ):
         assert part in text
-    with pytest.raises(TrainingError, match="every token of it was masked"):
+    with pytest.raises(TrainingError, match="every token was masked"):
         check_skipped(11, None, most=10)

@@ -25,7 +25,7 @@ ScoredBy = Literal["policy", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """One optimizer step, summed over micro-batches and ranks.
+    """Statistics of one optimizer step, over all micro-batches and ranks.
 
     Attributes:
         stepped: False if the optimizer step was skipped: the gradient is not finite, nothing is left to train on, or
@@ -36,9 +36,9 @@ class UpdateStats:
         clip_fraction: share of trained tokens whose ratio was cut at a bound.
         ess: normalised effective sample size, in (0, 1].
         entropy, mean_abs_log_ratio: means over trained tokens, nats.
-        skipped_sequence_ids, skipped_tokens: sequences that the loss skipped, and their tokens.
-        mismatch_kl: staleness (0, 1, ...) -> (sum of the k3 estimate of KL(mu || pi), tokens).
-        out_of_range_tokens: single tokens outside ``loss.token_range``.
+        skipped_sequence_ids, skipped_tokens: sequences that the loss skipped, and the number of their tokens.
+        mismatch_kl: staleness (0, 1, ...) -> (sum of the k3 estimate of KL(mu || pi), number of tokens).
+        out_of_range_tokens: number of single tokens outside ``loss.token_range``.
         reference_kl: mean KL in the loss, nats.
         by_lag: float64 [lags, columns] for ``losses.diagnostics.summarise``; no rows if nothing was measured.
     """
@@ -64,28 +64,28 @@ class UpdateStats:
 
 
 class Engine(Protocol):
-    """Model, optimizer and ranks, as the trainer's loop uses them."""
+    """Model, optimizer and ranks, as the trainer uses them."""
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
-        """One optimizer step on these sequences. ``version`` is the learner's before it (for staleness splits)."""
+        """Make one optimizer step on ``sequences``. ``version`` is the learner's before the step."""
         ...
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> Mapping[int, np.ndarray]:
         """Log-probabilities of each sequence's trained tokens: sequence id to float32 [its N], nats, no gradient.
 
-        Tempered like those of ``update``, and computed the same way, packed and on all ranks. Changes nothing.
+        They are computed as in ``update``: with temperature, packed, on all ranks. No state changes.
         """
         ...
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, in Hugging Face names and a fixed order, on rank 0's host or device, wire dtype.
+        """Every whole parameter with its Hugging Face name, in a fixed order, on rank 0's host or device.
 
-        It runs collectives on all ranks: read it to the end before you call anything else.
+        It runs collectives on all ranks, so read it to the end before you call anything else.
         """
         ...
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Model, optimizer, schedule and RNG into ``directory`` (not yet committed), ``extra`` (plain data) beside."""
+        """Write model, optimizer, schedule, random state and ``extra`` (plain data) into ``directory``."""
         ...
 
     def load(self, directory: Path) -> None:

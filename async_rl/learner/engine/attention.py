@@ -1,16 +1,16 @@
-"""Attention inside packed rows: every token sees its own sequence's past, and no ``[T, T]`` mask is ever built.
+"""Attention inside packed rows: every token sees its own sequence's past, without a ``[T, T]`` mask.
 
-``use_packed_attention`` switches a transformers model over; from then on each call of it takes the keyword
-``packed_layout=packed_layout(batch.cu_seqlens, batch.token_index, device)``. transformers hands unknown keywords down
-to the attention function unchanged: nothing global, so threads can't mix up layouts, a recomputed layer (gradient
-checkpointing) gets the layout it ran with, and FSDP2's hooks pass it through (a dataclass is a leaf to them).
+``use_packed_attention`` switches a transformers model over. Each call of the model then takes the keyword
+``packed_layout=packed_layout(batch.cu_seqlens, batch.token_index, device)``, which transformers passes down to the
+attention function unchanged. Nothing is global: threads can't mix up layouts, a recomputed layer (gradient
+checkpointing) gets the layout it ran with, and FSDP2's hooks pass the layout through (a dataclass is a leaf to them).
 
 On CUDA in float16 or bfloat16 this is ``torch.nn.attention.varlen`` (flash attention, no padding). Everywhere else
-the row is gathered into a few padded batches of similar lengths for ``scaled_dot_product_attention``: under a causal
-mask, padding on the right is seen by padding only.
+the row is gathered into a few padded batches of similar lengths for ``scaled_dot_product_attention``. Under a causal
+mask only padding sees the padding on the right.
 
-A prompt that several sequences share lies in the row once and is computed once by everything but attention, which
-gathers it for each of them.
+A prompt that several sequences share lies in the row once. Everything but attention computes it once; attention
+gathers it for each sequence.
 
 Shape letters: T = tokens of the row, E = tokens of its sequences laid end to end, S = sequences, B = sequences of one
 bucket, L = its longest, H = heads, K = key and value heads, D = head dimension.
@@ -44,7 +44,7 @@ _FLASH_HEAD_DIM_LIMIT = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Sequences of similar length. ``gather`` is int64 [B * L], places in T; padding repeats a sequence's last one."""
+    """Sequences of similar length. ``gather``: int64 [B * L], places in T; padding repeats a sequence's last place."""
 
     gather: Tensor
     num_sequences: int
@@ -60,8 +60,8 @@ class PackedLayout:
         max_length: tokens of the longest sequence.
         buckets: for the padded path; together they hold every sequence once.
         restore: int64 [T], each row token's place in the buckets' outputs laid end to end.
-        expand: int64 [E], each sequence token's place in T; None where they are the same.
-        first: int64 [T], each row token's first place in E; None where they are the same.
+        expand: int64 [E], each sequence token's place in T; None if T and E are the same.
+        first: int64 [T], each row token's first place in E; None if T and E are the same.
     """
 
     cu_seqlens: Tensor
@@ -78,7 +78,7 @@ def packed_layout(
     """The layout of one micro-batch, built on the host.
 
     ``cu_seqlens``: integers [S + 1], from 0 to E. ``token_index``: integers [E], each sequence token's place in the
-    row; without it the row is the sequences end to end.
+    row; if unset, the row is the sequences end to end.
 
     Raises:
         ValueError: ``cu_seqlens`` does not start at 0 or does not rise; ``token_index`` has another length, or leaves
@@ -90,7 +90,7 @@ def packed_layout(
         raise ValueError(f"expected cu_seqlens that rise from 0, got {bounds.tolist()}")
     index = np.arange(bounds[-1]) if token_index is None else np.asarray(token_index, dtype=np.int64)
     num_tokens = int(index.max()) + 1
-    # Assigned from the back, so that the first place of a shared token stays.
+    # Assigned from the back, so that a shared token keeps its first place.
     first = np.full(num_tokens, -1, dtype=np.int64)
     first[index[::-1]] = np.arange(len(index))[::-1]
     if index.shape != (bounds[-1],) or index.min() < 0 or (first < 0).any():
@@ -117,7 +117,7 @@ def packed_layout(
 
 
 def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of sequences, long to short, cut where padding to the first of a bucket would waste too much."""
+    """Indices of sequences from long to short, cut where padding to a bucket's longest would waste too much."""
     order = np.argsort(-lengths, kind="stable")
     cuts = []
     longest = int(lengths[order[0]])
@@ -129,12 +129,12 @@ def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make ``model`` attend by ``packed_layout`` from now on; without that keyword its calls raise.
+    """Make ``model`` attend according to the keyword ``packed_layout``; calls without it raise.
 
-    No mask function is registered under our name, and for such names transformers builds no mask at all.
+    No mask function is registered under our name, and transformers builds no mask for such names.
 
     Raises:
-        ModelError: the model's attention can't be replaced, or it carries state along the row (packing would leak it).
+        ModelError: the model's attention can't be replaced, or it carries state along the row, which would leak.
     """
     from transformers import AttentionInterface
 
@@ -166,7 +166,8 @@ def packed_attention_forward(
     """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     Raises:
-        ValueError: no layout, or one of another row; a batch of rows; a mask, soft cap or sink, which we don't honour.
+        ValueError: the layout is missing or is another row's; there are several rows; or a mask, soft cap or sink is
+            given, which packed attention does not support.
     """
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: expected packed_layout=..., got none; pass it to the model's call")
@@ -223,7 +224,7 @@ def _padded(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [L, L]: the ``window`` newest tokens, oneself included, as transformers counts them."""
+    """bool [L, L]: each token sees the ``window`` newest tokens, itself included, as transformers counts them."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return (distance >= 0) & (distance < window)
@@ -245,7 +246,7 @@ def _fits_flash(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _varlen_attention() -> Any:
-    """torch's varlen attention, or None where this torch's has no scale, window and grouped heads."""
+    """torch's varlen attention; None if this torch's version lacks it, or lacks scale, window or grouped heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

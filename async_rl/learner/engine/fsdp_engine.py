@@ -1,8 +1,8 @@
 """The engine of real runs: FSDP2 on CUDA or CPU, one rank or many. It implements ``engine.Engine``.
 
-Rank 0's calls become commands (``ranks.py``) that every rank executes: ``follow`` on the others, the same methods
-with a leading underscore on all. Sequences go in; gradients are those of the whole step whatever the micro-batches,
-the packing and the number of ranks, since losses are sums and the denominator is applied once, to the gradient.
+Rank 0's calls become commands (``ranks.py``) that every rank executes, by the methods with a leading underscore; the
+other ranks run ``follow``. Gradients are those of the whole step, whatever the micro-batches, the packing and the
+number of ranks, because losses are sums and the denominator is applied once, to the gradient.
 
 One rank on the CPU in float32 is not wrapped by FSDP: there is nothing to shard, and the hooks cost up to 90 % of a
 small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). Everything else is the same code.
@@ -41,7 +41,7 @@ _ARRAYS_PER_BATCH = len(MicroBatch.__dataclass_fields__)
 
 
 def policy_schedule(config: Config) -> Schedule:
-    """The learning rate of a reinforcement learning run; one update is one optimizer step that was not skipped."""
+    """The learning-rate schedule of a reinforcement learning run. Skipped optimizer steps don't advance it."""
     optimizer, learner = config.optimizer, config.learner
     return Schedule(
         kind=optimizer.schedule,
@@ -58,7 +58,9 @@ class FsdpEngine:
     def __init__(
         self, config: Config, ranks: Ranks, *, objective: Objective | None = None, schedule: Schedule | None = None
     ) -> None:
-        """Load ``model.path`` and shard it. All ranks build the same engine; that of an RL run by default.
+        """Load ``model.path`` and shard it. All ranks build the same engine.
+
+        ``objective`` and ``schedule`` are those of a reinforcement learning run if unset.
 
         Raises:
             ModelError: the model is missing or unfit.
@@ -77,7 +79,7 @@ class FsdpEngine:
             self._is_sharded = ranks.has_group
             # A given objective does not use [loss], so it needs no reference.
             self._has_reference = objective is None and config.loss.needs_reference
-            # With its adapters off, the policy is the model that the run began from: no second model is needed.
+            # With its adapters off, the policy is the model that the run began from, so no second model is needed.
             is_of_its_own = self._adapters is None or bool(config.loss.kl_reference)
             self._reference = load_reference(config, self._dtype) if self._has_reference and is_of_its_own else None
             if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
@@ -95,7 +97,7 @@ class FsdpEngine:
             self._is_closed = False
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
-        """As ``Engine.update``.
+        """See ``Engine.update``.
 
         Raises:
             ValueError: a sequence can't be packed (``packing.pack``), or is newer than ``version``.
@@ -107,10 +109,10 @@ class FsdpEngine:
             return self._update(parts[0], version)
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
-        """As ``Engine.score``.
+        """See ``Engine.score``.
 
         Raises:
-            ValueError: a sequence can't be packed (``packing.pack``), or there is no reference: ``loss.kl_coef`` is 0.
+            ValueError: a sequence can't be packed (``packing.pack``), or there is no reference (``loss.kl_coef`` is 0).
             TrainingError: another rank failed.
         """
         if of == "reference" and not self._has_reference:
@@ -121,7 +123,7 @@ class FsdpEngine:
             return by_sequence(parts, self._score(parts[0], of))
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """As ``Engine.gather``; in bfloat16 where the model computes so. A tensor is good until the next ``update``.
+        """See ``Engine.gather``. Parameters have the dtype that the model computes in, and are valid until ``update``.
 
         If the caller stops early, the rest is gathered and discarded.
         """
@@ -137,9 +139,9 @@ class FsdpEngine:
                 self._gathering = False
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """As ``Engine.save``, with the model's config and tokenizer files beside, so that it can be exported alone.
+        """See ``Engine.save``. It also writes the model's config and tokenizer files, for an export without the run.
 
-        Of a model with adapters only these are saved, and where the rest is: exporting them needs ``model.path``.
+        For a model with adapters, only these are saved, and where the rest is. Their export needs ``model.path``.
         """
         with self._command("save"):
             self._ranks.broadcast(encode("save", {"directory": str(directory)}))
@@ -150,20 +152,20 @@ class FsdpEngine:
                 self._adapters.save_config(directory)
 
     def load(self, directory: Path) -> None:
-        """As ``Engine.load``.
+        """See ``Engine.load``.
 
         Raises:
-            RunError: the checkpoint is not one, or is another model's (or its adapters are).
+            RunError: ``directory`` is no checkpoint, or the checkpoint or its adapters belong to another model.
         """
         with self._command("load"):
             self._ranks.broadcast(encode("load", {"directory": str(directory)}))
             self._load(directory)
 
     def tick(self) -> None:
-        """As ``Engine.tick``; does nothing once the engine is closed.
+        """See ``Engine.tick``. It does nothing once the engine is closed.
 
         Raises:
-            TrainingError: another rank failed meanwhile.
+            TrainingError: another rank has failed.
         """
         if self._is_closed:
             return
@@ -174,9 +176,9 @@ class FsdpEngine:
             self._ranks.broadcast(encode("tick", {}))
 
     def close(self, cause: str = "") -> None:
-        """Release the other ranks; with a ``cause`` they fail with it. After a failed collective they fail anyway.
+        """Release the other ranks. With a ``cause`` they fail and report it. After a failed collective they fail too.
 
-        May be called again: the first call counts.
+        Later calls do nothing.
         """
         if self._is_closed:
             return
@@ -187,10 +189,10 @@ class FsdpEngine:
         self._ranks.close()
 
     def follow(self) -> None:
-        """Other ranks: execute rank 0's commands until it closes.
+        """On the other ranks: execute rank 0's commands until it closes.
 
         Raises:
-            TrainingError: rank 0, or another rank, failed; the message is the first cause.
+            TrainingError: a rank failed; the message is the first cause.
         """
         while True:
             with self._ranks.together("waiting for rank 0"):
@@ -235,7 +237,7 @@ class FsdpEngine:
     def _pack(self, sequences: Sequence[TrainSequence]) -> list[list[MicroBatch]]:
         vocab_size = self._model.vocab_size
         for sequence in sequences:
-            # On the host: an index out of range would take a CUDA device down with it.
+            # Checked on the host, because an index out of range would break the CUDA device.
             if sequence.sampling_mask is not None and (unknown := largest_id(sequence.sampling_mask)) >= vocab_size:
                 raise ValueError(
                     f"sequence {sequence.sequence_id}: expected sampling masks below the model's {vocab_size}, got "
@@ -244,13 +246,13 @@ class FsdpEngine:
         return pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
-        """Give every other rank its micro-batches, with what to do with them."""
+        """Send every other rank the command and its micro-batches."""
         if self._ranks.world_size > 1:
             self._ranks.scatter([encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts])
 
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[np.ndarray]:
-        """On rank 0, float32 of every rank: log-probabilities of its trained tokens, micro-batch after micro-batch."""
+        """Log-probabilities (float32) of each rank's trained tokens, micro-batch after micro-batch; [] off rank 0."""
         model, context = self._model, nullcontext()
         if of == "reference" and self._reference is not None:
             model = self._reference
@@ -274,7 +276,7 @@ class FsdpEngine:
         return update_stats(sums, max((r.fields["ratio_max"] for r in reports), default=0.0), skipped_ids, outcome)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Gradients of the loss *sum* into ``.grad``; this rank's sums, largest ratio and skipped sequence ids."""
+        """Accumulate gradients of the loss *sum*. Returns this rank's sums, largest ratio and skipped sequence ids."""
         results = []
         for index, micro_batch in enumerate(micro_batches):
             if self._is_sharded and self._config.learner.reshard == "none":
@@ -292,9 +294,9 @@ class FsdpEngine:
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
 
     def _step(self, denominator: float, why_skip: str) -> StepOutcome:
-        """Scale, clip and apply the gradients of the loss sum; the same decision on every rank.
+        """Scale, clip and apply the gradients of the loss sum. Every rank decides the same.
 
-        A step that is skipped, for ``why_skip`` or another reason, leaves weights, optimizer and schedule untouched.
+        A skipped step leaves weights, optimizer and schedule as they are.
         """
         lr = self._schedule.lr_at(self._num_updates)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -319,7 +321,7 @@ class FsdpEngine:
         return StepOutcome("", grad_norm, lr)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: name -> this rank's (sharded) parameter or buffer, no grad, in a fixed order."""
+        """Name -> this rank's (sharded) parameter or buffer that a checkpoint holds, without grad, in a fixed order."""
         state = self._model.causal_lm.state_dict()
         names = self._names if self._adapters is None else self._adapters.names
         return {name: state[name].detach() for name in names}
@@ -359,25 +361,25 @@ class FsdpEngine:
 
 
 def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Shard each decoder layer and the rest (embedding, norm, head: one group, so that a tied head stays tied).
+    """Shard each decoder layer by itself, and the rest (embedding, norm, head) as one group, so a tied head stays tied.
 
-    Layers move to the device one by one as they are sharded, so the whole model never has to fit there.
+    Layers move to the device one by one, so the whole model never has to fit there.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.decoder_layers:
         fully_shard(cast(nn.Module, layer), mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
-    # The root is needed again first thing in the backward pass. Of its inputs only temperatures are floats, and those
-    # would be rounded: 1.001 is 1 in bfloat16.
+    # The backward pass needs the root first, so it stays whole. Its only float inputs are temperatures, which must not
+    # be cast: 1.001 is 1 in bfloat16.
     uncast = replace(precision, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=uncast, reshard_after_forward=False)
 
 
 def _end_forward(model: PolicyModel) -> None:
-    """After forward passes without a backward one: shard what they left whole, and forget their order.
+    """After forward passes without a backward pass: reshard what they left whole, and forget their order.
 
-    FSDP notes the order of forward passes for the next backward pass to prefetch by; a model that never has one would
-    note it for ever.
+    FSDP records the order of forward passes until the next backward pass, which prefetches by it. Without a backward
+    pass the record would grow for ever.
     """
     if hasattr(FSDPModule, "reset_iter_state"):
         cast(FSDPModule, model).reset_iter_state()

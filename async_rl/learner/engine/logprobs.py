@@ -1,7 +1,7 @@
-"""Hidden states to log-probabilities of the trained tokens, without ever holding ``[N, vocabulary]`` whole.
+"""Turn hidden states into log-probabilities of the trained tokens; ``[N, V]`` is never whole in memory.
 
-The engine picks the hidden states that predict a trained token and calls this. Shape letters: N = predicted tokens,
-C = tokens of one chunk, d = hidden size, V = vocabulary, W = words of sampling masks.
+``PolicyModel`` picks the hidden states that predict a trained token and calls this. Shape letters: N = predicted
+tokens, C = tokens of one chunk, d = hidden size, V = vocabulary, W = words of sampling masks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch.utils.checkpoint import checkpoint
 from async_rl.sampling_mask import words_at_most
 
 CHUNK_BYTES = 256 << 20
-"""Default size of one chunk's float32 logits; the peak is about three times that."""
+"""Default size of one chunk's float32 logits. The peak is about three times that."""
 
 
 class TokenLogprobs(NamedTuple):
-    """What ``token_logprobs`` gives back: both float32 [N], in nats, of the distribution that was sampled from."""
+    """The result of ``token_logprobs``: both float32 [N], nats, of the distribution that was sampled from."""
 
     logprobs: Tensor
     entropies: Tensor
 
 
 class MaskTensors(NamedTuple):
-    """``SamplingMask`` on the device: what top-p and top-k left, for each predicted token. int32 [N] and [W]."""
+    """``SamplingMask`` on the device: the tokens that top-p and top-k left for each predicted token; int32 [N], [W]."""
 
     sizes: Tensor
     words: Tensor
 
     def split(self, rows: int) -> list[MaskTensors]:
-        """``Tensor.split`` by predicted tokens."""
+        """Split by predicted tokens, as ``Tensor.split`` does."""
         sizes = self.sizes.split(rows)
         num_words = [int(s.abs().sum()) for s in sizes]
         return [MaskTensors(s, w) for s, w in zip(sizes, self.words.split(num_words), strict=True)]
@@ -47,7 +47,7 @@ class MaskTensors(NamedTuple):
         mask_NV[row_W[is_id_W], self.words[is_id_W].long()] = True
         of_bits_N = self.sizes < 0
         if bool(of_bits_N.any()):
-            # Every word of bits to its column; rows of the others, and what a row is short of, stay 0.
+            # Put every word of bits into its column. Other rows, and the rest of a short row, stay 0.
             column_W = torch.arange(len(row_W), device=row_W.device) - (num_words_N.cumsum(0) - num_words_N)[row_W]
             words_NX = self.words.new_zeros(len(row_N), words_at_most(vocab_size))
             words_NX[row_W[~is_id_W], column_W[~is_id_W]] = self.words[~is_id_W]
@@ -70,12 +70,10 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
 
-    With ``sampling_mask`` the softmax is over its tokens only: the probability under top-p and top-k.
-
-    Chunks of rows; if there are several, each is recomputed in the backward pass, so that only one chunk's logits
-    live at a time. ``head`` must run no collective of its own (under FSDP: keep its weight in the root's group), as
-    ranks need not have equally many chunks. With N = 0 the result is empty but still hangs on ``hidden`` and the
-    head's weight, so that a rank with nothing to train joins every collective of the backward pass.
+    Rows are computed in chunks. If there are several, each is recomputed in the backward pass, so that only one chunk's
+    logits live at a time. ``head`` must run no collective (under FSDP its weight is in the root's group), because ranks
+    may have different numbers of chunks. With N = 0 the result is empty but still depends on ``hidden`` and the head's
+    weight, so that a rank without work joins every collective of the backward pass.
 
     Args:
         hidden_Nd: hidden states at the positions that predict the targets; carries grad.
@@ -84,11 +82,8 @@ def token_logprobs(
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
         vocab_size: V, only to size the chunks.
         chunk_bytes: upper bound on one chunk's float32 logits (at least one row).
-        sampling_mask: a set of N tokens that holds the target, with ids below V; none: nothing was left out.
-        entropy_grad: entropies carry a gradient too, for about two chunks' logits more of memory.
-
-    Returns:
-        log-probabilities with grad, entropies with one only if ``entropy_grad``.
+        sampling_mask: the tokens that could be sampled, with the target among them; the softmax is over these only.
+        entropy_grad: the entropies carry a gradient too; it takes the memory of about two more chunks.
 
     Raises:
         ValueError: the first three tensors disagree about N.
@@ -121,7 +116,7 @@ def token_logprobs(
 
 
 class _Once:
-    """Where a chunk's entropies go on its first run; its rerun in the backward pass has no use for them."""
+    """Stores a chunk's entropies on its first run; the rerun in the backward pass does not need them."""
 
     __slots__ = ("out_C",)
 
@@ -139,13 +134,11 @@ class _Once:
 def _logits(
     head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, temperatures_C: Tensor, sampling_mask: MaskTensors | None
 ) -> Tensor:
-    """float32 [C, V], tempered; -inf, without a gradient, where a token could not be sampled."""
+    """float32 [C, V], divided by the temperature; -inf, without a gradient, for tokens that could not be sampled."""
     logits_CV = head(hidden_Cd).float() / temperatures_C.float()[:, None]
-    return (
-        logits_CV
-        if sampling_mask is None
-        else logits_CV.masked_fill(~sampling_mask.mask(logits_CV.shape[1]), -torch.inf)
-    )
+    if sampling_mask is None:
+        return logits_CV
+    return logits_CV.masked_fill(~sampling_mask.mask(logits_CV.shape[1]), -torch.inf)
 
 
 def _chunk(
@@ -167,7 +160,7 @@ def _chunk_with_entropy(
     sampling_mask: MaskTensors | None,
 ) -> tuple[Tensor, Tensor]:
     logprobs_CV = _logits(head, hidden_Cd, temperatures_C, sampling_mask).log_softmax(-1)
-    # An impossible token has log p = -inf: 0 in the sum, and in its gradient, where entr's own would be infinite.
+    # An impossible token has log p = -inf. It counts 0 in the sum and in its gradient; entr's would be infinite there.
     safe_CV = logprobs_CV.masked_fill(logprobs_CV == -torch.inf, 0.0)
     entropies_C = -(logprobs_CV.exp() * safe_CV).sum(-1)
     return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropies_C

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -61,22 +61,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
     def moved(name: str) -> Tensor:
         return torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
 
+    same_names = {f.name for f in fields(DeviceBatch)} & {f.name for f in fields(MicroBatch)}
     return DeviceBatch(
-        token_ids=moved("token_ids"),
-        position_ids=moved("position_ids"),
         layout=packed_layout(batch.cu_seqlens, batch.token_index, device),
-        predict_index=moved("predict_index"),
-        targets=moved("targets"),
-        behavior_logprobs=moved("behavior_logprobs"),
-        advantages=moved("advantages"),
-        reference_logprobs=moved("reference_logprobs"),
-        proximal_logprobs=moved("proximal_logprobs"),
         sampling_mask=MaskTensors(moved("mask_sizes"), moved("mask_words")) if len(batch.mask_sizes) else None,
-        temperatures=moved("temperatures"),
-        versions=moved("versions"),
-        after_update=moved("after_update"),
-        sequence_index=moved("sequence_index"),
         num_sequences=len(batch.sequence_ids),
+        **{name: moved(name) for name in same_names},
     )
 
 

@@ -1,12 +1,12 @@
-"""The learner's ranks: who we are, rank 0's commands to the others, and how an error on one stops all.
+"""The learner's ranks: this process's place, rank 0's commands to the others, and how an error on one rank stops all.
 
-Rank 0 runs the trainer's loop and *commands*; every other rank waits for the next command. Commands are wire frames
-over gloo on the host, whatever the device. Rank 0 may wait an hour for data: it ticks every few seconds, and so the
+Rank 0 runs the trainer's loop and sends commands; every other rank waits for the next one. Commands are wire frames
+over gloo on the host, whatever the device. Rank 0 may wait an hour for data. It sends a tick every few seconds, so the
 other ranks' receive never reaches ``experimental.distributed_timeout_s``, which still ends them if rank 0 hangs.
 
-An error travels two ways. The rank that fails writes its cause into the rendezvous store, once, then ends; gloo's
-closed connections wake the others out of whatever collective they are in, and they find the first cause in the store.
-An error of rank 0 between two commands goes out with its ``close`` command.
+Errors travel in two ways. A rank that fails writes its cause into the rendezvous store and ends. gloo's closed
+connections wake the other ranks from any collective, and they read the first cause from the store. An error of rank 0
+between two commands goes out with its ``close`` command.
 
 Called by ``fsdp_engine.py`` and by the roles that start ranks. Without torchrun's environment there is one rank.
 """
@@ -32,14 +32,14 @@ from async_rl.errors import ConfigError, TrainingError
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 300.0
-"""Ranks that start together may come this far apart, however short ``experimental.distributed_timeout_s`` is."""
+"""Ranks may start this far apart, even if ``experimental.distributed_timeout_s`` is shorter."""
 
 _FAILURE_KEY = "first_failure"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's rank, as torchrun (or ``launch``) set it."""
+    """This process's rank, from the environment that torchrun or ``launch`` sets."""
 
     rank: int
     local_rank: int
@@ -47,7 +47,7 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> Place:
-        """One rank alone unless ``RANK`` and ``WORLD_SIZE`` say otherwise.
+        """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``; without them there is one rank.
 
         Raises:
             ConfigError: they are not numbers, or contradict each other.
@@ -66,10 +66,10 @@ _PLACE_DEFAULTS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def init_ranks(config: Config) -> Ranks:
-    """Join the other ranks. One rank on the CPU in float32 needs no process group, and gets none.
+    """Join the other ranks. A single rank on the CPU in float32 needs no process group.
 
     Raises:
-        ConfigError: torchrun's environment is malformed, or there is no such CUDA device.
+        ConfigError: torchrun's environment is malformed, or the CUDA device does not exist.
         TrainingError: the other ranks did not join in time.
     """
     place = Place.from_environment()
@@ -102,7 +102,7 @@ def init_ranks(config: Config) -> Ranks:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """``model.dtype``, resolved for this device."""
+    """The dtype that ``model.dtype`` means on ``device``."""
     if config.model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
@@ -120,8 +120,8 @@ def _set_threads(config: Config, place: Place) -> None:
 
 
 def _use_deterministic_kernels() -> None:
-    """Sums in a fixed order from now on, on CUDA too (where they are atomic additions otherwise)."""
-    # Read when CUDA starts: without it cuBLAS may choose another workspace, and so another order, every time.
+    """Make torch sum in a fixed order, on CUDA too, where sums are atomic additions otherwise."""
+    # CUDA reads this when it starts. Without it cuBLAS may choose another workspace, and so another order, every time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -130,7 +130,7 @@ def _device(config: Config, place: Place) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = place.local_rank
-    # Where CUDA_VISIBLE_DEVICES is set (launch does), its devices are numbered anew from 0.
+    # If CUDA_VISIBLE_DEVICES is set (launch does it), the visible devices are numbered from 0.
     if config.learner.devices is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
         index = config.learner.devices[place.local_rank]
     if index >= torch.cuda.device_count():
@@ -143,13 +143,13 @@ def _device(config: Config, place: Place) -> torch.device:
 
 
 class Ranks:
-    """This process among the learner's ranks. ``store`` is None exactly if it is alone without a process group."""
+    """This process among the learner's ranks. ``store`` is None if and only if there is no process group."""
 
     def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
         self._store = store
         self._broken = False
-        # DCP and our commands work on the host; gloo is the default group's host half.
+        # torch.distributed.checkpoint and our commands work on the host, over gloo.
         self.host_group: dist.ProcessGroup | None = None
         if store is not None and device.type == "cuda":
             self.host_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
@@ -165,11 +165,11 @@ class Ranks:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a collective failed here: nothing can be sent to the other ranks any more."""
+        """Whether a collective failed here. Nothing can be sent to the other ranks then."""
         return self._broken
 
     def scatter(self, frames: Sequence[bytes]) -> bytes:
-        """Rank 0: give every rank its frame; returns its own."""
+        """On rank 0: send every rank its frame. Returns rank 0's own."""
         if len(frames) != self.world_size:
             raise ValueError(f"expected a frame for each of {self.world_size} ranks, got {len(frames)}")
         if self.world_size > 1:
@@ -184,11 +184,11 @@ class Ranks:
         return frames[0]
 
     def broadcast(self, frame: bytes) -> None:
-        """Rank 0: give every rank the same frame."""
+        """On rank 0: send every rank the same frame."""
         self.scatter([frame] * self.world_size)
 
     def receive(self) -> bytes:
-        """Other ranks: the next frame of rank 0, waited for up to ``experimental.distributed_timeout_s``."""
+        """On the other ranks: wait up to ``experimental.distributed_timeout_s`` for rank 0's next frame."""
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         dist.broadcast(sizes, 0, group=self.host_group)
         frame = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
@@ -196,7 +196,7 @@ class Ranks:
         return frame.numpy().tobytes()
 
     def gather(self, frame: bytes) -> list[bytes]:
-        """Every rank gives one frame; rank 0 gets them all, in order of rank, the others an empty list."""
+        """Send this rank's frame to rank 0. Returns all frames there, in order of rank, and an empty list elsewhere."""
         if self.world_size == 1:
             return [frame]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
@@ -213,21 +213,21 @@ class Ranks:
         return frames
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks of a host tensor, in place."""
+        """Sum a host tensor over ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(values, group=self.host_group)
         return values
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called this."""
         self.all_reduce_sum(torch.zeros(1))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around work that all ranks do: an error here is recorded, one of another rank is raised with its cause.
+        """Wrap work that all ranks do: record an error of this rank, raise that of a rank which failed first.
 
         Raises:
-            TrainingError: another rank failed first.
+            TrainingError: another rank failed first; the message is its cause.
         """
         try:
             yield
@@ -240,13 +240,13 @@ class Ranks:
                 raise
             raise TrainingError(cause) from error
         except (KeyboardInterrupt, SystemExit):
-            # The others may be in the middle of a collective: no command would reach them any more.
+            # The others may be in the middle of a collective, where no command reaches them.
             self._broken = True
-            self.record_failure(f"rank {self.rank}, {what}: it was told to stop")
+            self.record_failure(f"rank {self.rank}, {what}: it was stopped")
             raise
 
     def record_failure(self, cause: str) -> str:
-        """Put ``cause`` where the other ranks look, unless an earlier one is there; the first cause."""
+        """Record ``cause`` for the other ranks unless a cause is recorded already. Returns the first cause."""
         if self._store is None or self.world_size == 1:
             return cause
         try:
@@ -256,7 +256,7 @@ class Ranks:
             return cause
 
     def first_failure(self) -> str:
-        """The recorded first cause; empty if there is none (or nobody is left to ask)."""
+        """The recorded first cause; empty if there is none or the store is gone."""
         if self._store is None or self.world_size == 1:
             return ""
         try:
@@ -266,12 +266,12 @@ class Ranks:
             return ""
 
     def close(self) -> None:
-        """Leave the process group. After a failure it is left to the process's end, since others may be stuck in it."""
+        """Leave the process group. After a failure the end of the process does that: other ranks may be stuck in it."""
         if self._store is not None and not self._broken and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
 
 
 def _as_tensor(frame: bytes) -> Tensor:
-    # bytearray: torch refuses (warns of) read-only memory, and gloo may touch the buffer until the send is done.
+    # A copy: torch warns of read-only memory, and gloo may touch the buffer until the send is done.
     return torch.from_numpy(np.frombuffer(bytearray(frame), dtype=np.uint8))

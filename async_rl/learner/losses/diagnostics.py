@@ -1,8 +1,9 @@
-"""Diagnostics by lag: how far the policy is from the one that sampled. Sums on the device, numbers on the host.
+"""Diagnostics by lag: how far the policy is from the one that sampled.
 
-Noise between the engines shows at lag 0, staleness grows with the lag, wrong weights show at every lag. All numbers are
-sums, one row for each lag, so they add up over micro-batches, ranks and updates; ``Summary`` reads them. Quantiles of
-ratios come from a histogram, because histograms add up too. Ratios are pi/mu. N = trained tokens, L = lags.
+Noise between the engines shows at lag 0, staleness grows with the lag, wrong weights show at every lag.
+``diagnostic_sums`` gives a row of sums for each lag, on the device. Rows add up over micro-batches, ranks and updates;
+``summarise`` turns one into means. Quantiles of ratios come from a histogram, because histograms add up too. Ratios are
+pi/mu. N = trained tokens, L = lags.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from async_rl.learner.losses.parts import LOG_RATIO_LIMIT
 from async_rl.learner.losses.policy import PolicyLoss
 
 COUNTS = ("received", "finite", "kept", "capped_low", "capped_high", "skipped", "after_update")
-"""Numbers of tokens: all; with a finite behavior logprob; in the loss; of those, with a ratio cut at the lower or upper
-bound; in skipped sequences; finite and sampled after a weight update within their answer."""
+"""Counts of tokens: all; those with a finite behavior logprob; those in the loss; among these, the ones whose ratio was
+cut at the lower and at the upper bound; those in skipped sequences; finite ones sampled after a weight update within
+their answer."""
 SUMS = ("k1", "k3", "abs_log_ratio", "kept_k3", "kept_ratio", "kept_ratio_square", "after_update_k3")
-"""Sums in nats: three over finite tokens (skipped ones included), three over kept ones, one over those after an
-update."""
+"""Sums in nats. Three are over finite tokens (skipped ones included), three over kept ones, the last one over tokens
+after an update."""
 
 _FINEST = 1e-5
 _WIDTH = 0.1
 _HALF = math.ceil(math.asinh(LOG_RATIO_LIMIT / _FINEST) / _WIDTH)
 NUM_BINS = 2 * _HALF + 1
-"""Bins of log ratios, a tenth apart on asinh(log ratio / 1e-5): of equal width near 0, then each 10 % wider."""
+"""Number of bins. They lie 0.1 apart on asinh(log ratio / 1e-5): equally wide near 0, then each 10 % wider."""
 
 _NAMES = (*COUNTS, *SUMS)
 COLUMNS = len(_NAMES) + NUM_BINS
@@ -38,14 +40,14 @@ COLUMNS = len(_NAMES) + NUM_BINS
 def diagnostic_sums(
     out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int, *, after_update_N: Tensor | None = None
 ) -> Tensor:
-    """float64 [num_lags, COLUMNS], on the device; the last row also takes older tokens.
+    """float64 [num_lags, COLUMNS], on the device. The last row also counts older tokens.
 
     Args:
-        out: of the micro-batch.
+        out: the loss of the micro-batch.
         skipped_N: bool, the token's sequence was skipped.
         lag_N: int64, >= 0.
         num_lags: L.
-        after_update_N: bool, ``TrainSequence.after_update``; none: no token was.
+        after_update_N: bool, ``TrainSequence.after_update``; if unset, no token was sampled after an update.
     """
     kept_N, d_N = out.kept, out.log_ratio
     received_N = torch.ones_like(kept_N)
@@ -69,18 +71,18 @@ def diagnostic_sums(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Numbers of some tokens, one lag's or all. Ratios are over kept tokens, ``mismatch`` over all finite ones.
+    """Statistics of some tokens: those of one lag, or all. Ratios are over kept tokens, ``mismatch`` over finite ones.
 
     Attributes:
-        tokens, kept: how many were received, and how many are in the loss.
+        tokens, kept: number of tokens, and of those in the loss.
         mismatch_k1, mismatch_k3: estimates of KL(mu || pi), nats (joschu.net/blog/kl-approx.html): the mean of
-            log mu/pi, which is unbiased, and of ``r - 1 - log r``, which besides is never negative.
-        mean_abs_log_ratio: mean |log pi - log mu|, nats.
+            log mu/pi, which is unbiased, and of ``r - 1 - log r``, which is unbiased and never negative.
+        mean_abs_log: mean |log pi - log mu|, nats.
         kl: the k3 estimate over kept tokens.
-        ratio_mean: of pi/mu.
+        ratio_mean: mean of pi/mu.
         ratio_max, ratio_p01, ratio_p50, ratio_p99: from the histogram, so within 5 % of their logarithm.
-        capped_low, capped_high: share of kept tokens whose ratio was cut at a bound.
-        skipped, out_of_range: share of received tokens in skipped sequences; single ones outside loss.token_range.
+        clip_low, clip_high: share of kept tokens whose ratio was cut at a bound.
+        skipped, out_of_range: share of tokens in skipped sequences, and of single ones outside ``loss.token_range``.
         ess: normalised effective sample size, ``(sum r)^2 / (n sum r^2)``, in (0, 1].
     """
 
@@ -88,15 +90,15 @@ class Summary:
     kept: int
     mismatch_k1: float
     mismatch_k3: float
-    mean_abs_log_ratio: float
+    mean_abs_log: float
     kl: float
     ratio_mean: float
     ratio_max: float
     ratio_p01: float
     ratio_p50: float
     ratio_p99: float
-    capped_low: float
-    capped_high: float
+    clip_low: float
+    clip_high: float
     skipped: float
     out_of_range: float
     ess: float
@@ -111,7 +113,10 @@ class Summary:
 
 
 def summarise(row: np.ndarray) -> Summary:
-    """The numbers of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows; without tokens, as on-policy."""
+    """The statistics of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows.
+
+    Without tokens they are those of a policy that has not changed.
+    """
     total = dict(zip(_NAMES, row[: len(_NAMES)].tolist(), strict=True))
     received, kept, finite = max(1.0, total["received"]), max(1.0, total["kept"]), max(1.0, total["finite"])
     square = total["kept_ratio_square"]
@@ -121,15 +126,15 @@ def summarise(row: np.ndarray) -> Summary:
         kept=int(total["kept"]),
         mismatch_k1=total["k1"] / finite,
         mismatch_k3=total["k3"] / finite,
-        mean_abs_log_ratio=total["abs_log_ratio"] / finite,
+        mean_abs_log=total["abs_log_ratio"] / finite,
         kl=total["kept_k3"] / kept,
         ratio_mean=total["kept_ratio"] / kept,
         ratio_max=_quantile(cumulated, 1.0),
         ratio_p01=_quantile(cumulated, 0.01),
         ratio_p50=_quantile(cumulated, 0.5),
         ratio_p99=_quantile(cumulated, 0.99),
-        capped_low=total["capped_low"] / kept,
-        capped_high=total["capped_high"] / kept,
+        clip_low=total["capped_low"] / kept,
+        clip_high=total["capped_high"] / kept,
         skipped=total["skipped"] / received,
         out_of_range=(total["received"] - total["skipped"] - total["kept"]) / received,
         ess=total["kept_ratio"] ** 2 / (kept * square) if square > 0 else 1.0,
@@ -137,9 +142,10 @@ def summarise(row: np.ndarray) -> Summary:
 
 
 def update_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
-    """Lag -> tokens after a weight update, their mean k3 and that of the others of that lag, nats; lags that have both.
+    """For each lag: the number of tokens after a weight update, their mean k3, and that of the other tokens (nats).
 
-    The lag is the same on both sides, so the difference does not come from the policy's staleness.
+    Both means are of one lag, so their difference does not come from the policy's staleness. Lags without tokens of
+    both kinds are left out.
 
     Args:
         by_lag: rows of ``diagnostic_sums``, or a sum of such.
@@ -155,7 +161,7 @@ def update_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
 
 
 def k3_sum_and_tokens(row: np.ndarray) -> tuple[float, int]:
-    """Of one row: the sum of the k3 estimates, nats, and the finite tokens it is over."""
+    """The sum of the k3 estimates of one row, nats, and the number of finite tokens in it."""
     return float(row[_NAMES.index("k3")]), int(row[_NAMES.index("finite")])
 
 

@@ -1,8 +1,8 @@
-"""Objectives: what a step minimises. One micro-batch in; a loss to backpropagate and numbers to add up out.
+"""Objectives: what a step minimises. One micro-batch enters; a loss to backpropagate and sums of statistics leave.
 
-``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. Every number is a
-sum over trained tokens and has its count. So micro-batches and ranks add up, and the statistics are the same for any
-cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
+``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. Every statistic is a
+sum over trained tokens with its count, so those of micro-batches and ranks add up, however the step is cut.
+``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
-from async_rl.learner.losses.diagnostics import COLUMNS, Summary, diagnostic_sums, k3_sum_and_tokens, summarise
-from async_rl.learner.losses.parts import aggregate, check_shapes
+from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
@@ -47,15 +46,19 @@ class Objective(Protocol):
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
     def why_skip(self, sums: Tensor) -> str:
-        """Why the step with these ``sums`` (all micro-batches and ranks) must be skipped; empty: it must not."""
+        """Why the optimizer step must be skipped; empty if it need not be.
+
+        ``sums`` are those of the whole step, on the host.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """The loss of ``[loss]``. ``max_lag`` is the last staleness with diagnostics of its own.
+    """The loss that ``[loss]`` describes.
 
-    ``max_length`` is ``sampling.max_new_tokens``, a divisor under ``aggregation = "sequence_sum"``.
+    ``max_lag`` is the last staleness with diagnostics of its own. ``max_length`` is ``sampling.max_new_tokens``, a
+    divisor under ``aggregation = "sequence_sum"``.
     """
 
     loss: LossConfig
@@ -67,10 +70,10 @@ class PolicyObjective:
         return self.loss.entropy_coef != 0
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        """As ``Objective``.
+        """See ``Objective``.
 
         Raises:
-            ValueError: a token is newer than ``version``, or as ``policy_loss``.
+            ValueError: a token is newer than ``version``, or ``policy_loss`` refuses the batch.
         """
         lag_N = version - batch.versions.long()
         if bool((lag_N < 0).any()):
@@ -97,84 +100,55 @@ class PolicyObjective:
         return MicroBatchResult(out.loss_sum, torch.cat([torch.stack(fixed), by_lag.view(-1)]), out.skipped, ratio_max)
 
     def why_skip(self, sums: Tensor) -> str:
-        return why_skip(sums, self.loss)
+        """See ``Objective``. The engine itself skips a step without tokens.
+
+        ``loss.min_ess`` limits the effective sample size of the kept tokens' ratios, ``loss.max_kl`` their k3 estimate
+        of KL(mu || pi).
+        """
+        loss, step = self.loss, summarise(_rows(sums).sum(0).numpy())
+        if loss.min_ess is not None and step.ess < loss.min_ess:
+            return (
+                f"the effective sample size is {step.ess:.3g} of its tokens, limit loss.min_ess = {loss.min_ess}; "
+                f"lower queue.max_staleness or optimizer.lr"
+            )
+        if loss.max_kl is not None and step.kl > loss.max_kl:
+            return (
+                f"KL(mu || pi) is {step.kl:.3g} nats, limit loss.max_kl = {loss.max_kl}; lower queue.max_staleness or "
+                f"optimizer.lr"
+            )
+        return ""
 
 
-class NllOutput(NamedTuple):
-    """Sums over one micro-batch; the step's loss is the sum of ``loss_sum`` over that of ``weight_sum``."""
-
-    loss_sum: Tensor  # [], float64, carries grad
-    weight_sum: Tensor  # [], float64: tokens, or sequences that have any
-    num_tokens: Tensor  # [], int64
-
-
-def nll_loss(
-    logprobs_N: Tensor,
-    sequence_index_N: Tensor,
-    num_sequences: int,
-) -> NllOutput:
-    """Negative log-likelihood for supervised training: every token weighs 1.
-
-    Raises:
-        ValueError: the two tensors are not both [N].
-    """
-    check_shapes(logprobs_N, sequence_index_N)
-    all_N = torch.ones_like(sequence_index_N, dtype=torch.bool)
-    weights = aggregate(all_N, sequence_index_N, num_sequences, "token", max_length=1)
-    loss_sum = -(weights.weight * logprobs_N).sum(dtype=torch.float64)
-    return NllOutput(loss_sum, weights.denominator.double(), all_N.sum())
-
-
-@dataclass(frozen=True, slots=True)
 class SupervisedObjective:
-    """Negative log-likelihood. It skips nothing and has no behavior policy."""
+    """The mean negative log-likelihood of all tokens. It skips no step and reads no behavior policy."""
 
     @property
     def needs_entropy_grad(self) -> bool:
         return False
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        out = nll_loss(scored.logprobs, batch.sequence_index, batch.num_sequences)
+        loss_sum = -scored.logprobs.sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
-        kl = torch.zeros_like(entropy)
-        sums = torch.stack([out.weight_sum, out.loss_sum.detach(), out.num_tokens.double(), entropy, kl])
+        num_tokens = torch.full_like(entropy, len(scored.logprobs))
+        sums = torch.stack([num_tokens, loss_sum.detach(), num_tokens, entropy, torch.zeros_like(entropy)])
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
-        return MicroBatchResult(out.loss_sum, sums, nothing, sums.new_zeros(()))
+        return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
     def why_skip(self, sums: Tensor) -> str:
         return ""
 
 
 def policy_objective(config: Config) -> PolicyObjective:
-    """The loss of a reinforcement learning run, with diagnostics for every staleness that may occur."""
+    """The objective of a reinforcement learning run, with diagnostics for every staleness that may occur."""
     return PolicyObjective(config.loss, config.queue.max_staleness, config.sampling.max_new_tokens)
-
-
-def why_skip(sums: Tensor, loss: LossConfig) -> str:
-    """Why the optimizer step with these sums (of the whole step, on the host) must be skipped; empty: it must not.
-
-    The limits hold for the tokens that are left in the loss: ``loss.min_ess`` for the effective sample size of their
-    ratios, ``loss.max_kl`` for the k3 estimate of KL(mu || pi). The engine itself skips a step without tokens.
-    """
-    if loss.min_ess is None and loss.max_kl is None:
-        return ""
-    step = _summary(sums)
-    if loss.min_ess is not None and step.ess < loss.min_ess:
-        return (
-            f"the effective sample size is {step.ess:.3g} of its tokens, limit loss.min_ess = {loss.min_ess}; lower "
-            f"queue.max_staleness or optimizer.lr"
-        )
-    if loss.max_kl is not None and step.kl > loss.max_kl:
-        return (
-            f"KL(mu || pi) is {step.kl:.3g} nats, limit loss.max_kl = {loss.max_kl}; lower queue.max_staleness or "
-            f"optimizer.lr"
-        )
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What became of the optimizer step. ``grad_norm`` is before clipping, of the mean loss."""
+    """The optimizer step's outcome. ``reason`` is empty unless it was skipped.
+
+    ``grad_norm`` is that of the mean loss, before clipping.
+    """
 
     reason: str
     grad_norm: float
@@ -198,10 +172,10 @@ def update_stats(
         tokens_trained=int(total["tokens"]),
         ratio_mean=step.ratio_mean,
         ratio_max=ratio_max,
-        clip_fraction=step.capped_low + step.capped_high,
+        clip_fraction=step.clip_low + step.clip_high,
         ess=step.ess,
         entropy=total["entropy"] / count,
-        mean_abs_log_ratio=step.mean_abs_log_ratio,
+        mean_abs_log_ratio=step.mean_abs_log,
         skipped_sequence_ids=tuple(skipped_sequence_ids),
         skipped_tokens=step.num_skipped,
         mismatch_kl={lag: k3_sum_and_tokens(row) for lag, row in enumerate(rows) if row.any()},
@@ -214,7 +188,3 @@ def update_stats(
 def _rows(sums: Tensor) -> Tensor:
     """float64 [lags, COLUMNS]."""
     return sums[len(SUM_NAMES) :].view(-1, COLUMNS)
-
-
-def _summary(sums: Tensor) -> Summary:
-    return summarise(_rows(sums).sum(0).numpy())

@@ -65,7 +65,7 @@ def check_shapes(*tensors: Tensor) -> None:
 
 
 class SurrogateInputs(NamedTuple):
-    """All float [N]; the first two carry grad.
+    """What a surrogate reads, float [N]; the first two carry grad. All three are 0 on tokens that are left out.
 
     ``log_ratio`` is log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu,
     or prox with another ``loss.anchor``. ``logprobs`` is log pi.
@@ -77,9 +77,9 @@ class SurrogateInputs(NamedTuple):
 
 
 class TokenObjective(NamedTuple):
-    """All [N]. ``capped_low`` and ``capped_high`` (bool): the ratio was cut at a lower or upper bound.
+    """What each token adds to the objective, [N]. ``policy.py`` weighs, sums and negates it, since it is maximised.
 
-    All False for a surrogate that cuts nothing.
+    ``capped_low`` and ``capped_high`` (bool [N]) say where the ratio was cut at a lower or upper bound.
     """
 
     objective: Tensor
@@ -129,14 +129,14 @@ SURROGATE_FUNCTIONS: Mapping[str, Callable[[SurrogateInputs, LossConfig], TokenO
     "cispo": clipped_weight,
     "plain": plain,
 }
-"""``loss.surrogate`` -> its function."""
+"""``loss.surrogate`` -> its function. The row of the same name in ``config.loss.SURROGATES`` says what it reads."""
 
 
 @torch.no_grad()
 def skipped_sequences(
     log_ratio_N: Tensor, finite_N: Tensor, sequence_index_N: Tensor, num_sequences: int, loss: LossConfig
 ) -> Tensor:
-    """bool [S]: sequences that leave the loss and its denominator.
+    """bool [S]: sequences that leave the loss and its denominator, because they are too far from the behavior policy.
 
     A sequence is skipped if ``loss.skip_statistic`` of its tokens' pi/mu is *above* ``loss.skip_threshold``, or if one
     of its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version:
@@ -148,7 +148,7 @@ def skipped_sequences(
         finite_N: bool, the behavior logprob is finite.
         sequence_index_N: int64, in [0, num_sequences).
         num_sequences: S.
-        loss: of it the ``skip_*`` keys.
+        loss: the ``skip_*`` keys of it are read.
     """
     nonfinite_S = sum_by(sequence_index_N, (~finite_N).long(), num_sequences) > 0
     if loss.skip_threshold is None:
@@ -157,7 +157,7 @@ def skipped_sequences(
     if loss.skip_unit == "sequence":
         statistic_S = statistic_of(log_ratio_N, sequence_index_N, num_sequences)
         return nonfinite_S | (statistic_S > loss.skip_threshold)
-    # Tokens that are not finite have ratio 1. They form a unit of their own, so that they don't dilute the statistic.
+    # Tokens that are not finite have ratio 1. They form a unit of their own, so they don't dilute the statistic.
     statistic = statistic_of(log_ratio_N, (~finite_N).long(), 2)[0]
     has_tokens_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences) > 0
     return nonfinite_S | (has_tokens_S & (statistic > loss.skip_threshold))
@@ -191,7 +191,7 @@ SKIP_STATISTIC_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] 
     "geometric": _geometric_mean_ratio,
     "k3": _mean_k3,
 }
-"""``loss.skip_statistic`` -> log ratios [N], the unit of each [N], the number of units -> float64 [units].
+"""``loss.skip_statistic`` -> its function: log ratios [N], each one's unit [N], number of units -> float64 [units].
 
 A unit without tokens gets 0 (geometric: 1).
 """
@@ -214,7 +214,10 @@ def importance_weights(log_ratio_N: Tensor, cap: float) -> Tensor:
 
 
 def kl_estimate(log_ratio_N: Tensor, estimator: str) -> Tensor:
-    """The estimate of the name ``estimator`` for each token, nats."""
+    """Each token's estimate of KL(pi || reference), nats [N], from ``d = log pi - log reference``. Differentiable.
+
+    The estimators are Schulman's (joschu.net/blog/kl-approx.html).
+    """
     return look_up(KL_FUNCTIONS, estimator, "loss.kl_estimator")(log_ratio_N)
 
 
@@ -238,11 +241,15 @@ def k3(log_ratio_N: Tensor) -> Tensor:
 
 
 KL_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""``loss.kl_estimator`` -> its function."""
+"""``loss.kl_estimator`` -> its function of d."""
 
 
 class Weights(NamedTuple):
-    """The step's loss is the sum of ``weight * loss of the token`` over the sum of ``denominator``."""
+    """The step's loss is the sum of ``weight * token loss`` divided by the sum of ``denominator``.
+
+    Both sums are over all micro-batches and ranks and known only after the last one. So a weight must not depend on
+    anything outside its own sequence; a sequence is never cut.
+    """
 
     weight: Tensor | float  # float64 [N], or one for all
     denominator: Tensor  # [], int64
@@ -251,7 +258,7 @@ class Weights(NamedTuple):
 def aggregate(
     kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, aggregation: str, *, max_length: int
 ) -> Weights:
-    """Weights of the kept tokens (bool [N]), by the function of the name ``aggregation``.
+    """Weights of the kept tokens (``kept_N``, bool) under ``aggregation``.
 
     Sequences without a kept token are in no denominator.
     """
@@ -271,9 +278,9 @@ def sequence_mean(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, 
 
 
 def sequence_sum(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
-    """The mean over sequences of the sum over their kept tokens, divided by ``max_length``, the same for all.
+    """The mean over sequences of the sum over their kept tokens, divided by the constant ``max_length``.
 
-    Dr. GRPO (arXiv:2503.20783); RLOO's sum (arXiv:2402.14740), but for that constant.
+    Dr. GRPO (arXiv:2503.20783). RLOO's sum (arXiv:2402.14740) is the same without the constant.
     """
     counts_S = sum_by(sequence_index_N, kept_N.long(), num_sequences)
     return Weights(1.0 / max_length, (counts_S > 0).sum())
@@ -284,4 +291,5 @@ AGGREGATION_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor, int, int], Weights
     "sequence": sequence_mean,
     "sequence_sum": sequence_sum,
 }
-"""``loss.aggregation`` -> kept [N], sequence index [N], number of sequences, ``sampling.max_new_tokens`` -> weights."""
+"""``loss.aggregation`` -> its function: kept [N], sequence index [N], number of sequences, ``sampling.max_new_tokens``.
+"""

@@ -1,7 +1,7 @@
 """The policy loss of one micro-batch: the parts that ``[loss]`` names, put together. Pure: tensors in, tensors out.
 
 The loss of a step is ``sum over kept tokens of weight * (-w * objective + kl_coef * KL - entropy_coef * entropy)``
-divided by a denominator. The parts are in the other modules of this folder, each with its paper.
+divided by a denominator. The parts are in ``parts.py``, each with its paper.
 
 This module returns the *sum*. Skipped sequences leave the denominator, so it is known only when the last micro-batch of
 the step has run, on all ranks. Gradients are linear in 1 / denominator: the engine backpropagates the sums, adds up the
@@ -41,7 +41,7 @@ from async_rl.learner.losses.parts import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyInputs:
-    """One micro-batch.
+    """The tokens of one micro-batch.
 
     Attributes:
         logprobs: float [N], nats, the learner's; carries grad.
@@ -93,8 +93,8 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
         max_length: ``sampling.max_new_tokens``, the constant of ``aggregation = "sequence_sum"``.
 
     Raises:
-        ValueError: shapes differ, or what the settings need (proximal or reference logprobs, entropies with a
-            gradient) is not there.
+        ValueError: shapes differ, or something that the settings need is missing: proximal or reference logprobs,
+            entropies with a gradient.
     """
     _check(inputs, loss)
     finite_N = inputs.behavior_logprobs.isfinite()
@@ -144,7 +144,7 @@ def _keep(
 
 
 def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
-    """[N], detached: logprobs of the policy that pi is compared with."""
+    """[N], detached: log-probabilities under the policy that pi is compared with."""
     if loss.anchor == "behavior":
         return inputs.behavior_logprobs
     if loss.anchor == "proximal":

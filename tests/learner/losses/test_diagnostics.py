@@ -39,10 +39,10 @@ def test_numbers_of_each_lag_by_hand():
     assert (lag_0.tokens, lag_0.mismatch_k3, lag_0.ratio_mean, lag_0.ratio_max, lag_0.ess) == (1, 0.0, 1.0, 1.0, 1.0)
     # k1 = mean of log mu/pi = (-ln 2 + ln 2) / 2; k3 = (2 - 1 - ln 2 + 1/2 - 1 + ln 2) / 2; ESS = 2.5^2 / (2 * 4.25).
     assert (lag_1.mismatch_k1, lag_1.mismatch_k3, lag_1.kl) == near((0.0, 0.25, 0.25))
-    assert (lag_1.ratio_mean, lag_1.ess, lag_1.mean_abs_log_ratio) == near((1.25, 6.25 / 8.5, math.log(2)))
+    assert (lag_1.ratio_mean, lag_1.ess, lag_1.mean_abs_log) == near((1.25, 6.25 / 8.5, math.log(2)))
     # Ratio 1/2 is below 0.8 at A < 0.
-    assert (lag_1.capped_low, lag_1.capped_high, lag_1.skipped) == (0.5, 0.0, 0.0)
-    assert (last.tokens, last.kept, last.skipped, last.out_of_range, last.capped_high) == (2, 1, 0.5, 0.0, 1.0)
+    assert (lag_1.clip_low, lag_1.clip_high, lag_1.skipped) == (0.5, 0.0, 0.0)
+    assert (last.tokens, last.kept, last.skipped, last.out_of_range, last.clip_high) == (2, 1, 0.5, 0.0, 1.0)
     assert last.mismatch_k1 == near(-(math.log(1.5) + math.log(4)) / 2)
     assert (last.ratio_mean, last.kl) == near((1.5, 0.5 - math.log(1.5)))
     assert k3_sum_and_tokens(rows[2]) == near((0.5 - math.log(1.5) + 3 - math.log(4), 2))
@@ -111,7 +111,7 @@ def test_summary_equals_the_loop_over_tokens(case: Case):
         d = [case.logprobs[t] - case.behavior[t] for t in finite]
         assert_mean(got.mismatch_k1, [-x for x in d])
         assert_mean(got.mismatch_k3, [math.exp(x) - 1 - x for x in d])
-        assert_mean(got.mean_abs_log_ratio, [abs(x) for x in d])
+        assert_mean(got.mean_abs_log, [abs(x) for x in d])
         check_ratios(got, [math.exp(case.logprobs[t] - case.behavior[t]) for t in tokens if kept[t]])
 
 

@@ -18,10 +18,8 @@ from async_rl.learner.losses.objective import (
     PolicyObjective,
     StepOutcome,
     SupervisedObjective,
-    nll_loss,
     policy_objective,
     update_stats,
-    why_skip,
 )
 from async_rl.learner.packing import TrainSequence, pack
 from tests.learner.tiny import tiny_config
@@ -107,7 +105,7 @@ def test_objective_of_a_config_knows_its_longest_answer_and_oldest_token(tmp_pat
 )
 def test_a_step_past_its_limits_says_why_it_is_skipped(limit: dict[str, Any], reason: str):
     loss = LossConfig(**limit)
-    got = why_skip(sums_of([4.0, 1.0], loss), loss)
+    got = PolicyObjective(loss, 2, 8).why_skip(sums_of([4.0, 1.0], loss))
     assert reason in got
     assert bool(got) == bool(reason)
 
@@ -115,21 +113,24 @@ def test_a_step_past_its_limits_says_why_it_is_skipped(limit: dict[str, Any], re
 def test_limits_look_at_what_is_left_to_train_on():
     # The sequence is skipped: nothing is left that could be too far.
     loss = LossConfig(skip_threshold=2.0, max_kl=0.1, min_ess=0.9)
-    assert why_skip(sums_of([4.0, 1.0], loss), loss) == ""
+    assert PolicyObjective(loss, 2, 8).why_skip(sums_of([4.0, 1.0], loss)) == ""
 
 
-def test_nll_counts_every_token_once():
-    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    out = nll_loss(logprobs, torch.tensor([0, 0, 1]), 2)
-    out.loss_sum.backward()
-    assert (out.loss_sum.item(), out.weight_sum.item(), out.num_tokens.item()) == (6.0, 3.0, 3)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-1.0, -1.0, -1.0]
+def test_supervised_training_counts_every_token_once():
+    # Log-probabilities -1, ln 2 - 1 and ln 4 - 1.
+    batch, scored = a_batch([1.0, 2.0, 4.0])
+    result = SupervisedObjective()(batch, scored, version=0)
+    result.loss_sum.backward()
+    assert result.loss_sum.item() == pytest.approx(3 - math.log(8), rel=1e-6)
+    assert result.sums.tolist() == pytest.approx([3.0, 3 - math.log(8), 3.0, 1.5, 0.0], rel=1e-6)
+    assert scored.logprobs.grad is not None
+    assert scored.logprobs.grad.tolist() == [-1.0, -1.0, -1.0]
 
 
-def test_nll_of_no_tokens_is_zero_and_carries_a_gradient():
+def test_supervised_training_on_no_tokens_is_zero_and_carries_a_gradient():
+    batch, _ = a_batch([1.0])
     hidden = torch.ones(2, requires_grad=True)
-    out = nll_loss(hidden[:0], torch.zeros(0, dtype=torch.int64), 1)
-    out.loss_sum.backward()
-    assert (out.loss_sum.item(), out.weight_sum.item()) == (0.0, 0.0)
+    result = SupervisedObjective()(batch, TokenLogprobs(hidden[:0], torch.zeros(0)), version=0)
+    result.loss_sum.backward()
+    assert (result.loss_sum.item(), result.sums[0].item()) == (0.0, 0.0)
     assert hidden.grad is not None
