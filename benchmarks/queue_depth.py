@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from async_rl.config.loading import parse_config
-from async_rl.data.rows import Row
+from async_rl.data.dataset import Row
 from async_rl.net.codec import encode_group
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import QueueSettings

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_rl.config.reward import CodeRewardConfig
-from async_rl.data.dataset import load_rows
-from async_rl.data.rows import RowRules
+from async_rl.data.dataset import RowRules, load_rows
 from async_rl.rewards.code import local_judge
 from async_rl.rewards.code_tests import CodeTests, parse_tests
 from tests.rewards.code_answers import MBPP

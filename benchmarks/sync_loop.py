@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.data.chat import load_tokenizer, render_prompt
-from async_rl.data.dataset import load_rows_of
-from async_rl.data.rows import Row
+from async_rl.data.dataset import Row, load_rows_of
 from async_rl.learner.advantages import group_normalised
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward

@@ -1,20 +1,199 @@
 """Loads a dataset: a file or a hub id enters, its checked rows leave.
 
-Called by the queue server (for training and evaluations), offline evaluation and preflight. ``files`` reads a source,
-``rows`` checks one row.
+Called by the queue server (for training and evaluations), offline evaluation and preflight. ``files`` reads a source;
+``parse_row`` checks one row. A row holds a prompt, as ``messages`` or as ``prompt`` text (an environment may do without
+one), and what its reward needs: ``gt_answer`` (mathematics), ``test_cases`` with an optional ``fn_name`` (programs),
+``extra_info`` (environments and rewards of your own), in any combination.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, Literal, get_args
+
+import msgpack
 
 from async_rl.config.config import Config
-from async_rl.data.files import Source
-from async_rl.data.rows import Row, RowRules, parse_row
+from async_rl.config.data import PromptFormat, RowField
+from async_rl.data.files import Source, kind, parse_json
 from async_rl.errors import DataError
+from async_rl.records import TEXT_ROLE
+from async_rl.rewards.code_tests import parse_tests
+
+MAX_NESTING = 6
+"""Lists and objects inside each other in one value of a row; the wire allows little more around them."""
+
+_KEYS: tuple[RowField, ...] = get_args(RowField)
+_JSON_KEYS: tuple[RowField, ...] = ("messages", "test_cases", "extra_info")
+"""Text in these is read as JSON: CSV has no other way to write them, and some datasets write test cases so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt as the file has it. ``reward_data`` holds every key but the messages; ``gt_answer`` is text."""
+
+    messages: tuple[Mapping[str, str], ...]
+    reward_data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """How rows are read.
+
+    Attributes:
+        system_prompt: put in front of every row that has no system message of its own; empty adds nothing.
+        needs: the keys that every row must have for its reward.
+        needs_prompt: whether every row must ask something. An environment may ask by itself; the messages of a row that
+            doesn't are ().
+        columns: the names of keys in the data, where they differ.
+        prompt_format: whether a ``prompt`` is a user's message or text to be continued as it stands.
+    """
+
+    system_prompt: str = ""
+    needs: Collection[RowField] = ("gt_answer",)
+    needs_prompt: bool = True
+    columns: Mapping[RowField, str] = field(default_factory=dict)
+    prompt_format: PromptFormat = "chat"
+
+
+def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
+    """Check ``raw`` and return it as a row.
+
+    Raises:
+        DataError: it is no row, or lacks what its reward needs; the message begins with ``where``.
+    """
+    if not isinstance(raw, dict):
+        raise DataError(f"{where}: expected a JSON object, got {kind(raw)}")
+    fields = _canonical(raw, rules.columns, where)
+    for key in _JSON_KEYS:
+        if isinstance(text := fields.get(key), str) and text.lstrip()[:1] in ("{", "["):
+            fields[key] = parse_json(text.encode(errors="replace"), f"{where}: {_column(key, rules)}", "JSON")
+    _check_keys(fields, raw, where, rules)
+    messages = _messages(fields, where, rules)
+    reward_data = {key: value for key, value in fields.items() if key not in ("messages", "prompt")}
+    if "gt_answer" in rules.needs or isinstance(reward_data.get("gt_answer"), str | int | float):
+        reward_data["gt_answer"] = _answer_text(reward_data["gt_answer"], f"{where}: {_column('gt_answer', rules)}")
+    if "test_cases" in reward_data:
+        reward_data |= _test_cases(reward_data, where, _column("test_cases", rules))
+    _check_can_travel(messages, reward_data, where)
+    return Row(messages, reward_data)
+
+
+def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: str) -> dict[str, Any]:
+    """``raw`` with its columns called by our keys; a column that has one of our names by chance is left out.
+
+    The other columns keep their names.
+    """
+    ours = {columns.get(key, key): key for key in _KEYS}
+    displaced = set(_KEYS) - ours.keys()
+    fields: dict[str, Any] = {}
+    for name, value in raw.items():
+        if not isinstance(name, str):
+            raise DataError(f"{where}: expected text as keys, got {name!r}")
+        if name in ours:
+            fields[ours[name]] = value
+        elif name not in displaced:
+            fields[name] = value
+    return {key: value for key, value in fields.items() if value is not None or key not in _KEYS}
+
+
+def _column(key: RowField, rules: RowRules) -> str:
+    return rules.columns.get(key, key)
+
+
+def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, rules: RowRules) -> None:
+    asks = not rules.needs_prompt or "messages" in fields or "prompt" in fields
+    missing = [_column(key, rules) for key in rules.needs if key not in fields]
+    if asks and not missing:
+        return
+    needed = " and ".join(f'"{_column(key, rules)}"' for key in ("messages", *rules.needs))
+    what = missing[0] if asks else _column("messages", rules)
+    known = {_column(key, rules) for key in _KEYS}
+    hint = "" if known & raw.keys() else "; name its columns in [data.columns]"
+    raise DataError(f"{where}: expected a row with {needed}, got no {what} in {sorted(raw)}{hint}")
+
+
+def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[Mapping[str, str], ...]:
+    if "messages" not in fields and "prompt" not in fields:
+        return ()  # ``rules`` allow it
+    if "messages" not in fields:
+        prompt, place = fields["prompt"], f"{where}: {_column('prompt', rules)}"
+        if isinstance(prompt, list | dict):  # some datasets keep messages in a column called prompt
+            messages = parse_messages(prompt, place)
+        elif not isinstance(prompt, str) or not prompt.strip():
+            raise DataError(f"{place}: expected text that is not blank, or messages, got {kind(prompt)}")
+        elif rules.prompt_format == "text":
+            return ({"role": TEXT_ROLE, "content": prompt},)
+        else:
+            messages = ({"role": "user", "content": prompt},)
+    else:
+        messages = parse_messages(fields["messages"], f"{where}: {_column('messages', rules)}")
+    if rules.system_prompt and all(message["role"] != "system" for message in messages):
+        return ({"role": "system", "content": rules.system_prompt}, *messages)
+    return messages
+
+
+def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
+    """A chat: a list of ``{"role", "content"}``, or one such object.
+
+    Raises:
+        DataError: it is anything else.
+    """
+    listed = [raw] if isinstance(raw, dict) else raw
+    if not isinstance(listed, list) or not listed:
+        raise DataError(f"{where}: expected an object or a list of them, got {kind(raw)}")
+    for index, message in enumerate(listed):
+        is_message = (
+            isinstance(message, dict)
+            and message.keys() == {"role", "content"}
+            and all(isinstance(value, str) for value in message.values())
+        )
+        if not is_message or not message["role"]:
+            got = str(message)[:120]
+            raise DataError(f'{where}[{index}]: expected {{"role": text, "content": text}}, got {got}')
+    return tuple({"role": message["role"], "content": message["content"]} for message in listed)
+
+
+def _answer_text(answer: Any, where: str) -> str:
+    if isinstance(answer, str) and answer.strip():
+        return answer
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    if isinstance(answer, float) and math.isfinite(answer):
+        return format(Decimal(repr(answer)), "f")  # 1e-07 is no way to write an answer
+    raise DataError(f"{where}: expected text that is not blank or a number, got {kind(answer)}")
+
+
+def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str, Any]:
+    """``test_cases`` as ``{"inputs", "outputs"}``, and ``fn_name`` if there is one, beside it or in it."""
+    try:
+        function = parse_tests(fields).function
+    except ValueError as error:
+        raise DataError(f"{where}: {str(error).replace('test_cases', column, 1)}") from None
+    cases = {key: fields["test_cases"][key] for key in ("inputs", "outputs")}
+    return {"test_cases": cases} | ({} if function is None else {"fn_name": function})
+
+
+def _check_can_travel(messages: tuple[Mapping[str, str], ...], reward_data: Mapping[str, Any], where: str) -> None:
+    for key, value in reward_data.items():
+        if _nesting(value) > MAX_NESTING:
+            raise DataError(f"{where}: {key}: expected at most {MAX_NESTING} levels of nesting, got more")
+    try:
+        msgpack.packb([messages, reward_data])
+    except (TypeError, ValueError, OverflowError) as error:
+        # JSON allows what the wire can't carry: lone surrogates, integers beyond 64 bits. Tables have dates and more.
+        raise DataError(f"{where}: a value can't be sent to a generator: {error}") from None
+
+
+def _nesting(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max((_nesting(item) for item in items), default=0)
+
 
 logger = logging.getLogger(__name__)
 

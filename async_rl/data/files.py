@@ -1,6 +1,6 @@
 """Where rows come from: a file or a dataset of the hub becomes plain objects, each with the place it has there.
 
-``rows`` checks them. A source is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any
+``dataset`` checks them. A source is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any
 other file is read as JSONL), a directory that ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging
 Face hub. The libraries for all but JSONL, JSON and CSV are imported where they are needed.
 """

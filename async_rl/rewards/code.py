@@ -20,8 +20,8 @@ from async_rl.errors import RewardError
 from async_rl.rewards.code_tests import CodeTest, CodeTests, outputs_agree, parse_tests, values_agree
 from async_rl.rewards.extraction import Extraction
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program, Ran
-from async_rl.sandbox.sandbox import Sandbox
+from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
+from async_rl.sandbox.sandbox import Program, Ran, Sandbox
 
 MAX_EXTRACTED_CHARS = 1000
 """Of a program that travel back beside the answer's tokens, for logs."""

@@ -1,7 +1,7 @@
-"""One program's process: shuts itself in further, then becomes the program. Forked by the launcher for every run.
+"""One program's process: it confines itself further, then becomes the program. The launcher forks it for every run.
 
-Entered as process 1 of a process namespace of its own, with the launcher's namespaces and root. From ``confine`` on
-nothing here is trusted any more: the program shares this process and may do as it likes with it.
+It begins as process 1 of a process namespace of its own, in the launcher's other namespaces and root. After ``confine``
+nothing here is trusted: the program shares this process and can change all of it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,55 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from async_rl.sandbox import root, system
-from async_rl.sandbox.limits import FAILED_EXIT, UNUSABLE_EXIT, UNWRITABLE_EXIT, Limits
+from async_rl.sandbox import system
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one run of one program.
+
+    Attributes:
+        time_s: wall-clock seconds, and nearly so of CPU time.
+        memory_bytes: address space.
+        output_bytes: of standard output, and of any file it writes.
+        scratch_bytes: of all files in its private directory together.
+        max_threads: the main one included. A program can't start processes.
+    """
+
+    time_s: float
+    memory_bytes: int
+    output_bytes: int
+    scratch_bytes: int
+    max_threads: int
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Limits:
+        return cls(**record)
+
+
+FAILED_EXIT = 1
+"""The program raised; Python's own code for that."""
+
+UNUSABLE_EXIT = 121
+"""It does not compile, or has no such function."""
+
+UNWRITABLE_EXIT = 120
+"""Its output could not be written in the end; Python's own code for that."""
 
 ENVIRONMENT = {
-    "HOME": root.SCRATCH,
+    "HOME": system.SCRATCH,
     "LANG": "C.UTF-8",
     "LC_ALL": "C.UTF-8",
     "PATH": "",
     "PYTHONHASHSEED": "0",  # the same program gives the same output
-    "TMPDIR": root.SCRATCH,
+    "TMPDIR": system.SCRATCH,
     "TZ": "UTC",
     # Numerical libraries start a thread a core when imported, which a forked child would lack.
     "OMP_NUM_THREADS": "1",
@@ -132,7 +168,7 @@ def confine(limits: Limits, seccomp_filter: bytes) -> None:
     """
     os.setsid()
     system.unshare(system.CLONE_NEWNS | system.CLONE_NEWNET)
-    root.mount_scratch(limits.scratch_bytes)
+    system.mount_scratch(limits.scratch_bytes)
     # In a user namespace of its own its threads are counted apart from all others'; nobody is mapped into it.
     system.unshare(system.CLONE_NEWUSER)
     set_limits(limits)

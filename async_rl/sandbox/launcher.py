@@ -1,4 +1,4 @@
-"""The launcher process: shuts itself in, then forks one confined child per program. Started by ``sandbox.Sandbox``.
+"""The launcher process: it confines itself, then forks a confined child for every program. ``Sandbox`` starts it.
 
     python -m async_rl.sandbox.launcher SOCKET_FD SETTINGS_JSON
 
@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from async_rl.process.child import kill_group
-from async_rl.sandbox import child, root, system
-from async_rl.sandbox.limits import Limits
+from async_rl.sandbox import child, system
+from async_rl.sandbox.child import Limits
 from async_rl.sandbox.system import build_filter
 
 NOBODY = 65534
@@ -53,8 +53,8 @@ def main() -> None:
     if isolated:
         with steps("libseccomp"):
             seccomp_filter = build_filter()
-    libraries = root.library_paths(with_packages=bool(settings["packages"]))
-    visible = root.visible_paths(libraries)
+    libraries = system.library_paths(with_packages=bool(settings["packages"]))
+    visible = system.visible_paths(libraries)
     sys.path[:] = libraries
     with steps("packages"):
         prelude = child.load_prelude(settings["packages"])
@@ -107,7 +107,7 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
         # mounted before, for their directories may be closed to nobody.
         _take_mount_namespace_as_root()
         steps("mounts")
-        root.enter_root(visible)
+        system.enter_root(visible)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -117,7 +117,7 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
     else:
         _new_user_namespace(spaces, proc)
         steps("mounts")
-        root.enter_root(visible)
+        system.enter_root(visible)
     os.close(proc)
     socket.sethostname("sandbox")
 

@@ -20,12 +20,12 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.process.child import PACKAGE_ROOT, module_command
-from async_rl.sandbox.child import ENVIRONMENT
-from async_rl.sandbox.limits import Limits, Program, Ran
+from async_rl.sandbox.child import ENVIRONMENT, Limits
 from async_rl.sandbox.system import kernel_release
 
 START_LIMIT_S = 60.0
@@ -79,6 +79,46 @@ with open("scratch", "w") as file:
     file.write("x")
 print("; ".join(found) or "confined")
 """
+
+
+Outcome = Literal["ended", "timed_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A Python program and what it is asked once.
+
+    With ``function``, the program is run as a module, then its function of that name (or the method of its class
+    ``Solution``) is called with ``arguments``, a JSON list; what it returns is the output, as JSON. Without, it is run
+    as a script that reads ``stdin``. ``prelude`` gives it the names of common modules without an import.
+    """
+
+    source: str
+    stdin: bytes = b""
+    function: str | None = None
+    arguments: str = "[]"
+    prelude: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of one run.
+
+    Attributes:
+        outcome: ``timed_out`` if it was killed at its time limit.
+        exit_code: 0 if all went well; negative: killed by that signal. The program can choose it.
+        output: standard output, or the JSON of what was returned; cut at ``output_bytes``.
+        stderr_tail: the end of standard error, for people.
+        wall_s: from the request to the end of its last process.
+        cpu_s: of all its processes that were waited for.
+    """
+
+    outcome: Outcome
+    exit_code: int
+    output: bytes
+    stderr_tail: str
+    wall_s: float
+    cpu_s: float
 
 
 class Sandbox:

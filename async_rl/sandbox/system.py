@@ -1,11 +1,16 @@
-"""The Linux calls that Python 3.11 lacks, through the C library, and the filter on those that a program may make.
+"""What the kernel does for the isolation: Linux calls, a filter on system calls, and the root that programs see.
 
-Namespaces, mounts, capabilities, seccomp: each function is thin and raises OSError, with the call's name for a file
-name, when the kernel refuses. The launcher's modules call them.
+The launcher and its children call this module. Python 3.11 lacks the Linux calls (namespaces, mounts, capabilities,
+seccomp), so they go through the C library; each raises OSError, with the call's name as file name, if the kernel
+refuses.
 
 The seccomp filter lists the system calls that a computing Python program needs, and no other. libseccomp (through
-pyseccomp) builds it in the launcher; every program loads it just before its own code runs. What is not listed fails
-with ENOSYS, so that libraries fall back as they do on older kernels.
+pyseccomp) builds it in the launcher; every program loads it just before its own code runs. A call that is not listed
+fails with ENOSYS, so that libraries fall back as they do on older kernels.
+
+The root has the interpreter's libraries, read-only, and nothing else of the machine: no ``/proc``, no ``/etc``, no home
+directories, no executables. The launcher enters it once, in a mount namespace of its own, before it reads any program.
+``SCRATCH`` is empty there; every program mounts a directory of its own over it.
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ import ctypes
 import errno
 import os
 import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 CLONE_NEWNS = 0x00020000
@@ -209,3 +217,72 @@ def build_filter() -> bytes:
         built.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+SCRATCH = "/scratch"
+"""Where a program may write; also its working directory. Not /tmp: the interpreter itself may be installed there."""
+
+_STAGE = "/tmp"
+"""A directory that every machine has, to build the new root over."""
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_SHARED_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_DATA = ("/usr/share/zoneinfo",)
+
+
+def library_paths(*, with_packages: bool) -> list[str]:
+    """``sys.path`` of the programs: the standard library, with ``with_packages`` also the installed packages.
+
+    Other paths (a checkout installed in place) are left out, because they may hold private files.
+    """
+    names = {"lib-dynload", *(("site-packages", "dist-packages") if with_packages else ())}
+    standard = sysconfig.get_path("stdlib")
+    paths = [standard, *(path for path in sys.path if os.path.basename(path) in names)]
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
+
+
+def visible_paths(libraries: Iterable[str]) -> list[str]:
+    """Directories that programs may read, none of them inside another."""
+    shared = [*_SHARED_LIBRARIES, *(os.path.join(sys.base_prefix, name) for name in ("lib", "lib64"))]
+    wanted = {os.path.realpath(path) for path in (*shared, *_DATA, *libraries) if os.path.isdir(path)}
+    return [path for path in sorted(wanted) if not any(str(parent) in wanted for parent in Path(path).parents)]
+
+
+def enter_root(visible: Iterable[str]) -> None:
+    """Make a new root of ``visible`` and the harmless devices, read-only, and leave the old one for good.
+
+    Raises:
+        OSError: a mount is refused.
+    """
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    # Two steps: the new root is built where the old one stays whole, for what is mounted may lie below it.
+    mount("tmpfs", _STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    os.makedirs(f"{_STAGE}/new")
+    os.makedirs(f"{_STAGE}/old")
+    pivot_root(_STAGE, f"{_STAGE}/old")
+    os.chdir("/")
+    for path in visible:
+        os.makedirs(f"/new{path}")
+        mount(f"/old{path}", f"/new{path}", None, MS_BIND | MS_REC)
+    for path in _SHARED_LIBRARIES:
+        if os.path.islink(f"/old{path}"):
+            os.symlink(os.readlink(f"/old{path}"), f"/new{path}")
+    os.mkdir("/new/dev")
+    for path in _DEVICES:
+        Path(f"/new{path}").touch()
+        mount(f"/old{path}", f"/new{path}", None, MS_BIND)
+    os.mkdir(f"/new{SCRATCH}")
+    detach("/old")
+    mount("/new", "/new", None, MS_BIND | MS_REC)
+    os.chdir("/new")
+    pivot_root(".", ".")  # stacks the old root on the new one, to be unmounted from there
+    detach(".")
+    os.chdir("/")
+    make_read_only("/")
+
+
+def mount_scratch(size_bytes: int) -> None:
+    """An empty directory of this program's own, gone with its mount namespace. Nothing in it can be executed."""
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=700,size={size_bytes},nr_inodes=4096")
+    os.chdir(SCRATCH)

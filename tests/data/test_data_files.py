@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
-from async_rl.data.dataset import load_rows
-from async_rl.data.rows import RowRules
+from async_rl.data.dataset import RowRules, load_rows
 from async_rl.errors import DataError
 
 CHAT = [{"role": "user", "content": "1+1?"}]

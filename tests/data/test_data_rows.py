@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.data import RowField
-from async_rl.data.rows import Row, RowRules, parse_row
+from async_rl.data.dataset import Row, RowRules, parse_row
 from async_rl.errors import DataError
 
 CHAT = [{"role": "user", "content": "q"}]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.data.dataset import LoadedRows, empty_rows, load_rows
-from async_rl.data.rows import Row, RowRules
+from async_rl.data.dataset import LoadedRows, Row, RowRules, empty_rows, load_rows
 from async_rl.errors import DataError
 from async_rl.net.wire import decode, encode
 

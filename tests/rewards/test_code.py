@@ -12,7 +12,8 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.code import CodeReward, LocalJudge, extract_program
 from async_rl.rewards.combine import RewardSum
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program, Ran
+from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
+from async_rl.sandbox.sandbox import Program, Ran
 
 
 class Script:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.loading import parse_config
-from async_rl.data.dataset import load_rows
-from async_rl.data.rows import RowRules
+from async_rl.data.dataset import RowRules, load_rows
 from async_rl.records import Prompt
 from async_rl.rewards.records import Reward
 from async_rl.rewards.registry import build_reward

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.data.dataset import load_rows
-from async_rl.data.rows import RowRules
+from async_rl.data.dataset import RowRules, load_rows
 from async_rl.errors import DataError
 from async_rl.rewards.code_tests import CodeTest, CodeTests, parse_tests
 

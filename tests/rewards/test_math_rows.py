@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.loading import parse_config
-from async_rl.data.dataset import load_rows
-from async_rl.data.rows import RowRules
+from async_rl.data.dataset import RowRules, load_rows
 from async_rl.records import Prompt
 from async_rl.rewards.registry import build_reward
 from tests.rewards.scripted import sampled_group, signs_of_advantages

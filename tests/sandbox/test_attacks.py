@@ -17,8 +17,8 @@ import pytest
 from async_rl.config.loading import parse_config
 from async_rl.rewards.records import Reward, RewardInput
 from async_rl.rewards.registry import build_reward
-from async_rl.sandbox.limits import Limits, Program
-from async_rl.sandbox.sandbox import Sandbox
+from async_rl.sandbox.child import Limits
+from async_rl.sandbox.sandbox import Program, Sandbox
 
 EXPECTED = "the expected output is 1f0c8a\n"
 TIME_LIMIT_S = 1.0

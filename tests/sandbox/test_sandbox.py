@@ -17,8 +17,8 @@ from async_rl.config.loading import parse_config
 from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.launch.preflight import check_code_reward
 from async_rl.sandbox import sandbox as sandbox_module
-from async_rl.sandbox.limits import UNUSABLE_EXIT, Limits, Program
-from async_rl.sandbox.sandbox import Sandbox
+from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
+from async_rl.sandbox.sandbox import Program, Sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(time_s=30.0, memory_bytes=1 << 30, output_bytes=1 << 20, scratch_bytes=4 << 20, max_threads=16)
