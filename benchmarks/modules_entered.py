@@ -24,8 +24,7 @@ from typing import Any
 
 import async_rl
 from async_rl.config.loading import load_config
-from async_rl.queue.client.generator_client import GeneratorQueue
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement, Batch, LeasesGranted, Returned
 from async_rl.queue.server.start import run_queue
 from async_rl.records import Lease

@@ -25,8 +25,7 @@ import tomli_w
 from async_rl.net.codec import encode_group
 from async_rl.net.keys import client_keys_of, make_keys
 from async_rl.process.child import reuse_freed_memory
-from async_rl.queue.client.generator_client import GeneratorQueue
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announced, Announcement, LeasesGranted, NotReady, Returned, StepAck, TrainedCounts
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
 from async_rl.run.queue_files import read_record

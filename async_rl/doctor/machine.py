@@ -23,7 +23,7 @@ from async_rl.launch.status import size_text
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.package_versions import package_versions
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import answering_run, journal_directory
 from async_rl.queue.storage.journal import file_system_of, is_network_file_system
 from async_rl.run.directory import check_writable

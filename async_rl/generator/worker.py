@@ -70,7 +70,7 @@ def run_generator(
         QueueError: the queue does not answer within ``wait_s``, or was silent for as long.
         WeightsError: the receiver has failed for good; or the weights don't fit the model or give NaN.
     """
-    from async_rl.queue.client.learner_client import GeneratorQueue
+    from async_rl.queue.client.clients import GeneratorQueue
     from async_rl.weights.receiver import Receiver
 
     reuse_freed_memory()

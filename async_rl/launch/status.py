@@ -45,7 +45,7 @@ def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -
     Raises:
         QueueError: no answer came within ``timeout_s``.
     """
-    from async_rl.queue.client.learner_client import LearnerQueue
+    from async_rl.queue.client.clients import LearnerQueue
 
     queue = LearnerQueue(address, timeout_s, keys)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.learner.checkpoint import TrainerState
 from async_rl.learner.recorder import WaitLog
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import EvalResult
 from async_rl.rewards.answers import vote_key_of
 from async_rl.run.eval_records import Decode, eval_metrics, row_records, write_json_lines

@@ -28,7 +28,7 @@ from async_rl.errors import ParityError
 from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import TakenGroup
 from async_rl.queue.parity import (
     MAX_CONTEXT,

@@ -21,7 +21,7 @@ from async_rl.learner.checkpoint import TrainerState
 from async_rl.learner.engine import Engine
 from async_rl.learner.parity import ParityGate
 from async_rl.process.fault_points import fault_point
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Announcement
 from async_rl.records import Group
 from async_rl.weights.publisher import Publisher

@@ -33,7 +33,7 @@ from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, write_digests
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir

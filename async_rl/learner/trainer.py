@@ -29,7 +29,7 @@ from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result
 from async_rl.process.fault_points import fault_point
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, StepAck
 from async_rl.run.eval_records import Decode
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from async_rl.learner.checkpoint import TrainerState
 from async_rl.learner.evaluations import Evaluations
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import EvalResult
 from async_rl.records import Prompt
 from tests.generator.leases import make_lease

@@ -15,7 +15,7 @@ from async_rl.learner.batch import prepare_batch
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import TakenGroup
 from async_rl.queue.parity import Answer, decode_probe
 from async_rl.records import Group, Prompt, Rollout, TokenSequence

@@ -21,7 +21,7 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane
 from async_rl.learner.start import _restore, _rewind
 from async_rl.learner.trainer import Trainer
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.core import learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import PromptStream

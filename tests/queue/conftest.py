@@ -13,7 +13,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
+from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement
 from async_rl.run.queue_files import read_record
 from tests.forked import Forked, preload

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import decode, encode
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.messages import Batch, BatchPart
 from async_rl.queue.server.handlers import Reply, batch_reply

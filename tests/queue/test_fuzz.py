@@ -23,7 +23,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.net.codec import encode_group
 from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import decode, encode
-from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
+from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.core import generator_requests, persistence
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck

@@ -14,8 +14,8 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
 from async_rl.queue.client import connection
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.client.connection import Connection
-from async_rl.queue.client.learner_client import LearnerQueue
 from async_rl.queue.messages import Ping
 from async_rl.queue.server.start import QueueRestarter, answering_run, ensure_queue, finish_queue
 from tests.queue.builders import make_config

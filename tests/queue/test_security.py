@@ -17,7 +17,7 @@ from async_rl.config.config import Config
 from async_rl.errors import AddressError, KeyFileError, QueueError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.net.wire import decode, encode
-from async_rl.queue.client.learner_client import GeneratorQueue, LearnerQueue
+from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.messages import Announcement, LeasesGranted
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.run.queue_files import read_record

@@ -1,4 +1,4 @@
-"""Both clients of the queue: ``learner_client`` for rank 0 of the learner, ``generator_client`` for a generator.
+"""Both clients of the queue, for rank 0 of the learner and for a generator (``clients``).
 
 Calls enter; records of ``queue.messages`` are sent over ``connection``, which repeats a request until it is answered.
 """

@@ -19,7 +19,7 @@ from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.child import module_command, package_environment, reuse_freed_memory
-from async_rl.queue.client.learner_client import LearnerQueue
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.server import QueueServer
 from async_rl.queue.storage.journal import Journal
 from async_rl.run.directory import move_aside
