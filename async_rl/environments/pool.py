@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from async_rl.config.generator import EnvironmentConfig
+from async_rl.environments.child import FrameError, pack, unpack
 from async_rl.environments.fork_server import READY, RECORD, digest_word
-from async_rl.environments.frames import FrameError, pack, unpack
 from async_rl.errors import ConfigError, EnvironmentProcessError
 from async_rl.net.streams import read_exactly
 from async_rl.process.child import module_command, package_environment
@@ -34,7 +34,7 @@ _REPLIES = ("sample", "ended", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A message (see ``frames``) from a rollout's environment; ``type`` is ``sample``, ``ended`` or ``failed``."""
+    """A message (see ``child``) from a rollout's environment; ``type`` is ``sample``, ``ended`` or ``failed``."""
 
     key: str
     message: Mapping[str, Any]
@@ -95,7 +95,7 @@ class EnvironmentPool:
         return [process.pid for process in self._processes.values()]
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
-        """Begin the rollout ``key`` with the fields of ``frames``' ``start``.
+        """Begin the rollout ``key`` with the fields of the message ``start`` (see ``child``).
 
         Raises:
             ConfigError: the fork server died and can't be started again.

@@ -36,8 +36,8 @@ from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import ClientKeys
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
-from async_rl.rewards.combine import RewardSum
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
+from async_rl.rewards.registry import RewardSum, build_reward
 from async_rl.rewards.verifier import MAX_WORKERS
 
 _SCRATCH_PREFIX = "async-rl-generator-"
@@ -112,7 +112,6 @@ def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: 
 
     ``code_digests`` are the learner's digests of the user's own code; None: the code is this machine's user's.
     """
-    from async_rl.rewards.registry import build_reward
 
     reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests)))
     return stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config, reward))))

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from async_rl.environments.arithmetic import evaluate
-from async_rl.environments.protocol import Messages, StepResult
-from async_rl.environments.tools import ToolCall, parse_tool_calls
+from async_rl.environments.protocol import Messages, StepResult, ToolCall, parse_tool_calls
 from async_rl.rewards.extraction import extract_boxed
 
 NAME = "calculator"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from async_rl.environments.arithmetic import evaluate
-from async_rl.environments.tools import last_tag
+from async_rl.environments.protocol import last_tag
 
 FORM_REWARD = 0.1
 TOLERANCE = 1e-5

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from async_rl.environments.tools import last_tag
+from async_rl.environments.protocol import last_tag
 
 NUM_RESULTS = 2
 K1, B = 1.2, 0.75

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.environments.arithmetic import evaluate
 from async_rl.environments.gem import Gem
-from async_rl.environments.tools import ToolCall, last_tag, parse_tool_calls
+from async_rl.environments.protocol import ToolCall, last_tag, parse_tool_calls
 from async_rl.process.user_code import load_code
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -10,8 +10,8 @@ from async_rl.config.loading import parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.code import CodeReward, LocalJudge, extract_program
-from async_rl.rewards.combine import RewardSum
 from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.registry import RewardSum
 from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
 from async_rl.sandbox.sandbox import Program, Ran
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.rewards.combine import dapo_penalty, zero_at_limit_penalty
+from async_rl.rewards.registry import dapo_penalty, zero_at_limit_penalty
 
 
 @pytest.mark.parametrize(
