@@ -203,7 +203,7 @@ def run_all(settings: Sequence[Setting], jobs: int) -> None:
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed in sorted({setting.seed for setting in settings}):
-            warm_start(seed, [word for key, value in task_paths(seed).items() for word in ("--set", f"{key}={value}")])
+            warm_start(seed)
             list(pool.map(make, [setting for setting in settings if setting.seed == seed]))
 
 

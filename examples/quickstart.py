@@ -29,7 +29,7 @@ def run(*arguments: str) -> None:
 
 
 def task_paths(seed: int) -> dict[str, str]:
-    """Where the task of this seed lies, as ``--set`` keys."""
+    """Where the task of this seed lies, as config keys."""
     base = f"runs/quickstart-task/seed-{seed}"
     return {
         "run.seed": str(seed),
@@ -40,13 +40,20 @@ def task_paths(seed: int) -> dict[str, str]:
     }
 
 
+def task_options(seed: int) -> list[str]:
+    """``--set`` options that name the task of this seed. The config itself names that of seed 0."""
+    return (
+        [] if seed == 0 else [word for key, value in task_paths(seed).items() for word in ("--set", f"{key}={value}")]
+    )
+
+
 def recipe_digest() -> str:
     """Changes when the task or the config does, so that a stale warm start is never used."""
     parts = [(ROOT / name).read_bytes() for name in (CONFIG, "examples/sums.py", "examples/quickstart.py")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def warm_start(seed: int, overrides: list[str]) -> None:
+def warm_start(seed: int) -> None:
     """Task, base model and SFT, unless they are there already for this very recipe."""
     base = ROOT / f"runs/quickstart-task/seed-{seed}"
     marker = base / "recipe"
@@ -59,7 +66,7 @@ def warm_start(seed: int, overrides: list[str]) -> None:
     print(f"task: {base.relative_to(ROOT)}: sft.jsonl, train.jsonl, held_out.jsonl; a random model in base/")
     relative = base.relative_to(ROOT)
     settings = ("--set", f"run.dir={relative}/sft_run", "--set", f"model.path={relative}/base")
-    run("sft", CONFIG, *overrides, *settings)
+    run("sft", CONFIG, *task_options(seed), *settings)
     marker.write_text(recipe_digest())
 
 
@@ -69,12 +76,13 @@ def main() -> None:
     parser.add_argument("--run-dir", default="runs/quickstart", help="moved aside if it exists")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to launch")
     options = parser.parse_args()
-    settings = task_paths(options.seed)
-    overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    warm_start(options.seed, overrides)
-    extra = [word for item in options.set for word in ("--set", item)]
-    launch = ["--set", f"model.path={settings['sft.out']}", "--set", f"run.dir={options.run_dir}"]
-    run("launch", CONFIG, "--fresh", *overrides, *launch, *extra)
+    warm_start(options.seed)
+    launch = task_options(options.seed)
+    if options.seed:
+        launch += ["--set", f"model.path={task_paths(options.seed)['sft.out']}"]
+    if options.run_dir != "runs/quickstart":
+        launch += ["--set", f"run.dir={options.run_dir}"]
+    run("launch", CONFIG, "--fresh", *launch, *(word for item in options.set for word in ("--set", item)))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ def write_model(directory: Path, *, seed: int, characters: str = CHARACTERS) -> 
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *characters, "?"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -100,5 +101,6 @@ def write_model(directory: Path, *, seed: int, characters: str = CHARACTERS) -> 
         eos_token_id=vocabulary["<eos>"],
         pad_token_id=vocabulary["<pad>"],
     )
+    logging.disable_progress_bar()  # of the one file that is written
     Qwen2ForCausalLM(config).save_pretrained(directory)
     fast.save_pretrained(directory)

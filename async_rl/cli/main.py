@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ import typer
 from async_rl import __version__
 from async_rl.cli.options import ConfigPath, Connect, Fresh, Insecure, Keys, Overrides
 from async_rl.cli.tools import tools
-from async_rl.errors import UserError
+from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.process.child import exit_on_sigterm, watch_parent
 
@@ -194,25 +195,43 @@ def queue(
 
 @app.command(short_help="Show how a run is doing.")
 def status(
-    connect: Connect,
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN_DIR]", help="The directory of a run on this machine.", show_default=False),
+    ] = None,
+    connect: Annotated[
+        str | None, typer.Option("--connect", metavar="ADDRESS", help="Ask the queue server at this address instead.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
     ] = 5.0,
     keys: Keys = None,
 ) -> None:
-    """Ask a running queue server how the run is doing: generators, versions, ready groups, the ledger, who waits.
+    """Show how a run is doing: generators, versions, ready groups, the ledger, who waits for what.
+
+    Name the run by its directory or by its queue server's address. A finished run has no queue server: its step and its
+    ledger are read from the directory.
 
     \b
-    Example:
-      async-rl status --connect tcp://127.0.0.1:5555 --json
+    Examples:
+      async-rl status runs/quickstart
+      async-rl status --connect tcp://10.0.0.1:5555 --keys node-b.key --json
     """
-    check_address(connect)
-    from async_rl.launch.status import print_status
+    if (run_dir is None) == (connect is None):
+        raise ConfigError("expected RUN_DIR or --connect ADDRESS, got " + ("neither" if run_dir is None else "both"))
+    if connect is not None:
+        check_address(connect)
+    from async_rl.launch.status import print_status, status_at, status_of_run
     from async_rl.net.keys import ClientKeys
 
     chosen = None if keys is None else ClientKeys.load(keys)
-    print_status(connect, as_json=as_json, timeout_s=timeout, keys=chosen)
+    if run_dir is not None:
+        found = status_of_run(run_dir, timeout, chosen)
+    else:
+        assert connect is not None
+        found = status_at(connect, timeout, chosen)
+    print_status(found, as_json=as_json)
 
 
 @app.command(short_help="Supervised warm start on prompts with answers.")

@@ -1,4 +1,4 @@
-"""The options that several commands share."""
+"""The options that several commands share, and those of ``async-rl eval``."""
 
 from __future__ import annotations
 
@@ -32,4 +32,58 @@ Keys = Annotated[
 ]
 Connect = Annotated[
     str, typer.Option("--connect", metavar="ADDRESS", help="The queue server's address, as in tcp://127.0.0.1:5555.")
+]
+
+# Options of `async-rl eval` alone.
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL",
+        help="Model directories, hub ids, checkpoints, or run directories (their latest checkpoint). With "
+        "--compare: run directories, or directories that --out wrote.",
+    ),
+]
+Datasets = Annotated[
+    list[str] | None,
+    typer.Option("--dataset", metavar="[NAME=]FILE", help="Rows to answer, as for data.eval. May be repeated."),
+]
+EvalConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="CONFIG",
+        help="Config with settings and data sets. If unset, that of the first MODEL's run.",
+    ),
+]
+Samples = Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers per row.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 is greedy decoding."),
+]
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="As eval.top_p; 1 switches it off.")]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", min=0, help="As eval.top_k; 0 switches it off.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Limit of an answer, in tokens.")
+]
+MaxPromptTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-prompt-tokens", metavar="N", min=1, help="Limit of a prompt, in tokens; longer ones get no answer."
+    ),
+]
+RewardType = Annotated[str | None, typer.Option("--reward", metavar="TYPE", help="As reward.type.")]
+SystemPrompt = Annotated[
+    str | None, typer.Option("--system-prompt", metavar="TEXT", help="As data.system_prompt; empty for none.")
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at the same time.")
+]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for temperatures above 0.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Write answers (DATASET.jsonl) and figures.json to this directory."),
+]
+Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="Answer nothing; print tables of what runs and --out directories hold.")
 ]

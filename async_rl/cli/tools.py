@@ -9,7 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from async_rl.cli.options import ConfigPath, Insecure, Keys, Overrides
+from async_rl.cli.options import (
+    BatchSize,
+    Compare,
+    ConfigPath,
+    Datasets,
+    EvalConfig,
+    Insecure,
+    Keys,
+    Limit,
+    MaxNewTokens,
+    MaxPromptTokens,
+    Models,
+    Out,
+    Overrides,
+    RewardType,
+    Samples,
+    Seed,
+    SystemPrompt,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 if TYPE_CHECKING:
     from async_rl.evaluation.offline import EvalOptions
@@ -55,67 +76,23 @@ def show_config(
 
 @tools.command("eval", short_help="Evaluate models on data sets; compare evaluations.")
 def evaluate(
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL",
-            help="Model directories, hub ids, checkpoints, or run directories (their latest checkpoint). With "
-            "--compare: run directories, or directories that --out wrote.",
-        ),
-    ],
-    datasets: Annotated[
-        list[str] | None,
-        typer.Option("--dataset", metavar="[NAME=]FILE", help="Rows to answer, as for data.eval. May be repeated."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="CONFIG",
-            help="Config with settings and data sets. If unset, that of the first MODEL's run.",
-        ),
-    ] = None,
+    models: Models,
+    datasets: Datasets = None,
+    config: EvalConfig = None,
     overrides: Overrides = None,
-    samples: Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers per row.")] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 is greedy decoding."),
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="P", help="As eval.top_p; 1 switches it off.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", min=0, help="As eval.top_k; 0 switches it off.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Limit of an answer, in tokens.")
-    ] = None,
-    max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt-tokens", metavar="N", min=1, help="Limit of a prompt, in tokens; longer ones get no answer."
-        ),
-    ] = None,
-    reward: Annotated[str | None, typer.Option("--reward", metavar="TYPE", help="As reward.type.")] = None,
-    system_prompt: Annotated[
-        str | None, typer.Option("--system-prompt", metavar="TEXT", help="As data.system_prompt; empty for none.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at the same time.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for temperatures above 0.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Write answers (DATASET.jsonl) and figures.json to this directory."),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Answer nothing; print tables of what runs and --out directories hold.")
-    ] = False,
+    samples: Samples = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    max_new_tokens: MaxNewTokens = None,
+    max_prompt_tokens: MaxPromptTokens = None,
+    reward: RewardType = None,
+    system_prompt: SystemPrompt = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    out: Out = None,
+    limit: Limit = None,
+    compare: Compare = False,
 ) -> None:
     """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
 
@@ -130,18 +107,11 @@ def evaluate(
       async-rl eval --compare runs/quickstart
     """
     given = {
-        "eval.num_samples": samples,
-        "eval.temperature": temperature,
-        "eval.top_p": top_p,
-        "eval.top_k": top_k,
-        "eval.max_new_tokens": max_new_tokens,
-        "eval.max_rows": limit,
-        "sampling.max_prompt_tokens": max_prompt_tokens,
-        "reward.type": reward,
-        "data.system_prompt": system_prompt,
-        "generator.batch_size": batch_size,
+        "eval.num_samples": samples, "eval.temperature": temperature, "eval.top_p": top_p, "eval.top_k": top_k,
+        "eval.max_new_tokens": max_new_tokens, "eval.max_rows": limit, "sampling.max_prompt_tokens": max_prompt_tokens,
+        "reward.type": reward, "data.system_prompt": system_prompt, "generator.batch_size": batch_size,
         "run.seed": seed,
-    }
+    }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     if compare:
         _compare([Path(model) for model in models], has_options=bool(values or datasets or overrides or config or out))

@@ -190,6 +190,7 @@ class LiveView:
         """Leave the last table on the screen."""
         if self._poller is not None:
             self._poller.close()
+            self._poller.error = ""  # a run that has ended has no queue server
         self._show_rows()
         self._live.update(self._draw([]), refresh=True)
         self._live.stop()

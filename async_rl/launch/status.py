@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.errors import AddressError, QueueError
-from async_rl.net.keys import ClientKeys
+from async_rl.config.loading import load_config
+from async_rl.errors import AddressError, QueueError, RunError
+from async_rl.net.keys import ClientKeys, client_keys_of
+from async_rl.run.directory import RunDir
+from async_rl.run.queue_files import read_record
 
 _LABELS = {
     "lineage": "lineage",
@@ -54,20 +58,56 @@ def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -
         queue.close()
 
 
-def print_status(address: str, *, as_json: bool, timeout_s: float, keys: ClientKeys | None = None) -> None:
-    """Ask once and print.
+def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
+    """What the queue server at ``address`` answers.
 
     Raises:
-        AddressError: no queue server answers at ``address`` within ``timeout_s``.
+        AddressError: none answers within ``timeout_s``.
     """
     try:
-        status = ask_status(address, timeout_s, keys)
+        return ask_status(address, timeout_s, keys)
     except QueueError as error:
         remedy = "check that this key is in its allowed.txt" if keys else "if it has keys, pass --keys FILE"
         raise AddressError(
             f"expected a queue server at {address}, got no answer within {timeout_s:g} s. Its address is in queue.json "
             f"of its run directory; a run that has ended has no queue server; {remedy}"
         ) from error
+
+
+def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
+    """What the queue server of the run in ``path`` answers; of a finished run, what its files say.
+
+    Args:
+        keys: if None, those of the run's config.
+
+    Raises:
+        RunError: it is no run directory, or its queue server has not started yet.
+        AddressError: the run is not finished, and its queue server does not answer within ``timeout_s``.
+    """
+    run_dir = RunDir(path)
+    if run_dir.is_finished and run_dir.ledger.exists():
+        ledger = json.loads(run_dir.ledger.read_text(encoding="utf-8"))
+        known = {key: ledger.pop(key) for key in ("run_id", "lineage", "step", "version", "excluded") if key in ledger}
+        return {**known, "finished": True, "ledger": ledger}
+    record = read_record(path)
+    if record is None:
+        raise RunError(
+            f"expected a run directory with queue.json, got {path}, which has none; check the path, wait until the run "
+            f"has started, or pass --connect ADDRESS"
+        )
+    if keys is None and run_dir.config.exists():
+        keys = client_keys_of(load_config(run_dir.config).queue.keys)
+    try:
+        return ask_status(record.address, timeout_s, keys)
+    except QueueError as error:
+        raise AddressError(
+            f"expected the run in {path} to go on, got no answer from its queue server at {record.address} within "
+            f"{timeout_s:g} s; start the run again, or look into {run_dir.logs}"
+        ) from error
+
+
+def print_status(status: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print one JSON object, or tables."""
     if as_json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")
         return

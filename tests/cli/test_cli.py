@@ -13,6 +13,9 @@ import pytest
 from async_rl.cli import main as cli
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError, TrainingError
+from async_rl.run.directory import RunDir
+from tests.queue.builders import make_config
+from tests.queue.conftest import Servers, attach
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("launch", "learner", "generator", "queue", "status", "config", "eval", "export", "sft")
@@ -314,6 +317,48 @@ def test_status_of_nobody_says_where_the_address_is_to_be_found(capsys: pytest.C
     said = refusal(capsys, "status", "--connect", "tcp://127.0.0.1:9", "--timeout", "0.2")
     assert "expected a queue server at tcp://127.0.0.1:9, got no answer within 0.2 s" in said
     assert "queue.json" in said
+
+
+def test_status_wants_a_run_directory_or_an_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "got neither" in refusal(capsys, "status")
+    assert "got both" in refusal(capsys, "status", str(tmp_path), "--connect", "tcp://127.0.0.1:9")
+    assert f"expected a run directory with queue.json, got {tmp_path}" in refusal(capsys, "status", str(tmp_path))
+
+
+def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_dir, servers = tmp_path / "run", Servers(tmp_path)
+    try:
+        server = servers.start(make_config(str(run_dir)), "--run-id", "run")
+        attach(servers.learner(server.address), num_steps=7)
+        status_of(run_dir, "--json")
+        status = json.loads(capsys.readouterr().out)
+        assert (status["run_id"], status["num_steps"], status["address"]) == ("run", 7, server.address)
+    finally:
+        servers.close()
+    said = refusal(capsys, "status", str(run_dir), "--timeout", "0.2")
+    assert f"no answer from its queue server at {server.address} within 0.2 s; start the run again" in said
+
+
+def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    RunDir(tmp_path).mark_finished({"step": 3})
+    groups = {"issued": 12, "in_flight": 0, "trained": 12, "dropped": {"stale": 0}}
+    RunDir(tmp_path).ledger.write_text(json.dumps({"run_id": "r1", "step": 3, "version": 3, "groups": groups}))
+    status_of(tmp_path, "--json")
+    ledger = {"groups": groups}
+    assert json.loads(capsys.readouterr().out) == {
+        "run_id": "r1", "step": 3, "version": 3, "finished": True, "ledger": ledger
+    }  # fmt: skip
+    status_of(tmp_path)
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in ("finished", "yes", "trained", "12"))
+
+
+def status_of(run_dir: Path, *options: str) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["status", str(run_dir), *options])
+    assert not leaving.value.code
 
 
 def test_export_refuses_what_is_no_checkpoint_and_what_is_not_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
