@@ -1,8 +1,8 @@
-"""A conformance suite for backends: run it against your own before you trust a run to it. No torch, no pytest.
+"""A conformance suite for backends: run it against your own backend before you use it. No torch, no pytest.
 
-``check_backend`` takes a ``Subject`` (how to build the backend, weights to give it) and raises ``ConformanceError`` at
-the first broken promise of ``backend.Backend`` or of the declared capabilities. Tests run every shipped backend
-through it. One backend serves all checks, for an engine may take a minute to start.
+``check_backend`` takes a ``Subject`` (how to build the backend, and its weights). It raises ``ConformanceError`` if the
+backend breaks a promise of ``backend.Backend`` or lacks a capability that it declares. Tests run every shipped backend
+through it. All checks use one backend, because an engine may take a minute to start.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from async_rl.records import NO_VERSION, Lease, LeaseKind, Prompt, Sampling
 from async_rl.sampling_mask import contains
 
 _SEEDS = 20
-"""Leases to try for an event that chance decides, such as an answer that is long enough."""
+"""The number of leases to try for a random event, such as an answer that is long enough."""
 
 
 class ConformanceError(AsyncRLError):
-    """A backend breaks a promise. The message names the check, what was expected and what was got."""
+    """A backend breaks a promise. The message names the check, and what it expected and got."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is tested, and how.
+    """The backend to test, and the limits.
 
     Attributes:
-        make: build the backend, without weights.
-        weights: the weights of a version, as ``activate`` takes them; versions 1 and 2 must differ.
+        make: builds the backend, without weights.
+        weights: returns the weights of a version for ``activate``; versions 1 and 2 must differ.
         messages: a prompt that the backend can encode.
         is_deterministic: ``make`` builds it as for ``sampling.deterministic = true``.
-        max_new_tokens: long enough that new weights can arrive in the middle of an answer.
-        tolerance: largest difference in nats between a token's logprob when sampled and when scored.
-        limit_s: how long any answer may take.
+        max_new_tokens: large enough that new weights can arrive in the middle of an answer.
+        tolerance: the largest difference in nats between a token's logprob when sampled and when scored.
+        limit_s: the longest time that an answer may take.
     """
 
     make: Callable[[], Backend]
@@ -55,7 +55,7 @@ class Subject:
 
 
 def check_backend(subject: Subject) -> list[str]:
-    """Run every check that applies to the backend; the names of those that ran.
+    """Run every check that applies to the backend. Return the names of those that ran.
 
     Raises:
         ConformanceError: a check failed. Whatever the backend itself raises.
@@ -73,7 +73,7 @@ def check_backend(subject: Subject) -> list[str]:
 
 
 class _Trial:
-    """The backend under test, and what every check does with it."""
+    """The backend under test, and the steps that checks share."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -90,7 +90,7 @@ class _Trial:
             raise ConformanceError(f"{type(self.backend).__name__}, {self.name}: expected {expected}, got {got}")
 
     def lease(self, *, group_size: int = 2, seed: int = 1, kind: LeaseKind = "train", **sampling: Any) -> Lease:
-        """A lease of its own name; sampling is hot and long unless ``sampling`` says otherwise."""
+        """Return a new lease. Its temperature is 1 and its answers are long, unless ``sampling`` overrides that."""
         self._num_leases += 1
         prompt = Prompt(0, 0, 0, tuple(self.subject.messages), {"gt_answer": "2"})
         chosen = structs.replace(Sampling(1.0, 1.0, 0, self.subject.max_new_tokens, 512, ()), **sampling)
@@ -103,7 +103,7 @@ class _Trial:
         return prompt_ids
 
     def drain(self) -> list[Sampled]:
-        """Step until nothing runs."""
+        """Step until nothing runs. Return all samples."""
         deadline, found = time.monotonic() + self.subject.limit_s, []
         while self.backend.num_running:
             found += self.backend.step()
@@ -115,7 +115,7 @@ class _Trial:
         return found
 
     def sample(self, lease: Lease) -> list[Sampled]:
-        """The lease's samples, by index, with the promises that every sample makes checked."""
+        """Return the lease's samples in order of their index, after checking what every sample must fulfil."""
         prompt_ids = self.submit(lease)
         found = sorted(self.drain(), key=lambda sample: sample.index)
         indices = [(sample.lease_id, sample.index) for sample in found]
@@ -146,7 +146,7 @@ class _Trial:
         )
 
     def activate(self) -> int:
-        """The next version, active now."""
+        """Activate the next version, and return its number."""
         version = self.backend.version + 1 if self.backend.version != NO_VERSION else 1
         weights = self.subject.weights(version)
         pause_s = self.backend.activate(version, weights)
@@ -205,7 +205,7 @@ def stops_at_max_new_tokens(trial: _Trial) -> None:
 
 def stops_at_stop_strings(trial: _Trial) -> bool | None:
     if not trial.capabilities.has_model:
-        return False  # what its answers say is made up
+        return False  # its text does not depend on its tokens
     texts = "".join(sample.text for sample in trial.sample(trial.lease(kind="eval")))
     trial.expect(texts != "", "text in at least one of the answers", "none")
     stops = tuple(sorted(set(texts)))
@@ -266,7 +266,7 @@ def forgets_what_is_cancelled(trial: _Trial) -> None:
 
 
 def stamps_versions_across_a_weight_update(trial: _Trial) -> None:
-    """Running sequences go on with the new weights; every token carries the version that sampled it."""
+    """Running sequences go on with the new weights, and every token carries the version that sampled it."""
     backend = trial.backend
     for seed in range(_SEEDS):
         old, lease = backend.version, trial.lease(seed=seed)
@@ -316,13 +316,13 @@ def scores_what_it_sampled(trial: _Trial) -> bool | None:
     trial.expect(bool(backend.name and backend.dtype), "a name and a dtype", (backend.name, backend.dtype))
     for temperature in (1.0, 0.5):
         found = trial.sample(trial.lease(temperature=temperature))
-        given = [
+        probes = [
             ProbeSequence(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int32), len(one.token_ids))
             for one in found
         ]
         wanted = np.concatenate([one.logprobs for one in found])
-        scores = backend.score_tokens(given, temperature)
-        assert scores is not None  # only other ways of scoring may be refused
+        scores = backend.score_tokens(probes, temperature)
+        assert scores is not None  # a backend may refuse other modes, not this one
         trial.expect(scores.dtype == np.float32 and scores.shape == wanted.shape, f"float32 {wanted.shape}", scores)
         off = float(np.abs(scores - wanted).max())
         limit = trial.subject.tolerance

@@ -1,10 +1,10 @@
-"""A backend without a model: it samples by hashing, at a pace of its own. No torch.
+"""A backend without a model: it makes tokens by hashing, at a configured speed. No torch.
 
-All tokens of its vocabulary are equally likely, whatever the temperature; of equals, top-k and top-p keep the first, as
-the real sampler does.
+All tokens of its vocabulary are equally likely at every temperature. Of equally likely tokens, top-k and top-p keep the
+first ones, as the real sampler does.
 
-Answers are a pure function of (lease seed, rollout index), so that runs over it can be compared token by token. It
-ships with the package: fault tests, benchmarks of the queue and dry runs of a config use it.
+Answers are a pure function of lease seed and rollout index, so runs can be compared token by token. Fault tests,
+benchmarks of the queue and dry runs of a config use it.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class FakeText:
         return np.array([zlib.crc32(chunk.encode()) % self._vocab_size for chunk in chunks], dtype=np.int32)
 
     def ending(self, token_id: int) -> str:
-        return ""  # what is sampled means nothing: no text ends it
+        return ""  # no token of the fake ends a turn
 
 
 class FakeBackend:
-    """See ``backend.Backend``. ``answer_form`` is the reward in whose form answers are written."""
+    """See ``backend.Backend``. ``answer_form``: the reward type whose answer format it writes."""
 
     capabilities = BACKENDS["fake"]
 
     def __init__(self, config: GeneratorConfig, fake: FakeConfig | None = None, *, answer_form: str = "boxed") -> None:
         self._fake = fake or FakeConfig()
         self._max_running = config.batch_size
-        # A function of the user's own says nothing of its form; most read a box.
+        # A user's own reward function declares no format; most read a box.
         self._reward = REWARD_TYPES.get(answer_form, REWARD_TYPES["boxed"])
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
@@ -99,7 +99,7 @@ class FakeBackend:
         return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        """One token, hashed, for every four characters; int32 [P]. Raises ValueError: one of ``fake.fails_on``."""
+        """See ``backend.Backend``. Raises ValueError if the prompt contains ``experimental.fake.fails_on``."""
         coder = self.text
         text = coder.render(messages)
         if self._fake.fails_on and self._fake.fails_on in text:
@@ -165,11 +165,11 @@ class FakeBackend:
             self._running.append(sequence)
 
     def _wait_out_step(self) -> None:
-        """Sleep until the step's end on an absolute schedule, so that time spent elsewhere doesn't add to it."""
+        """Sleep until the step's end on an absolute schedule, so that time spent elsewhere is not added."""
         if self._fake.step_time_s == 0:
             return
         now = time.monotonic()
-        # A schedule that fell behind by more than a step (the backend was idle) starts anew.
+        # If the schedule is late by more than a step (the backend was idle), start a new one.
         started = self._step_ends_at if now - self._step_ends_at < self._fake.step_time_s else now
         self._step_ends_at = started + self._fake.step_time_s
         time.sleep(max(0.0, self._step_ends_at - now))
@@ -198,7 +198,7 @@ class FakeBackend:
         if self._reward.runs_programs:
             return _program(lease.prompt.reward_data, correct=correct)
         expected = str(lease.prompt.reward_data.get("gt_answer", ""))
-        # A wrong number: two numbers are compared without the symbolic verifier, so grading costs next to nothing.
+        # The wrong answer is a number: two numbers are compared without the symbolic verifier, which takes little time.
         answer = expected if correct else ("-1" if expected != "-1" else "-2")
         return self._reward.write_answer(answer, thoughts=f"Sample {index}")
 
@@ -213,7 +213,7 @@ class FakeBackend:
 
 
 def _program(reward_data: Mapping[str, Any], *, correct: bool) -> str:
-    """A program that knows the outputs of its row's tests (scripts only), or one that prints something else."""
+    """Return a program that prints the expected outputs of the row's tests (scripts only), or a wrong one."""
     cases = reward_data.get("test_cases", {})
     known = dict(zip(cases.get("inputs", []), cases.get("outputs", [])))
     source = f"import sys\nprint({known!r}[sys.stdin.read()])" if correct else "print('wrong')"
@@ -221,19 +221,19 @@ def _program(reward_data: Mapping[str, Any], *, correct: bool) -> str:
 
 
 def _num_kept(sampling: Sampling, vocab_size: int) -> int:
-    """Of equally likely tokens: at most ``top_k``, and of those the fewest whose share reaches ``top_p``."""
+    """Return how many equally likely tokens are kept: at most ``top_k``, then the fewest that reach ``top_p``."""
     if sampling.keeps_all:
         return vocab_size
     return math.ceil(sampling.top_p * min(sampling.top_k or vocab_size, vocab_size))
 
 
 def _first_ids(num_kept: int, count: int, vocab_size: int) -> SamplingMask:
-    """The ids below ``num_kept``, ``count`` times."""
+    """Return ``count`` sets, each of the ids below ``num_kept``."""
     once = pack_ids(np.array([num_kept]), np.arange(num_kept), vocab_size=vocab_size)
     return join([once] * count)
 
 
 def _answer_length(fake: FakeConfig, seed: int, index: int) -> int:
-    """Tokens of an answer, at least 1: log-normal with mean ``mean_tokens`` (so its median is lower)."""
+    """Return the number of tokens of an answer, at least 1: log-normal with mean ``mean_tokens``."""
     normal = np.random.default_rng([0, seed, index]).standard_normal()
     return max(1, round(fake.mean_tokens * math.exp(fake.sigma * normal - fake.sigma**2 / 2)))

@@ -1,8 +1,8 @@
-"""Continuous batching over a Hugging Face causal LM. Built from files, fed weights by version.
+"""Continuous batching over a Hugging Face causal LM.
 
-Each ``step``: waiting samples take the free slots (their prompts prefilled together, once a group, and the keys and
-values copied to its slots), one forward pass decodes one token for every slot, finished sequences leave. Shape
-letters: R = running rows, V = vocabulary, T = prefilled tokens.
+In each ``step``, waiting samples take the free slots, one forward pass decodes one token for every running row, and
+finished sequences leave. Prompts are prefilled together, once per group; the keys and values are copied to the slots of
+the group. Shape letters: R = running rows, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 _REFILL_SHARE = 8
-"""Free slots are filled once they are an eighth of all, or nothing runs."""
+"""Fill free slots when they are an eighth of all slots, or when nothing runs."""
 _MAX_PREFILL_TOKENS = 8192
-"""Padded tokens in one prefill pass: bounds its activations."""
+"""The most padded tokens in one prefill pass; limits the memory of its activations."""
 
 _TOKENS_PER_CHARACTER = 4
-"""A byte-level tokenizer may need so many tokens for one character."""
+"""The most tokens that a byte-level tokenizer needs for one character."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A lease of which samples ``next_index`` and on still wait for a slot. ``prefix`` is its prompt, prefilled."""
+    """A lease whose samples from ``next_index`` on wait for a slot. ``prefix``: its prompt's keys and values."""
 
     lease: Lease
     prompt_ids: np.ndarray
@@ -63,8 +63,8 @@ class TransformersBackend:
     """See ``backend.Backend``.
 
     ``deterministic`` makes a group's logits a function of the weights and the group, to the last bit. The last bits of
-    a matrix product depend on its shape, may depend on strides, and on the CPU even on where its operands lie. So
-    groups run one at a time, each in a cache of its own, over weights in the model's own (aligned) memory.
+    a matrix product depend on its shape, may depend on strides, and on the CPU even on the addresses of its operands.
+    So groups run one at a time, each in a cache of its own, with weights in the model's own (aligned) memory.
     """
 
     capabilities = BACKENDS["transformers"]
@@ -95,7 +95,7 @@ class TransformersBackend:
         self._num_layers: int = text_config.num_hidden_layers
         self._cache = SlotCache(self._num_layers, config.batch_size, self._device)
         self._running = RunningSequences(config.batch_size)
-        # Filling slots costs a prefill and a new sampling plan, which a single free slot does not pay back.
+        # Filling slots costs a prefill and a new sampling plan, which is too much for a single free slot.
         self._refill_from = max(1, config.batch_size // _REFILL_SHARE)
         self._waiting: deque[_Waiting] = deque()
         self._sampled_by_finished: dict[str, int] = {}
@@ -114,13 +114,13 @@ class TransformersBackend:
         load_pretrained: bool = False,
         needs_template: bool = True,
     ) -> TransformersBackend:
-        """A backend for the model and tokenizer in ``directory``.
+        """Build a backend for the model and tokenizer in ``directory``.
 
-        Its weights come by ``activate``; with ``load_pretrained`` they are read from the directory too, as version 0.
+        ``activate`` brings its weights; with ``load_pretrained`` they are read from the directory, as version 0.
         ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU. Without ``needs_template`` prompts are plain text.
 
         Raises:
-            ModelError: a file is missing or unreadable, or the model is not one that this backend can run.
+            ModelError: a file is missing or unreadable, or this backend can't run the model.
         """
         directory, device = Path(directory), torch.device(device)
         name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
@@ -153,7 +153,7 @@ class TransformersBackend:
         """See ``backend.Backend``.
 
         Raises:
-            ModelError: prompt and answer may get longer than the model's positions.
+            ModelError: prompt and answer may need more positions than the model has.
         """
         if self._version == NO_VERSION:
             raise RuntimeError("submit before the first activate")
@@ -201,7 +201,7 @@ class TransformersBackend:
         self._weights.check(weights)
         self._weights.replace(weights, copy=self._deterministic)
         self._version = version
-        # Prompts that nobody continued yet are prefilled anew, running sequences if that is asked for.
+        # Prefill waiting prompts again with the new weights, and running sequences if the config requires it.
         for waiting in self._waiting:
             waiting.prefix = None
         if self._recompute:
@@ -219,7 +219,7 @@ class TransformersBackend:
     def score_tokens(
         self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
     ) -> np.ndarray:
-        """See ``parity.ScoringBackend``. The cache is one of its own."""
+        """See ``parity.ScoringBackend``. Scoring uses a separate cache."""
         if mode != "cached_decode":
             return full_forward(self._model, sequences, temperature, float32_head=mode == "float32_head")
         cache = SlotCache(self._num_layers, len(sequences), self._device)
@@ -263,23 +263,23 @@ class TransformersBackend:
         self._plan = None
 
     def _may_join(self, waiting: _Waiting, chosen: Sequence[object]) -> bool:
-        """Whether the batch is empty, or of this very group."""
+        """Whether the batch is empty or holds only this group."""
         if chosen:
             return False
         return not self._running.sequences or self._running.sequences[0].lease is waiting.lease
 
     def _prefill(self, prompts: Sequence[_Waiting]) -> None:
-        """Compute the prompts' keys and values, all but each one's last token."""
+        """Compute the keys and values of all tokens of the prompts but their last ones."""
         prefixes = self._prefixes([w.prompt_ids[:-1] for w in prompts])
         for waiting, prefix in zip(prompts, prefixes, strict=True):
             waiting.prefix = prefix
 
     @torch.inference_mode()
     def _prefill_running(self) -> None:
-        """Compute the keys and values of all running rows anew, by the weights of now."""
+        """Compute the keys and values of all running rows again, with the present weights."""
         running = self._running
         rows = [row for row in range(running.num_rows) if running.position[row] > 0]
-        # The newest token is fed by the next step; everything before it is in the cache.
+        # The next step feeds the newest token; everything before it is in the cache.
         fed = [
             np.concatenate([running.sequences[row].prompt_ids, running.sampled(row)[0]])[: int(running.position[row])]
             for row in rows
@@ -288,7 +288,7 @@ class TransformersBackend:
             self._cache.write_prefix(row, 1, prefix)
 
     def _prefixes(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
-        """The keys and values of token ids int32 [P] each, P > 0, in batches of similar length."""
+        """Return the keys and values of each sequence (int32 [P], P > 0), computed in batches of similar length."""
         prefixes: dict[int, Prefix] = {}
         batch: list[int] = []
         for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
@@ -308,7 +308,7 @@ class TransformersBackend:
         return [cache.prefix(row, len(sequence)) for row, sequence in enumerate(sequences)]
 
     def _decode(self) -> Tensor:
-        """Feed every row's next token; logits [R, V]."""
+        """Feed every row's next token. Return logits [R, V]."""
         running, cache = self._running, self._cache
         num_rows, length = running.num_rows, cache.padded(running.length)
         cache.reserve(length, running.max_length)
@@ -318,7 +318,7 @@ class TransformersBackend:
         return self._forward.decode(ids_R, positions_R, cache)
 
     def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int64 [R] and logprobs float32 [R] on the host."""
+        """Return token ids int64 [R] and logprobs float32 [R] on the host."""
         running, rows = self._running, slice(0, self._running.num_rows)
         if self._plan is None:
             self._plan = make_plan(
@@ -341,7 +341,7 @@ class TransformersBackend:
         return tokens, logprobs
 
     def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
-        """Remove the rows that are done; what they sampled."""
+        """Remove the rows that are done. Return what they sampled."""
         running, rows = self._running, slice(0, self._running.num_rows)
         stopped_R = self._is_eos_V[tokens_R]
         if running.has_stop[rows].any():
@@ -361,7 +361,7 @@ class TransformersBackend:
         return finished
 
     def _ends_with_stop(self, row: int) -> bool:
-        """Whether the newest token completed a stop string; older ones would have ended the row before."""
+        """Whether the newest token completed a stop string. An earlier one would have ended the row already."""
         stop = self._running.sequences[row].lease.sampling.stop
         window = _TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1)
         tail = self._decoded(self._running.last_tokens(row, window))
@@ -395,7 +395,7 @@ class TransformersBackend:
 
 
 def _to_host(tokens_R: Tensor, logprobs_R: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Both as arrays, by one transfer: float64 holds every token id and every float32 exactly."""
+    """Return both as arrays, after one transfer: float64 holds every token id and every float32 exactly."""
     if tokens_R.device.type == "cpu":
         return tokens_R.numpy(), logprobs_R.numpy()
     packed = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()

@@ -1,7 +1,7 @@
-"""A Hugging Face causal LM that gets its weights from outside: built from its config, filled by name.
+"""A Hugging Face causal LM, built from its config, that gets its weights by name.
 
-Called by the transformers backend. Only models whose every layer is standard full attention are taken: sliding
-windows and recurrent states would need caches of their own.
+Called by the backends. The transformers backend takes only models with standard full attention in every layer: sliding
+windows and recurrent states would need other caches.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def build_model(
     directory: Path, *, device: torch.device, dtype: torch.dtype, load_pretrained: bool = False
 ) -> PreTrainedModel:
-    """The model that ``directory`` describes, in evaluation mode; its weights uninitialised or as stored there.
+    """Build the model that ``directory`` describes, in evaluation mode, with uninitialised or stored weights.
 
     Raises:
-        ModelError: no readable config, a model that this backend can't run, or no stored weights.
+        ModelError: the config is unreadable, this backend can't run the model, or the stored weights are missing.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -51,18 +51,18 @@ def build_model(
 
 
 def describe_model(directory: Path) -> PreTrainedModel:
-    """The model that ``directory`` describes without any memory for weights: names, shapes and ties of its parameters.
+    """Build the model that ``directory`` describes without memory for weights, to know its parameters and their ties.
 
     Raises:
-        ModelError: no readable config, no causal LM, or a quantised one.
+        ModelError: the config is unreadable, is not of a causal LM, or is of a quantised one.
     """
     from transformers import AutoModelForCausalLM
 
     config = _read_config(directory)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"{directory / 'config.json'} has a quantization_config: a version's tensors can't be put into quantised "
-            f"weights; take the unquantised model out of which it was made"
+            f"{directory / 'config.json'} has a quantization_config, but a version's tensors can't become quantised "
+            f"weights; use the unquantised model that it was made from"
         )
     try:
         with torch.device("meta"):
@@ -83,10 +83,10 @@ def _read_config(directory: Path) -> PretrainedConfig:
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Refuse models whose layers keep anything but plain keys and values of all tokens.
+    """Refuse models whose layers keep anything other than plain keys and values of all tokens.
 
     Raises:
-        ModelError: naming the kinds of layers.
+        ModelError: the model is one of these; the message names the kinds of layers.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -94,8 +94,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(
-            f"the transformers backend runs full weights, got a model quantised by {method}; take the unquantised "
-            f"model out of which it was made"
+            f"the transformers backend runs full weights, got a model quantised by {method}; use the unquantised "
+            f"model that it was made from"
         )
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     if kinds != {DynamicLayer.__name__} or config.is_encoder_decoder:
@@ -106,7 +106,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
-    """Every token id that ends an answer: by ``generation_config.json``, by the model's config or by the tokenizer.
+    """Return the token ids that end an answer, of ``generation_config.json``, the model's config and the tokenizer.
 
     Raises:
         ModelError: ``generation_config.json`` is not JSON.
@@ -130,14 +130,14 @@ class WeightTable:
         self._parameters: dict[str, Tensor] = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         every_name = model.named_parameters(remove_duplicate=False)
-        # A tied weight (an output head that is the embedding) has several names; the first is enough.
+        # A tied weight (an output head that is the embedding) has several names. Use the first.
         self._aliases = {name: names[id(p)] for name, p in every_name if name not in self._parameters}
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Names and shapes.
+        """Check names, shapes and ties.
 
         Raises:
-            WeightsError: a tensor is missing, unknown, of another shape, or differs from the one it is tied to.
+            WeightsError: a tensor is missing, unknown, of another shape, or differs from the one to which it is tied.
         """
         missing = sorted(self._parameters.keys() - weights.keys())
         unknown = sorted(weights.keys() - self._parameters.keys() - self._aliases.keys())
@@ -159,11 +159,11 @@ class WeightTable:
                 raise WeightsError(f"{alias} is tied to {name} by the model config, but the two tensors differ")
 
     def digests(self) -> dict[str, str]:
-        """Of every parameter's bytes, as they are now."""
+        """Return the digest of every parameter's present bytes."""
         return {name: digest_bytes(_bytes_of(parameter)) for name, parameter in self._parameters.items()}
 
     def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
-        """Run with ``weights`` from now on. On the CPU tensors of the right dtype are taken over, unless ``copy``."""
+        """Run with ``weights`` from now on. On the CPU, share tensors of the model's dtype, unless ``copy``."""
         for name, parameter in self._parameters.items():
             tensor = weights[name]
             if parameter.device.type == "cpu" and not copy:
@@ -171,7 +171,7 @@ class WeightTable:
             else:
                 parameter.data.copy_(tensor, non_blocking=True)
         for device in {p.device for p in self._parameters.values() if p.device.type == "cuda"}:
-            # The tensors may be reused as soon as we return, so the copies must be over.
+            # The caller may reuse the tensors after this call, so wait for the copies.
             torch.cuda.synchronize(device)
 
 

@@ -35,31 +35,31 @@ if TYPE_CHECKING:
 
 DECODE_ATTENTION = "async_rl_sdpa"
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Types of rotary embedding that give a position the same angles in a text of any length."""
+"""Types of rotary embedding whose angles at a position do not depend on the length of the text."""
 _MIN_TABLE = 64
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
-"""Layer index, queries [N, Q, D], keys and values [N, H, D] to outputs [N, Q * D]; None ends the pass."""
+"""Takes a layer's index, queries [N, Q, D], keys and values [N, H, D]; returns outputs [N, Q * D], or None to end."""
 
 
 class Forward(Protocol):
     """A model's forward pass, always with the weights that its parameters hold at the time."""
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
-        """Logits [R, V] after one more token a row, int64 [R]; ``cache`` has begun the step with these positions."""
+        """Return logits [R, V] after one more token per row, int64 [R]. ``cache`` began the step at these positions."""
         ...
 
     def prefill(self, ids_BT: Tensor) -> PrefillCache:
-        """The keys and values of prompts, int64 [B, T], padded on the right with any token."""
+        """Return the keys and values of prompts, int64 [B, T], padded on the right with any token."""
         ...
 
 
 def make_forward(model: PreTrainedModel) -> Forward:
-    """The shortest way through ``model`` that gives the same logits."""
+    """Return the fastest implementation that fits ``model``. Both give the same logits."""
     return LlamaForward(model) if LlamaForward.fits(model) else TransformersForward(model)
 
 
 class TransformersForward:
-    """Calls the model. Most of a small model's step is then spent on its way from module to module."""
+    """Calls the model. In a small model, most of a step's time goes into the calls from module to module."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -76,7 +76,7 @@ class TransformersForward:
 
     def prefill(self, ids_BT: Tensor) -> PrefillCache:
         positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-        # Padding is on the right, where a causal mask hides it from everything that is kept.
+        # Padding is on the right, where the causal mask hides it from all tokens that are kept.
         mask_TT = positions_T[None, :] <= positions_T[:, None]
         cache = PrefillCache()
         self._model.base_model(
@@ -90,7 +90,7 @@ class TransformersForward:
 
 
 def register_decode_attention() -> str:
-    """Make the function known to transformers; the name to pass as ``attn_implementation``."""
+    """Register ``decode_attention`` with transformers. Return the value for ``attn_implementation``."""
     AttentionInterface.register(DECODE_ATTENTION, decode_attention)
     return DECODE_ATTENTION
 
@@ -131,7 +131,7 @@ class _Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype == torch.float32:
-            # There torch's own function is made of more operations than these.
+            # Here torch's own function takes more operations.
             return (x * x.square().mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()).mul_(self.weight)
         return self.weight * functional.rms_norm(x.float(), self.weight.shape, None, self.epsilon).to(x.dtype)
 
@@ -147,7 +147,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """One decoder layer's parameters: the very objects of the model, so that new weights need no notice here."""
+    """One decoder layer's parameters. They are the model's own objects, so new weights need no update here."""
 
     attention_norm: _Norm
     query: _Linear
@@ -164,9 +164,9 @@ class _Layer:
 
 
 class _Rotation:
-    """Rotary position embedding by table: cosines, and sines for heads whose halves are swapped instead of rotated.
+    """Rotary position embedding from a table: cosines, and sines for heads whose halves are swapped, not rotated.
 
-    Types of embedding whose frequencies depend on the length of the text are computed anew in every pass.
+    Embeddings whose frequencies depend on the length of the text are computed in every pass.
     """
 
     def __init__(self, module: Any, head_dim: int) -> None:
@@ -176,7 +176,7 @@ class _Rotation:
         self._table: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x_NE: Tensor, positions_N: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, 1, D] of these positions, all below ``length``, in the dtype of ``x_NE``."""
+        """Return cosines and sines [N, 1, D] of these positions (all below ``length``), in the dtype of ``x_NE``."""
         if not self._has_table:
             return self._computed(x_NE, positions_N)
         if self._table is None or len(self._table[0]) < length:
@@ -187,12 +187,12 @@ class _Rotation:
 
     def _computed(self, x_NE: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         cos_N1D, sin_N1D = self._module(x_NE, positions_N[:, None])
-        # The sign that a rotation gives to one half of the head moves over to the sine.
+        # A rotation negates one half of the head; here the sine has that sign.
         return cos_N1D, torch.cat((-sin_N1D[..., : self._half], sin_N1D[..., self._half :]), dim=-1)
 
 
 class LlamaForward:
-    """See ``forward.Forward``."""
+    """See ``Forward``."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         body: Any = model.base_model
@@ -209,19 +209,19 @@ class LlamaForward:
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        """Whether ``model`` is of a class that this pass was written after, unquantised and without adapters."""
+        """Whether this pass implements the class of ``model``, and it is unquantised and without adapters."""
         from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
         if type(model) not in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM):
             return False
-        # Adapters and quantisers put modules of their own in the place of the linear ones.
+        # Adapters and quantisers replace the linear modules.
         plain = all(type(m) is nn.Linear for name, m in model.named_modules() if name.endswith(("_proj", "lm_head")))
         return plain and len({(p.dtype, p.device) for p in model.parameters()}) == 1
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
-        """Logits [R, V] after one more token a row, int64 [R]; ``cache`` has begun the step with these positions."""
+        """See ``Forward``."""
         num_rows, num_slots = cache.hidden_RN.shape
-        # As floats once a step, for sdpa would turn booleans into them in every layer.
+        # Convert to floats once per step, because sdpa would convert booleans in every layer.
         mask_RN = torch.zeros_like(cache.hidden_RN, dtype=self._embedding.dtype)
         mask = mask_RN.masked_fill_(cache.hidden_RN, -torch.inf)[:, None, None]
 
@@ -240,7 +240,7 @@ class LlamaForward:
         return self._head(self._norm(hidden_RE))
 
     def prefill(self, ids_BT: Tensor) -> PrefillCache:
-        """The keys and values of prompts, int64 [B, T], padded on the right with any token."""
+        """See ``Forward``."""
         cache = PrefillCache()
         num_prompts, length = ids_BT.shape
         last = len(self._layers) - 1
@@ -260,7 +260,7 @@ class LlamaForward:
         return cache
 
     def _hidden(self, ids_N: Tensor, positions_N: Tensor, length: int, attend: Attend) -> Tensor | None:
-        """The last layer's output [N, E], before the final norm; None once ``attend`` says None."""
+        """Return the last layer's output [N, E] before the final norm; None if ``attend`` returned None."""
         x_NE = functional.embedding(ids_N, self._embedding)
         cos_N1D, sin_N1D = self._rotation(x_NE, positions_N, length)
         half = self._head_dim // 2

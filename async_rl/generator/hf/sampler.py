@@ -1,11 +1,11 @@
-"""Logits to tokens and behavior logprobs; and the logprobs of tokens that are given, for the learner's probes.
+"""Logits to tokens and behavior logprobs; and the logprobs of given tokens, for the learner's probes.
 
-``sample`` works row by row, each with its own temperature, top-p and top-k. ``cached_decode`` and ``full_forward``
-score the tokens of probe sequences. ``cached_decode`` does what rollouts do: prefill, then one decode step per token
-over a cache, then the sampler's distribution. ``full_forward`` is one forward pass over the whole text.
+``sample`` treats each row with its own temperature, top-p and top-k. ``cached_decode`` and ``full_forward`` score the
+tokens of probe sequences. ``cached_decode`` does the same as a rollout: prefill, one decode step per token with a
+cache, the sampler's distribution. ``full_forward`` runs one forward pass over the whole text.
 
 Called by the transformers backend under inference mode. Shape letters: R = rows or sequences, V = vocabulary, F = rows
-with top-p or top-k, N = scored tokens.
+with top-p or top-k, N = scored tokens, T = tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """How each row is sampled; rebuilt only when the rows change. None means: nothing to do for any row.
+    """How to sample each row; rebuilt only when the rows change. A None means that no row needs this step.
 
     Attributes:
         temperatures: float32 [R, 1]; 1 for greedy rows.
@@ -55,10 +55,10 @@ def make_plan(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingPlan:
-    """The plan for rows with these settings, each [R]. ``top_k`` 0 and ``top_p`` 1 are off."""
+    """Return the plan for rows with these settings, each [R]. ``top_k`` 0 and ``top_p`` 1 are off."""
     greedy = temperatures == 0
     scales = np.where(greedy, 1.0, temperatures)
-    # Greedy rows stay unfiltered: their logprobs are those of the whole distribution at temperature 1.
+    # Greedy rows stay unfiltered: their logprobs are of the whole distribution at temperature 1.
     rows = np.flatnonzero(~greedy & ((top_ps < 1) | (top_ks > 0)))
     filtered = None
     if len(rows):
@@ -79,17 +79,17 @@ def make_plan(
 
 
 def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One token a row by inverse CDF, its logprob, and what it was chosen from.
+    """Choose one token per row by inverse CDF. Return it with its logprob and the tokens that it was chosen from.
 
     Args:
         logits_RV: any float dtype; upcast to float32 before anything else.
-        plan: as made for these rows.
+        plan: of these rows, by ``make_plan``.
         uniforms_R: float64 [R] in [0, 1 - 2**-52], on the logits' device.
 
     Returns:
-        tokens int64 [R] and logprobs float32 [R], in nats, of the distribution that was sampled: after temperature,
-        top-k and top-p, renormalised. NaN where the logits of a row are not a distribution. Then bool [F, V], the
-        tokens that top-k and top-p left of the plan's filtered rows; None without such rows.
+        Tokens int64 [R]; logprobs float32 [R], in nats, of the sampled distribution (after temperature, top-k and
+        top-p, renormalised; NaN if a row's logits are not a distribution); and bool [F, V], the tokens that top-k and
+        top-p kept in the plan's filtered rows, or None without such rows.
     """
     logits_RV, allowed_FV = _processed(logits_RV, plan)
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
@@ -100,13 +100,13 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
 
 
 def logprobs_of(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
-    """float32 [R, V], the distribution that ``sample`` draws from, and what top-p and top-k left, as there."""
+    """Return the distribution that ``sample`` draws from, log-probabilities float32 [R, V], and its kept tokens."""
     logits_RV, allowed_FV = _processed(logits_RV, plan)
     return torch.log_softmax(logits_RV, dim=-1), allowed_FV
 
 
 def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
-    """Logits float32 [R, V] after temperature, top-k and top-p, and bool [F, V], the tokens that those two left."""
+    """Return logits float32 [R, V] after temperature, top-k and top-p, and bool [F, V], the tokens that these kept."""
     allowed_FV = None
     logits_RV = logits_RV.float()
     if plan.temperatures is not None:
@@ -121,7 +121,7 @@ def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | 
 
 
 def pack_masks(allowed_FV: Tensor) -> SamplingMask:
-    """``allowed_FV``, bool [F, V], on the host: F sets."""
+    """Return ``allowed_FV``, bool [F, V], as F sets on the host."""
     counts_F, ids = allowed_FV.sum(-1).cpu(), allowed_FV.nonzero()[:, 1].int().cpu()
     return pack_ids(counts_F.numpy(), ids.numpy(), vocab_size=allowed_FV.shape[1])
 
@@ -131,12 +131,12 @@ def _inverse_cdf(logprobs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     targets_R1 = uniforms_R[:, None] * cumulative_RV[:, -1:]
     # right=True: the first index whose cumulative is *above* the target, which never has probability 0.
     tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True)
-    # Only rows of NaN get past the end; the caller refuses them by their logprob.
+    # Only rows of NaN exceed the last index; the caller refuses them by their logprob.
     return tokens_R1.clamp_max_(logprobs_RV.shape[1] - 1)
 
 
 def _allowed_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> Tensor:
-    """-inf outside the top-k, then outside the smallest set of the rest whose probability reaches top-p."""
+    """Set logits to -inf outside the top-k, then outside the smallest set of the rest that reaches top-p."""
     ordered_FV, order_FV = logits_FV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)
     ordered_FV = ordered_FV.masked_fill(ranks_V >= top_ks_F1, -torch.inf)
@@ -156,8 +156,8 @@ def cached_decode(
     vocab_size: int,
     device: torch.device,
 ) -> np.ndarray:
-    """float32 [N], sequence after sequence. ``cache`` is empty, with a slot for each of ``sequences``."""
-    # The running rows of a cache are its first ones, so those with most tokens to come lie first.
+    """Return float32 [N], sequence by sequence. ``cache`` is empty and has a slot for each of ``sequences``."""
+    # The running rows of a cache are its first ones, so sequences with more scored tokens come first.
     order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_scored)
     ids = [sequences[i].token_ids.astype(np.int64) for i in order]
     starts = [len(sequences[i].token_ids) - sequences[i].num_scored for i in order]
@@ -188,7 +188,7 @@ def cached_decode(
 def full_forward(
     model: PreTrainedModel, sequences: Sequence[ProbeSequence], temperature: float, *, float32_head: bool
 ) -> np.ndarray:
-    """float32 [N], sequence after sequence; with ``float32_head`` the output head computes in float32."""
+    """Return float32 [N], sequence by sequence. With ``float32_head`` the output head computes in float32."""
     return np.concatenate([_full_forward(model, one, temperature, float32_head=float32_head) for one in sequences])
 
 
@@ -213,7 +213,7 @@ def _full_forward(model: Any, sequences: ProbeSequence, temperature: float, *, f
 
 
 def _tempered(logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, vocab_size: int) -> Tensor:
-    """float32 [N]: what the sampler would have recorded of these tokens, had it sampled them."""
+    """Return float32 [N], the logprobs that the sampler would have recorded for these tokens."""
     rows = len(tokens_N)
     plan = make_plan(
         np.full(rows, temperature), np.ones(rows), np.zeros(rows, np.int64), vocab_size=vocab_size,

@@ -26,7 +26,7 @@ from async_rl.sampling_mask import SamplingMask, split
 
 _GRANULE = 16
 _GRANULES = {"cpu": 8}
-"""Capacities and lengths are multiples of so many tokens, by type of device: attention kernels want aligned rows."""
+"""Capacities and lengths are multiples of this many tokens, by type of device: attention kernels need aligned rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class RunningSequence:
 
 
 class RunningSequences:
-    """Columns, each [max_running]; only the first ``num_rows`` entries mean anything.
+    """Columns, each [max_running]; only the first ``num_rows`` entries are in use.
 
     Attributes:
         next_ids: int64, the token to feed next; position: int64, where it goes.
@@ -74,17 +74,17 @@ class RunningSequences:
 
     @property
     def length(self) -> int:
-        """Tokens that the longest row has after the next forward pass."""
+        """The number of tokens of the longest row after the next forward pass."""
         return int(self.position[: self.num_rows].max()) + 1
 
     @property
     def max_length(self) -> int:
-        """Tokens that the longest row can ever have in the cache."""
+        """The largest number of tokens that any of these rows can have in the cache."""
         rows = slice(0, self.num_rows)
         return int((self.position[rows] + self.max_sampled[rows] - self.num_sampled[rows]).max()) + 1
 
     def add(self, lease: Lease, prompt_ids: np.ndarray, first_index: int, count: int) -> int:
-        """Add samples ``first_index`` and on of the lease; the first row they took."""
+        """Add ``count`` samples of the lease, from ``first_index`` on. Return the first of their rows."""
         first_row = self.num_rows
         rows = slice(first_row, first_row + count)
         self.num_rows += count
@@ -92,7 +92,7 @@ class RunningSequences:
         self.sequences.extend(
             RunningSequence(lease, first_index + i, prompt_ids, None if keeps_all else []) for i in range(count)
         )
-        # The prompt's last token is fed by the first decode step, so the prefix in the cache is one shorter.
+        # The first decode step feeds the prompt's last token, so the prefix in the cache is one token shorter.
         self.next_ids[rows] = prompt_ids[-1]
         self.position[rows] = len(prompt_ids) - 1
         self.num_sampled[rows] = 0
@@ -105,7 +105,7 @@ class RunningSequences:
         return first_row
 
     def record(self, tokens_R: np.ndarray, logprobs_R: np.ndarray, version: int) -> None:
-        """Note one sampled token a row."""
+        """Record one sampled token per row."""
         rows = slice(0, self.num_rows)
         column = self.num_sampled[rows]
         if int(column.max()) >= self._tokens.shape[1]:
@@ -121,23 +121,23 @@ class RunningSequences:
         self.num_sampled[rows] += 1
 
     def record_masks(self, kept: SamplingMask) -> None:
-        """Note what the newest tokens were chosen from: a set for each row that does not keep all, in order."""
+        """Record the sampling masks of the newest tokens: a set for each row that does not keep all, in order."""
         sets = [sequence.sampling_mask for sequence in self.sequences if sequence.sampling_mask is not None]
         for of_row, newest in zip(sets, split(kept, [1] * len(sets)), strict=True):
             of_row.append(newest)
 
     def sampled(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Copies of the row's token ids (int32 [N]), logprobs (float32 [N]) and versions (int32 [N])."""
+        """Return copies of the row's token ids (int32 [N]), logprobs (float32 [N]) and versions (int32 [N])."""
         count = self.num_sampled[row]
         return self._tokens[row, :count].copy(), self._logprobs[row, :count].copy(), self._versions[row, :count].copy()
 
     def last_tokens(self, row: int, count: int) -> np.ndarray:
-        """At most ``count`` newest tokens of the row."""
+        """Return the row's newest tokens, at most ``count``."""
         end = int(self.num_sampled[row])
         return self._tokens[row, max(0, end - count) : end]
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Remove these rows; the (sources, destinations) by which the last rows filled the gaps."""
+        """Remove these rows, and fill the gaps with the last rows. Return these rows' old and new numbers."""
         leaving = set(rows)
         remaining = self.num_rows - len(leaving)
         gaps = sorted(row for row in leaving if row < remaining)
@@ -181,13 +181,13 @@ class PrefillCache(Cache):
         return key_states, value_states
 
     def prefix(self, row: int, length: int) -> Prefix:
-        """The first ``length`` tokens of one row of the prefill, copied out."""
+        """Return a copy of the first ``length`` tokens of one row."""
         keys = torch.stack([k[row, :, :length] for k in self._keys])
         return Prefix(keys, torch.stack([v[row, :, :length] for v in self._values]))
 
 
 class _Window(NamedTuple):
-    """What one layer's update writes and reads: lines of D numbers, one a slot, head and token; views [R, H, N, D]."""
+    """One layer's views: ``update`` writes lines [S * H * C, D], one per slot, head and token; reads [R, H, N, D]."""
 
     key_lines: Tensor
     value_lines: Tensor
@@ -202,8 +202,7 @@ class SlotCache(Cache):
     doubling, no further than the longest row can get.
 
     Attributes:
-        hidden_RN: bool [R, N], which of the N cached tokens that this step reads are not the row's (of the step that
-            was begun last).
+        hidden_RN: bool [R, N], True where a cached token that the present step reads does not belong to the row.
     """
 
     def __init__(self, num_layers: int, max_running: int, device: torch.device) -> None:
@@ -221,11 +220,11 @@ class SlotCache(Cache):
         self.hidden_RN = torch.zeros(0, 0, dtype=torch.bool, device=device)
 
     def padded(self, length: int) -> int:
-        """``length`` rounded up to what the cache reads at a time."""
+        """Return ``length`` rounded up to a multiple of what the cache reads at a time."""
         return -(-length // self._granule) * self._granule
 
     def reserve(self, length: int, max_length: int) -> None:
-        """Have room for ``length`` tokens in every slot; ``max_length`` is the most that running rows can need."""
+        """Make room for ``length`` tokens in every slot. ``max_length``: the most that running rows can need."""
         if length <= self._capacity:
             return
         self._capacity = self.padded(max(length, min(2 * self._capacity, max_length)))
@@ -235,7 +234,7 @@ class SlotCache(Cache):
             self._values = self._grown(self._values)
 
     def forget(self) -> None:
-        """Be as new: capacity and layout are those of the rows to come, not of earlier ones."""
+        """Free the memory, so that earlier rows do not affect capacity and layout for the next rows."""
         self._keys = self._values = None
         self._capacity = 0
         self._windows = []
@@ -246,7 +245,7 @@ class SlotCache(Cache):
         return new
 
     def begin_step(self, positions_R: Tensor, length: int) -> None:
-        """The next forward pass writes row r at ``positions_R[r]`` (int64) and reads ``length`` tokens of each."""
+        """Prepare a forward pass: write row r at ``positions_R[r]`` (int64), and read ``length`` tokens per row."""
         if len(self._slots_N) != length:
             self._slots_N = torch.arange(length, device=positions_R.device)
         if self.hidden_RN.shape != (len(positions_R), length):
@@ -271,7 +270,7 @@ class SlotCache(Cache):
         return window.keys, window.values
 
     def _opened(self, keys: Tensor, values: Tensor) -> list[_Window]:
-        """A window a layer on the rows and tokens of this step; good until one of their numbers changes."""
+        """Return one window per layer on this step's rows and tokens; valid until one of their numbers changes."""
         storage = self._storage(keys, values)
         rows, slots = slice(0, len(keys)), slice(0, len(self._slots_N))
         self._first_lines_RH = torch.arange(keys.shape[0] * keys.shape[1], device=keys.device) * self._capacity
@@ -302,14 +301,14 @@ class SlotCache(Cache):
         return self._keys, self._values
 
     def _allocated(self, like: Tensor) -> Tensor:
-        # Zeros: masked positions are read, and what they hold is multiplied by 0, so it must be finite.
+        # Zeros, because masked positions are read and multiplied by 0, so they must be finite.
         return like.new_zeros((self._num_layers, self._max_running, like.shape[1], self._capacity, like.shape[3]))
 
 
 def _refuse_unlike(keys: Tensor, values: Tensor, first_keys: Tensor, first_values: Tensor) -> None:
-    """Compare KV heads and head dimension, the second and fourth axis, with those of the first layer."""
+    """Raise ModelError if KV heads or head dimension (second and fourth axis) differ from those of the first layer."""
     if keys.shape[1::2] != first_keys.shape[1::2] or values.shape[1::2] != first_values.shape[1::2]:
         raise ModelError(
             f"expected every layer to cache {tuple(first_keys.shape[1::2])} (KV heads, head dimension), got "
-            f"{tuple(keys.shape[1::2])}; the transformers backend takes models whose layers are alike"
+            f"{tuple(keys.shape[1::2])}; the transformers backend needs layers of one shape"
         )

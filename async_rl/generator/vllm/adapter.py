@@ -30,16 +30,16 @@ _MIN_TEMPERATURE = BACKENDS["vllm"].min_temperature
 PROGRESS_TOKENS = 16
 """vLLM reports a running sequence after this many new tokens."""
 _SPARE = 8
-"""Tokens that tie with the k-th logit stay, too; this many further log-probabilities are requested to detect them."""
+"""vLLM also keeps tokens that tie with the k-th logit. Request this many more log-probabilities to detect them."""
 _MAX_LISTED = 4096
-"""Logprobs a token that are asked for at most."""
+"""The most log-probabilities to request per token."""
 
 
 def check_installed() -> None:
-    """Whether a vLLM that we know is here, and finds our plugin.
+    """Check that the supported vLLM is installed and finds our plugin.
 
     Raises:
-        ModelError: it is not; the message says what to do.
+        ModelError: it is not installed, is another version, or does not find the plugin; the message has the remedy.
     """
     try:
         import vllm  # pyright: ignore[reportMissingImports]
@@ -56,12 +56,12 @@ def check_installed() -> None:
 
 
 def prepare_environment(num_threads: int | None) -> None:
-    """What vLLM's processes inherit; to be called before vLLM is imported. What the user has set stays."""
+    """Set the environment variables for vLLM's processes. Call it before vLLM is imported. Keep the user's values."""
     os.environ[OWNED] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the plugin's watch on the parent relies on it
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # vLLM would pin its threads to cores of its choice, the learner's and other generators' among them.
+    # vLLM would pin its threads to cores of its choice, which the learner and other generators use too.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -71,7 +71,7 @@ def prepare_environment(num_threads: int | None) -> None:
 
 
 def engine_arguments(directory: Path, config: Config, *, device: str, max_length: int) -> dict[str, Any]:
-    """vLLM's ``AsyncEngineArgs`` for this run."""
+    """Return vLLM's ``AsyncEngineArgs`` for this run."""
     engine, vllm = config.generator, config.experimental.vllm
     is_cpu = device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if is_cpu else "bfloat16"
@@ -84,7 +84,7 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         "skip_tokenizer_init": not config.sampling.stop,
         "load_format": "dummy",  # weights come from the learner, never from a file
         "dtype": dtype,
-        # Sampling parameters that a model's author left in generation_config.json are none of ours.
+        # Do not use the sampling parameters of the model's generation_config.json.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
@@ -95,8 +95,8 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         **({} if kv_bytes is None else {"kv_cache_memory_bytes": kv_bytes}),
         "enforce_eager": is_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
         "enable_prefix_caching": True,
-        # A prompt that is read in parts has its random numbers wound back, which torch's generators on a CPU can't do:
-        # the engine would die of it.
+        # For a prompt that is read in parts, vLLM rewinds the random numbers. torch's CPU generators can't do that, and
+        # the engine would fail.
         **({"enable_chunked_prefill": False} if is_cpu else {}),
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME),
         "worker_extension_cls": "async_rl.generator.vllm.weights.WorkerCalls",
@@ -106,10 +106,10 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
 
 
 def tokenizer_directory(directory: Path) -> Path:
-    """Where vLLM finds the tokenizer of ``directory`` as it is.
+    """Create a directory from which vLLM loads the tokenizer of ``directory`` unchanged.
 
-    Beside a ``config.json`` the loader goes by the model's type and would rebuild a generic tokenizer with that
-    model's own splitting; so it gets a directory without one.
+    With a ``config.json`` in the same directory, the loader goes by the model's type and would rebuild a generic
+    tokenizer with that model's splitting. So this directory has none.
     """
     target = directory / "tokenizer"
     target.mkdir(exist_ok=True)
@@ -122,16 +122,16 @@ def tokenizer_directory(directory: Path) -> Path:
 
 
 def seeds(lease: Lease) -> list[int]:
-    """One a rollout, by lease seed and index alone; int63, for vLLM's generators are seeded with signed numbers."""
+    """Return a seed for each rollout, from lease seed and index alone. Seeds have 63 bits: vLLM's are signed."""
     keys = rollout_keys(lease.seed, np.arange(lease.group_size))
     return [int(key >> np.uint64(1)) for key in keys]
 
 
 def num_listed(sampling: Sampling, vocab_size: int) -> int:
-    """Number of logprobs to request in addition to the sampled token's: enough to list every sampling mask completely.
+    """Return how many logprobs to request in addition to the sampled token's, to list every sampling mask completely.
 
     Raises:
-        ModelError: top-p alone may keep any number of a large vocabulary.
+        ModelError: they are too many, because top-p without top-k may keep most of a large vocabulary.
     """
     if sampling.keeps_all:
         return 0
@@ -146,10 +146,10 @@ def num_listed(sampling: Sampling, vocab_size: int) -> int:
 
 
 def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: Iterable[int]) -> Any:
-    """vLLM's ``SamplingParams``, every field that matters set, so that no file of the model has a say.
+    """Return vLLM's ``SamplingParams``. Set every field that matters, so that no file of the model changes one.
 
     Raises:
-        ModelError: the temperature is one that vLLM would change.
+        ModelError: vLLM would raise the temperature.
     """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
@@ -168,7 +168,7 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
         stop=list(sampling.stop) or None,
         stop_token_ids=sorted(eos_ids),
         include_stop_str_in_output=True,
-        # Only stop strings need the engine to know text; ours is decoded once, from all tokens.
+        # The engine needs text only for stop strings. The answer is decoded once, from all tokens.
         detokenize=bool(sampling.stop),
         logprobs=listed,
         flat_logprobs=True,
@@ -178,13 +178,13 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
 
 
 def scoring_parameters(temperature: float, token_id: int) -> Any:
-    """Parameters to sample any one token, and report the log-probability of ``token_id``. No top-p or top-k."""
+    """Return parameters to sample one token and report the log-probability of ``token_id``, without top-p or top-k."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
     return SamplingParams(
         temperature=temperature,
-        # No seed: nobody reads what is sampled, and vLLM's CPU build fails on a seeded prompt that it takes in parts.
+        # No seed: the sample is not used, and vLLM's CPU build fails on a seeded prompt that it reads in parts.
         max_tokens=1,
         logprob_token_ids=[token_id],
         flat_logprobs=True,
@@ -194,10 +194,10 @@ def scoring_parameters(temperature: float, token_id: int) -> Any:
 
 
 def logprob_of(token_id: int, logprobs: Any) -> float:
-    """The one of ``token_id`` in vLLM's ``FlatLogprobs`` of one token.
+    """Return the logprob of ``token_id`` in vLLM's ``FlatLogprobs`` of one token.
 
     Raises:
-        EngineError: it is not there.
+        EngineError: vLLM did not return it.
     """
     for listed, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True):
         if listed == token_id:
@@ -206,7 +206,7 @@ def logprob_of(token_id: int, logprobs: Any) -> float:
 
 
 class Gathered:
-    """The pieces of one running sequence's answer. ``vocab_size`` is that of its sampling mask; None: it keeps all."""
+    """The parts of one running sequence's answer. ``vocab_size``: of its sampling mask; None if it has none."""
 
     def __init__(self, vocab_size: int | None) -> None:
         self._vocab_size = vocab_size
@@ -217,17 +217,17 @@ class Gathered:
 
     @property
     def lists(self) -> bool:
-        """Whether vLLM is asked for more than the sampled tokens' logprobs."""
+        """Whether the request lists more logprobs than the sampled tokens'."""
         return self._vocab_size is not None
 
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def add(self, token_ids: Sequence[int], logprobs: Any) -> None:
-        """The next tokens and vLLM's ``FlatLogprobs`` of them.
+        """Add the next tokens and vLLM's ``FlatLogprobs`` of them.
 
         Raises:
-            EngineError: there are not as many logprobs, or a sampling mask is not listed whole.
+            EngineError: the numbers of tokens and logprobs differ, or a sampling mask is not listed completely.
         """
         starts, ends = logprobs.start_indices, logprobs.end_indices
         if len(starts) != len(token_ids):
@@ -254,7 +254,7 @@ class Gathered:
         self._allowed_ids.append(kept)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [N] and logprobs float32 [N]."""
+        """Return token ids int32 [N] and logprobs float32 [N]."""
         return np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
 
     def sampling_mask(self) -> SamplingMask | None:
@@ -264,10 +264,10 @@ class Gathered:
 
 
 def token_versions(spans: Iterable[Any] | None, num_tokens: int) -> np.ndarray:
-    """int32 [N] from vLLM's spans (``version``, ``start``, ``end``), which must cover every token once, in order.
+    """Return the version of each token, int32 [N], from vLLM's spans (``version``, ``start``, ``end``).
 
     Raises:
-        EngineError: they don't, or a version is not a number.
+        EngineError: the spans do not cover every token once, in order, or a version is not a number.
     """
     versions = np.full(num_tokens, NO_VERSION, np.int32)
     end = 0

@@ -1,9 +1,9 @@
-"""vLLM as a backend: leases in, samples out, weights swapped under running sequences. Built from files.
+"""vLLM as a backend: leases in, samples out; weights change while sequences run.
 
-The engine runs by itself in processes of its own; ``step`` collects its outputs. Rollouts are requests of their own
-under one prompt and one salt, so a group's prefill is shared through the prefix cache, and each has its own seed. A
-rollout enters the engine when there is a slot for it, and is salted by the weights it begins with: no prompt is
-continued over keys and values of older weights than it was accepted under.
+The engine runs in processes of its own; ``step`` collects its outputs. Each rollout is a request with its own seed. The
+requests of a group have the same prompt and cache salt, so they share a prefill through the prefix cache. A rollout
+enters the engine when a slot is free. Its salt names the weights that are active then, so no rollout begins with keys
+and values of older weights.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STEP_S = 0.02
-"""How long a step waits for news of the engine."""
+"""How long a step waits for outputs of the engine."""
 _SCORE_LIMIT_S = 120.0
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
-    """Sample ``index`` of a lease, running or in line for a slot."""
+    """Sample ``index`` of a lease, which runs or waits for a slot."""
 
     lease: Lease
     index: int
@@ -66,7 +66,7 @@ class _Rollout:
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """A lease's open rollouts and the tokens of its finished ones."""
+    """A lease's unfinished rollouts, and the number of tokens of the finished ones."""
 
     num_open: int
     num_finished_tokens: int = 0
@@ -111,7 +111,7 @@ class VllmBackend:
 
     @classmethod
     def from_files(cls, directory: str | Path, config: Config, *, device: str) -> VllmBackend:
-        """The engine for the model and tokenizer in ``directory``; its weights come by ``activate``.
+        """Start the engine for the model and tokenizer in ``directory``. ``activate`` brings its weights.
 
         Raises:
             ModelError: vLLM is not installed, a file is missing or unreadable, or vLLM can't run the model.
@@ -139,7 +139,7 @@ class VllmBackend:
             max_running=config.generator.batch_size,
             max_length=max_length,
             recompute=config.generator.kv_after_update == "recompute",
-            # Elsewhere a version is copied into the tensors that are there: compiled graphs hold their addresses.
+            # On a GPU a version is copied into the existing tensors, because compiled graphs hold their addresses.
             prepares=device == "cpu" and config.experimental.vllm.prepare_weights,
         )
 
@@ -166,7 +166,7 @@ class VllmBackend:
         """See ``backend.Backend``.
 
         Raises:
-            ModelError: prompt and answer may get longer than the engine's sequences, or vLLM can't sample like that.
+            ModelError: prompt and answer may be longer than the engine's sequences, or vLLM can't sample like that.
         """
         if self._version == NO_VERSION:
             raise RuntimeError("submit before the first activate")
@@ -197,7 +197,7 @@ class VllmBackend:
         self._admit_waiting()
 
     def step(self) -> list[Sampled]:
-        """See ``backend.Backend``. Waits for news of the engine, for a few hundredths of a second.
+        """See ``backend.Backend``. Wait for outputs of the engine for a few hundredths of a second.
 
         Raises:
             EngineError: the engine has died, or a request failed.
@@ -218,9 +218,9 @@ class VllmBackend:
         }
 
     def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
-        """See ``backend.PreparingBackend``: the workers make the version ready in memory of their own.
+        """See ``backend.PreparingBackend``. The workers prepare the version in their own memory.
 
-        True at once where they can't, or shall not; ``activate`` does everything then.
+        Return True at once if they can't or must not do that; then ``activate`` does everything.
 
         Raises:
             EngineError: the engine has died.
@@ -231,7 +231,7 @@ class VllmBackend:
             return True
         if self._preparing is None or self._preparing[0] != version or self._preparing[1] is not weights:
             if self._preparing is not None and self._is_preparing():
-                return False  # another one, which reads the memory that this one is to be written to
+                return False  # another preparation still reads the memory for this version
             self._stage(weights)
             if not self._prepares:
                 return True
@@ -247,7 +247,7 @@ class VllmBackend:
             raise
 
     def _stage(self, weights: Mapping[str, Any]) -> None:
-        """Copy ``weights`` to where the engine's workers can see them; it goes on decoding meanwhile."""
+        """Copy ``weights`` to memory that the engine's workers can read. The engine goes on decoding meanwhile."""
         self._table.check(weights)
         self._staging.write(weights)
         if not self._is_set_up:
@@ -256,7 +256,7 @@ class VllmBackend:
             self._is_set_up = True
             if self._prepares and (obstacle := self._engine.preparing_obstacle()):
                 self._prepares = False
-                logger.warning("vLLM is paused while it loads a version, which it can't prepare: %s", obstacle)
+                logger.warning("vLLM can't prepare versions, so it pauses while it loads one: %s", obstacle)
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         """See ``backend.Backend``. Prepares the version first if necessary.
@@ -311,7 +311,7 @@ class VllmBackend:
         return self._scored(wanted)
 
     def _scored(self, wanted: Sequence[tuple[str, int]]) -> np.ndarray:
-        """float32 [N]; outputs of rollouts that arrive meanwhile are kept for the next step."""
+        """Return float32 [N]. Keep outputs of rollouts that arrive meanwhile for the next step."""
         found: dict[str, float] = {}
         tokens = dict(wanted)
         deadline = time.monotonic() + _SCORE_LIMIT_S
@@ -326,7 +326,7 @@ class VllmBackend:
         return np.array([found[name] for name, _ in wanted], np.float32)
 
     def digests(self) -> Mapping[str, str]:
-        """Of every worker's parameters, by vLLM's names: some hold several of the model's."""
+        """See ``parity.ScoringBackend``. Names are vLLM's; some of its parameters join several of the model's."""
         return self._engine.digests()
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class VllmBackend:
         while self._waiting and len(self._running) < self._capacity.max_running:
             rollout = self._waiting.popleft()
             self._num_requests += 1
-            # vLLM makes the two parts of a request's name unique by itself, but we look it up by ours.
+            # vLLM adds a part that makes the name unique; outputs have our name.
             request_id = f"{self._num_requests}"
             self._running[request_id] = self._leases[rollout.lease.lease_id].running[request_id] = rollout
             self._engine.add(
@@ -348,7 +348,7 @@ class VllmBackend:
             )
 
     def _take(self, piece: Piece) -> Sampled | None:
-        """Note a piece; the sample if that was its last."""
+        """Record an output. Return the sample if it was the last one of its request."""
         rollout = self._running[piece.request_id]
         if len(piece.token_ids):
             rollout.gathered.add(piece.token_ids, piece.logprobs)

@@ -1,11 +1,11 @@
-"""vLLM's ``AsyncLLM``, driven step by step: its event loop runs only inside the calls of ``VllmEngine``.
+"""vLLM's ``AsyncLLM``, driven step by step: its event loop runs only during calls of ``VllmEngine``.
 
-The engine itself is another process and decodes on meanwhile; its outputs wait on its socket. So the generator's
-loop needs no second thread, and a swap of weights is one call. ``KvCacheCapacity`` says, from the engine's own figures,
-how many sequences it can hold at once: more would wait inside the engine, or be preempted and computed anew, and their
-leases would only grow old there.
+The engine is another process and decodes all the time; its outputs wait on its socket. So the generator's loop needs no
+second thread, and a swap of weights is one call. ``KvCacheCapacity`` estimates from the engine's figures how many
+sequences fit in its cache. More would wait inside the engine, or be preempted and computed again, while their leases
+age.
 
-Everything here that is vLLM's own is used by ``vllm.backend`` only; the names are those of 0.32.
+``vllm.backend`` calls this module. vLLM's names are those of 0.32.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _CLOSE_S = 3.0
 _T = TypeVar("_T")
 
 _FILL = 0.9
-"""Share of the cache to plan with: sequences grow."""
+"""The share of the cache to plan with. The rest is for the growth of running sequences."""
 _FORGET = 0.995
-"""What remains, from one step to the next, of the largest need of a sequence that was seen."""
+"""The factor by which the largest observed need of a sequence shrinks from one step to the next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """News of a request: its next tokens with vLLM's logprobs of them.
+    """An output of a request: its next tokens with vLLM's logprobs.
 
-    ``finish_reason`` is None while it runs; ``spans`` of weight versions come with the end.
+    ``finish_reason`` is None while it runs. The last output has the ``spans`` of weight versions.
     """
 
     request_id: str
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Load:
-    """The engine's own figures, as of its newest step. ``num_tokens`` is cumulative."""
+    """The engine's figures at its newest step. ``num_tokens`` and ``num_preempted`` are cumulative."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -58,7 +58,7 @@ class Load:
 
 
 class VllmEngine:
-    """One engine. Made by ``start``; not thread-safe."""
+    """One engine. Create it by ``start``. Not thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, llm: Any, load: Load) -> None:
         self._loop, self.load = loop, load
@@ -71,7 +71,7 @@ class VllmEngine:
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any]) -> VllmEngine:
-        """Start the engine's processes; takes a minute. ``arguments`` are vLLM's ``AsyncEngineArgs``.
+        """Start the engine's processes, which takes a minute. ``arguments`` are vLLM's ``AsyncEngineArgs``.
 
         Raises:
             ModelError: vLLM refuses the model or the arguments.
@@ -103,16 +103,16 @@ class VllmEngine:
 
     @property
     def dtype(self) -> str:
-        """What the model computes in, by torch's name."""
+        """The model's dtype, by torch's name."""
         return str(self._llm.model_config.dtype).removeprefix("torch.")
 
     def digests(self) -> dict[str, str]:
-        """A digest of every parameter of every worker, ``RANK:NAME`` -> digest."""
+        """Return ``RANK:NAME`` -> digest, for every parameter of every worker."""
         of_ranks = self._run(asyncio.wait_for(self._llm.collective_rpc("held_digests"), _SWAP_LIMIT_S))
         return {f"{rank}:{name}": digest for rank, held in enumerate(of_ranks) for name, digest in held.items()}
 
     def add(self, request_id: str, prompt_ids: Sequence[int], parameters: Any, *, cache_salt: str) -> None:
-        """Line up a request; its pieces come from ``poll``. Prompts share KV blocks under the same ``cache_salt``."""
+        """Submit a request; ``poll`` returns its outputs. Prompts with the same ``cache_salt`` share KV blocks."""
         from vllm.inputs import tokens_input  # pyright: ignore[reportMissingImports]
 
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
@@ -126,14 +126,14 @@ class VllmEngine:
                     Piece(request_id, answer.token_ids, answer.logprobs, answer.finish_reason, answer.weight_versions)
                 )
                 self._arrived.set()
-        except Exception as error:  # raised by the next poll, in the generator's loop
+        except Exception as error:  # the next poll raises it in the generator's loop
             self._failure = self._failure or error
             self._arrived.set()
         finally:
             self._tasks.pop(request_id, None)
 
     def poll(self, timeout_s: float) -> list[Piece]:
-        """The engine's outputs; waits for them for at most ``timeout_s``.
+        """Return the engine's outputs. Wait for one for at most ``timeout_s``.
 
         Raises:
             EngineError: the engine has died, or a request failed.
@@ -151,7 +151,7 @@ class VllmEngine:
             await asyncio.wait_for(self._arrived.wait(), timeout_s)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop these requests and forget their outputs; those that are unknown or done are ignored."""
+        """Stop these requests and forget their outputs. Ignore unknown and finished ones."""
         tasks = [task for name in request_ids if (task := self._tasks.get(name)) is not None]
         gone = set(request_ids)
         if tasks:
@@ -163,13 +163,13 @@ class VllmEngine:
         self._pieces = [piece for piece in self._pieces if piece.request_id not in gone]
 
     def set_up_transfer(self, transfer: Mapping[str, Any]) -> None:
-        """Have the workers map the memory that versions come by; once, before the first.
+        """Have the workers map the shared memory for versions. Call it once, before the first version.
 
         Args:
-            transfer: fields of ``weights.SharedInit``, but for the pipes.
+            transfer: the fields of ``weights.SharedInit`` except the pipes.
 
         Raises:
-            WeightsError: they can't.
+            WeightsError: the workers can't map it.
         """
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
             WeightTransferInitRequest,
@@ -179,37 +179,37 @@ class VllmEngine:
         self._call("map the memory of weights", self._llm.init_weight_transfer_engine(request))
 
     def preparing_obstacle(self) -> str:
-        """Why this engine can't prepare versions beside decoding; empty: it can."""
+        """Return why this engine can't prepare versions while it decodes; empty if it can."""
         found = self._call("look at the model's layers", self._llm.collective_rpc("preparing_obstacle"))
         return next(filter(None, found), "")
 
     def start_preparing(self) -> None:
-        """Have the workers make the version ready that lies in shared memory, beside decoding; see ``preparing``."""
+        """Have the workers prepare the version in shared memory while the engine decodes. See ``preparing``."""
         self._channel.prepare()
 
     def preparing(self, timeout_s: float) -> bool:
-        """Whether a worker is still at it; waits for the last one for at most ``timeout_s``.
+        """Whether a worker still prepares. Wait for a report for at most ``timeout_s``.
 
         Raises:
             EngineError: the engine has died.
-            WeightsError: a worker has failed, or takes for ever; the engine goes on with the weights that it has.
+            WeightsError: a worker has failed, or takes too long; the engine goes on with its present weights.
         """
         if self._llm.errored:
             raise EngineError("vLLM has died while it prepared weights; the reason is in the lines above")
         return self._channel.wait(timeout_s)
 
     def swap(self, version: int, *, recompute: bool) -> float:
-        """Take over what is prepared; seconds for which no decode step could run because of it.
+        """Activate the prepared version. Returns the seconds for which no decode step could run.
 
-        They are measured in the engine's core, from the begin of its one call between two steps to the end. While that
-        call waits for the step under way, and while its answer travels, the engine decodes.
+        The engine's core measures them, from the start of its call between two steps to the end. While that call waits
+        for the present step, and while its answer travels, the engine decodes.
 
         Args:
-            version: what tokens are stamped with from now on.
-            recompute: compute the keys and values of running sequences anew, and forget all cached ones.
+            version: the version of all tokens from now on.
+            recompute: compute the keys and values of running sequences again, and forget all cached ones.
 
         Raises:
-            WeightsError: the engine did not take it; it is of no use any more.
+            WeightsError: the swap failed; the engine can't be used any more.
         """
         swapped = self._llm.engine_core.call_utility_async(SWAP, self._channel.number, str(version), recompute)
         pause_s = self._call(f"take over version {version}", swapped)
@@ -217,9 +217,9 @@ class VllmEngine:
         return pause_s
 
     def load_paused(self, version: int, *, recompute: bool) -> float:
-        """Load the version that lies in shared memory while the engine is paused; the pause in seconds.
+        """Load the version in shared memory while the engine is paused. Returns the pause in seconds.
 
-        It is counted from the request that stops the engine to the answer that it goes on. See ``swap`` for the rest.
+        The pause lasts from the request to stop the engine to the answer that it goes on. See ``swap`` for the rest.
         """
         return self._call(f"take over version {version}", self._load_paused(version, recompute=recompute))
 
@@ -239,7 +239,7 @@ class VllmEngine:
         return time.perf_counter() - started_s
 
     def _call(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
-        """The answer of a call that has to do with weights."""
+        """Wait for a call about weights. Return its answer."""
         try:
             return self._run(asyncio.wait_for(call, _SWAP_LIMIT_S))
         except Exception as error:
@@ -256,16 +256,16 @@ class VllmEngine:
             task.cancel()
         self._tasks.clear()
         self._llm.shutdown(timeout=_CLOSE_S)
-        # Tasks that were cancelled, vLLM's own among them, end here.
+        # Let cancelled tasks end, including vLLM's.
         with contextlib.suppress(Exception):
             self._run(asyncio.wait_for(asyncio.sleep(0), 1.0))
         self._loop.close()
-        self._llm = None  # it would shut down once more, and fail, when the interpreter ends
+        self._llm = None  # otherwise it would shut down again, and fail, at the interpreter's end
         self._channel.close()
 
 
 def _stat_logger(load: Load) -> Any:
-    """A logger of vLLM's that writes the newest figures into ``load``."""
+    """Return a vLLM logger that writes the newest figures into ``load``."""
     from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
 
     class LoadLogger(StatLoggerBase):
@@ -288,7 +288,7 @@ def _stat_logger(load: Load) -> Any:
 
 
 class KvCacheCapacity:
-    """At most ``most`` sequences; fewer as soon as the cache would not hold so many of what runs."""
+    """The number of sequences that may run: ``most``, or fewer if the cache would not hold that many."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -302,6 +302,6 @@ class KvCacheCapacity:
         return max(1, int(_FILL / self._need))
 
     def observe(self, num_running: int, kv_usage: float) -> None:
-        """One step's figures. ``kv_usage`` is the share, 0 to 1, of the cache that ``num_running`` sequences hold."""
+        """Record one step's figures. ``kv_usage``: the share of the cache, 0 to 1, that these sequences hold."""
         if num_running > 0:
             self._need = max(self._need * _FORGET, kv_usage / num_running)

@@ -1,13 +1,12 @@
-"""What vLLM loads of async-rl in each of its processes, by the entry point ``vllm.general_plugins``. No torch.
+"""The part of async-rl that vLLM loads in each of its processes, by the entry point ``vllm.general_plugins``. No torch.
 
-``register`` makes our weight transfer known, by name only. In the processes of an engine that a generator started it
-also adds our call ``swap`` to vLLM's engine core, and ties the process to its parent: vLLM's engine process would
-outlive a generator that was killed.
+``register`` registers our weight transfer by name. In the processes of an engine that a generator started, it also adds
+our call ``swap`` to vLLM's engine core, and ends the process with its parent: otherwise vLLM's engine process would
+outlive a generator that is killed.
 
-The engine core is the process whose loop schedules decode steps. It serves calls of its clients between two steps,
-never during one. Ours is a single call, so nothing has to be paused by another one before it, and everything that has
-to change together changes between the same two steps: tensors, the version that tokens are stamped with, and the
-caches.
+The engine core is the process whose loop schedules decode steps. It serves its clients' calls between two steps. Our
+swap is a single call, so no earlier call has to pause the engine, and everything that must change together changes
+between the same two steps: tensors, the version of new tokens, and the caches.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Any
 
 TRANSFER_NAME = "async_rl"
 OWNED = "ASYNC_RL_VLLM_ENGINE"
-"""Set in the environment of the engines that generators start; anybody else's vLLM is left alone."""
+"""An environment variable of the engines that generators start. Any other vLLM stays unchanged."""
 
 SWAP = "async_rl_swap"
 
 
 def register() -> None:
-    """Called once by vLLM in every process, before it builds anything."""
+    """vLLM calls this once in every process, before it builds anything."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 
     WeightTransferEngineFactory.register_engine(TRANSFER_NAME, "async_rl.generator.vllm.weights", "SharedWeights")
@@ -40,7 +39,7 @@ def register() -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process when the one that started it through multiprocessing is gone, however it went."""
+    """Kill this process when the process that started it through multiprocessing ends, in whatever way."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -49,25 +48,25 @@ def end_with_parent() -> None:
 
 def _watch(sentinel: int) -> None:
     multiprocessing.connection.wait([sentinel])
-    # Nothing is worth saving, and its own children watch it in the same way.
+    # There is nothing to save, and its own children watch it in the same way.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def add_swap(core: type[Any]) -> None:
-    """Make ``swap`` known to ``core``, vLLM's ``EngineCore``, which finds its clients' calls by name."""
+    """Add ``swap`` to ``core``, vLLM's ``EngineCore``, which finds its clients' calls by name."""
     setattr(core, SWAP, swap)
 
 
 def swap(core: Any, number: int, version: str, recompute: bool) -> float:
-    """Swap preparation ``number`` in, in every worker, and stamp tokens with ``version`` from now on.
+    """Activate preparation ``number`` in every worker. From now on, tokens have ``version``.
 
-    Returns the seconds from its begin to its end: for so long the core can run no step because of it.
+    Returns its duration in seconds; the core can't run a step meanwhile.
 
-    With ``recompute`` the running sequences are put back in line, to be computed anew with all their tokens, and
-    nothing that is cached is used again. Otherwise they go on over the keys and values that they have.
+    With ``recompute``, running sequences wait again, to be computed again with all their tokens, and no cached keys and
+    values are reused. Otherwise they go on with the keys and values that they have.
 
     Raises:
-        RuntimeError: steps are under way, which vLLM has on a GPU only; a worker did not swap; the cache is in use.
+        RuntimeError: steps are in progress (on a GPU only), a worker did not swap, or the cache is in use.
     """
     started_s = time.perf_counter()
     if core.batch_queue:

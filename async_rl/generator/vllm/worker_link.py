@@ -1,6 +1,6 @@
 """Share memory for one version's tensors, and pipes for commands, with vLLM's worker processes. No torch.
 
-Memory and pipes have no name in any file system. The workers run as the same user and open them through ``/proc``.
+Memory and pipes have no names in a file system. The workers run as the same user and open them through ``/proc``.
 
 ``SharedStaging`` is the memory. The generator writes a version there while the engine decodes; every worker maps the
 same pages once (``map_tensors``), so that a swap is a copy. The memory is an anonymous file of the generator. The
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Row = tuple[str, str, list[int], int]
-"""Name, torch's name of the dtype, shape, offset in bytes: plain data, for it travels to the engine's processes."""
+"""Name, torch's name of the dtype, shape, offset in bytes. Plain data, because it travels to other processes."""
 
 LONGEST_ERROR = 1500
-"""Characters, ASCII: a report of less than 4096 bytes is written to a pipe whole, never mixed with another worker's."""
+"""ASCII characters. A pipe takes a report below 4096 bytes as a whole, so reports of workers never mix."""
 
 
 class SharedStaging:
@@ -51,10 +51,10 @@ class SharedStaging:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights`` (host tensors) in.
+        """Copy ``weights`` (host tensors) to the memory.
 
         Raises:
-            WeightsError: they are not the tensors of the version before; or there is no memory for them.
+            WeightsError: names, dtypes or shapes differ from the version before; or there is not enough memory.
         """
         if not self.rows:
             self._lay_out(weights)
@@ -77,7 +77,7 @@ class SharedStaging:
             rows.append((name, _dtype_name(tensor), list(tensor.shape), offset))
             end = offset + tensor.numel() * tensor.element_size()
         try:
-            # Reserved at once: pages that are missing later would end the process by a signal.
+            # Reserve all of it now: a page that is missing later would end the process by a signal.
             os.posix_fallocate(self._fd, 0, max(1, end))
         except OSError as error:
             raise WeightsError(f"no shared memory for {end} bytes of weights: {error.strerror}") from error
@@ -85,7 +85,7 @@ class SharedStaging:
         self._views = map_tensors(self.path, self.size_bytes, self.rows)
 
     def close(self) -> None:
-        """Let go of the memory; processes that have mapped it keep it until they end."""
+        """Release the memory. Processes that have mapped it keep it until they end."""
         self._views = {}
         if self._fd >= 0:
             os.close(self._fd)
@@ -93,7 +93,7 @@ class SharedStaging:
 
 
 def map_tensors(path: str, size_bytes: int, rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Views by name into the memory at ``path``; they show whatever is written there later, too."""
+    """Return views by name into the memory at ``path``. Later writes change them too."""
     import torch
 
     memory = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
@@ -112,35 +112,35 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 class PrepareChannel:
-    """The generator's ends: one pipe of commands to each of ``num_workers`` workers, one of reports from all."""
+    """The generator's ends of the pipes: one for commands to each worker, one for reports from all of them."""
 
     def __init__(self, num_workers: int, *, limit_s: float) -> None:
         self._limit_s = limit_s
-        # All ends stay open here, so no pipe ends before a worker has opened it.
+        # All ends stay open here, so a worker can open its end at any time.
         self._commands = [os.pipe2(os.O_CLOEXEC) for _ in range(num_workers)]
         self._reports = os.pipe2(os.O_CLOEXEC)
         self._received = b""
         self._errors: dict[int, str] = {}
         self._deadline_s = 0.0
         self.number = 0
-        """Of the newest preparation."""
+        """The number of the newest preparation."""
 
     @property
     def paths(self) -> dict[str, str | list[str]]:
-        """Where the workers open their ends: fields of ``weights.SharedInit``."""
+        """The paths at which the workers open their ends: fields of ``weights.SharedInit``."""
         own = f"/proc/{os.getpid()}/fd"
         commands = [f"{own}/{read_fd}" for read_fd, _ in self._commands]
         return {"command_paths": commands, "report_path": f"{own}/{self._reports[1]}"}
 
     def prepare(self) -> None:
-        """Have every worker prepare what lies in shared memory. Older preparations are passed over from now on."""
+        """Have every worker prepare the version in shared memory. Ignore reports of older preparations from now on."""
         self.number += 1
         self._errors = {}
         self._deadline_s = time.monotonic() + self._limit_s
         self._command(f"prepare {self.number}")
 
     def release(self) -> None:
-        """Have every worker free the memory of what was swapped out."""
+        """Have every worker free the memory of the version before."""
         self._command("release")
 
     def _command(self, line: str) -> None:
@@ -148,7 +148,7 @@ class PrepareChannel:
             os.write(write_fd, f"{line}\n".encode())
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a worker is still at it; waits for a report for at most ``timeout_s``.
+        """Whether a worker still prepares. Wait for a report for at most ``timeout_s``.
 
         Raises:
             WeightsError: all have reported, and one has failed; or they take longer than ``limit_s``.
@@ -170,13 +170,13 @@ class PrepareChannel:
         return False
 
     def close(self) -> None:
-        """End the workers' threads, too, once no other process has the pipes of commands open."""
+        """Close the pipes. That also ends the workers' threads, if no other process has the command pipes open."""
         for pipe in (*self._commands, self._reports):
             for fd in pipe:
                 os.close(fd)
 
 
 def write_report(fd: int, *, rank: int, number: int, error: str) -> None:
-    """A worker's report; ``error`` is empty if it is ready."""
+    """Write a worker's report. ``error`` is empty if its version is ready."""
     plain = error.encode("ascii", "replace").decode()[:LONGEST_ERROR]
     os.write(fd, (json.dumps({"rank": rank, "number": number, "error": plain}) + "\n").encode())
