@@ -22,14 +22,13 @@ from msgspec.structs import asdict
 from async_rl.errors import AsyncRLError
 from async_rl.net.codec import encode_group
 from async_rl.net.keys import ClientKeys, make_keys
-from async_rl.net.wire import decode, encode
+from async_rl.net.wire import decode, encode, pack_plain
 from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.core import generator_requests, persistence
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck
 from async_rl.queue.server.handlers import Deferred, Handlers
 from async_rl.queue.server.sockets import MessageLimits
-from async_rl.queue.storage.journal import pack
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_config, make_state, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
 from tests.queue.mutants import Frames, corpus, mutants
@@ -89,7 +88,7 @@ def test_no_mutant_breaks_the_books_even_with_every_right():
         state: QueueState = handlers.state
         state.check()
         assert persistence.save(state)
-        assert pack({"handlers": handlers.save()})
+        assert pack_plain({"handlers": handlers.save()})
         json.dumps(persistence.status(state, number * 0.01), allow_nan=False)
         json.dumps(persistence.ledger_file(state), allow_nan=False)
     assert answered > 1000

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import asdict
 
 from async_rl.errors import ConfigError, QueueError
-from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system, pack, unpack
+from async_rl.net.wire import pack_plain
+from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system, unpack
 from async_rl.queue.storage.payloads import PayloadRef
 from tests.examples import examples
 from tests.queue.test_segments import HEADER, file_size_limit
@@ -91,7 +92,7 @@ def test_a_commit_before_adoption_would_free_bodies_and_is_a_bug(tmp_path: Path)
 
 def test_plain_data_is_packed_with_any_keys():
     plain = {"attempts": {17: [1, 2]}, "none": None, "digest": 2**64 - 1}
-    assert unpack(pack(plain)) == plain
+    assert unpack(pack_plain(plain)) == plain
 
 
 def test_the_log_stays_bounded(tmp_path: Path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from async_rl.config.queue import OnStale
+from async_rl.net.wire import pack_plain
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import GroupSummary
@@ -18,7 +19,7 @@ from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import Verdict
-from async_rl.queue.storage.journal import Changes, Kind, pack, unpack
+from async_rl.queue.storage.journal import Changes, Kind, unpack
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadRef
 from tests.queue import builders
 from tests.queue.builders import SAMPLING, rows
@@ -206,4 +207,4 @@ class Witness:
 
 def written(plain: Any) -> dict[str, Any]:
     """As it comes back from a disk."""
-    return unpack(pack(plain))
+    return unpack(pack_plain(plain))

@@ -165,10 +165,6 @@ class QueueSettings:
         batches_before = outstanding // self.groups_per_step
         return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
 
-    def lease_seed(self, kind: LeaseKind, dataset: str, position: int) -> int:
-        """As ``lease_seed``, with this run's seed."""
-        return lease_seed(self.seed, kind, dataset, position)
-
 
 LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound")
 """The fields of the learner that the status shows."""
@@ -191,6 +187,14 @@ class LearnerSide(msgspec.Struct):
     taken_ids: tuple[str, ...] = ()
     acked: tuple[int, bytes | None] | None = None
     finished: bool = False
+
+    @classmethod
+    def continued(
+        cls, before: LearnerSide | None, settings: QueueSettings, lineage: str, step: int, num_steps: int, version: int
+    ) -> LearnerSide:
+        """A learner that starts at ``version``. It keeps the bound of ``before``, the learner in its snapshot."""
+        bound = settings.max_staleness if before is None else before.lease_bound
+        return cls(lineage, step, num_steps, version, version, bound)
 
     def group_limit(self, settings: QueueSettings, active_version: int) -> int:
         """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks."""

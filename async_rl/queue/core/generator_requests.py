@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from async_rl.queue.core.admission import LearnerSide
+from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, why_unfit
 from async_rl.queue.core.leases import ActiveLease, GeneratorEntry
 from async_rl.queue.core.prompts import Answer, Evaluation
-from async_rl.queue.core.state import QueueState
+from async_rl.queue.core.state import Attempts, QueueState
 from async_rl.queue.messages import DropCause, FailureCause, GeneratorStats, LeasesGranted, Verdict
 from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Lease, LeaseKind
@@ -136,8 +136,23 @@ def goodbye(state: QueueState, generator_id: str, now: float) -> None:
     state.at(now)
     for active in state.leases:
         if active.generator_id == generator_id:
-            state.give_back(active)
+            _give_back(state, active)
     state.generators.remove(generator_id)
+    state.revision += 1
+
+
+def _give_back(state: QueueState, active: ActiveLease) -> None:
+    """End the lease of a generator that leaves. Its prompt is requeued, and no attempt is counted."""
+    rollouts = active.lease.group_size
+    state.leases.close(active.lease.lease_id, "cancelled")
+    if active.evaluation is not None:
+        state.eval_ledger.drop("in_flight", "cancelled", rollouts, 0)
+        evaluation = state.evals.get(active.evaluation)
+        if evaluation is not None:
+            evaluation.give_back(active.lease.prompt.row)
+    else:
+        state.ledger.drop("in_flight", "cancelled", rollouts, 0)
+        state.stream.requeue(active.lease.prompt.position)
     state.revision += 1
 
 
@@ -218,7 +233,7 @@ def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> 
 
 def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, version: int, position: int) -> Lease:
     settings = state.settings
-    attempts = state.attempts_of(position)
+    attempts = state.attempts.get(position, Attempts())
     lease = build_lease(
         state, None, position, lease_id=_new_id(state, learner, "train", position), lineage=learner.lineage,
         min_version=learner.oldest_for_lease(settings, state.outstanding),
@@ -268,7 +283,7 @@ def build_lease(
         min_version=min_version,
         max_staleness=settings.max_staleness,
         attempt=attempt,
-        seed=settings.lease_seed(kind, "" if evaluation is None else evaluation.key[0], position),
+        seed=lease_seed(settings.seed, kind, "" if evaluation is None else evaluation.key[0], position),
     )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from async_rl.net.codec import FlatGroup, decode_flat_group
 from async_rl.net.wire import DEFAULT_LIMITS, Limits
 from async_rl.queue.storage.journal import Changes
-from async_rl.queue.storage.payloads import Bytes, PayloadRef
+from async_rl.queue.storage.payloads import Payload, PayloadRef
 from async_rl.records import NO_VERSION, Lease, LeaseKind
 from async_rl.sampling_mask import contains
 
@@ -53,7 +53,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     has_sampling_mask: bool
 
 
-def read_summary(payload: Bytes, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
+def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
     """The summary of an encoded group.
 
     Raises:

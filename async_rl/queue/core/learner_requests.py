@@ -63,9 +63,15 @@ def attach(
         found = persistence.read_snapshot(state, snapshot, step=step, version=fork_version)
     state.old_lineages |= {parent} if parent else set()
     state.old_lineages |= {state.learner.lineage} if state.learner is not None else set()
-    state.void_leases()
+    for active in state.leases:
+        # ``restore`` counts them in the ledger.
+        state.generators.cancel(active)
+        state.leases.close(active.lease.lease_id, "rolled_back")
     persistence.restore(state, found)
-    state.start_learner(lineage, step, num_steps, fork_version, None if found is None else found.state.learner)
+    before = None if found is None else found.state.learner
+    state.learner = LearnerSide.continued(before, state.settings, lineage, step, num_steps, fork_version)
+    state.waits_since = None
+    state.drop_too_old(state.learner)
     state.revision += 1
 
 

@@ -235,35 +235,6 @@ class QueueState(PersistedState):
                 self.outcomes.add("cancelled", rollouts=rollouts, tokens=active.progress, reward=0.0, accuracy=0.0)
         self.revision += 1
 
-    def give_back(self, active: ActiveLease) -> None:
-        """End the lease of a generator that leaves. Its prompt is requeued, and no attempt is counted."""
-        rollouts = active.lease.group_size
-        self.leases.close(active.lease.lease_id, "cancelled")
-        if active.evaluation is not None:
-            self.eval_ledger.drop("in_flight", "cancelled", rollouts, 0)
-            evaluation = self.evals.get(active.evaluation)
-            if evaluation is not None:
-                evaluation.give_back(active.lease.prompt.row)
-        else:
-            self.ledger.drop("in_flight", "cancelled", rollouts, 0)
-            self.stream.requeue(active.lease.prompt.position)
-        self.revision += 1
-
-    def start_learner(
-        self, lineage: str, step: int, num_steps: int, fork_version: int, before: LearnerSide | None
-    ) -> None:
-        """Attach a learner that continues from ``before``, the learner in its snapshot, or starts without one."""
-        bound = self.settings.max_staleness if before is None else before.lease_bound
-        self.learner = LearnerSide(lineage, step, num_steps, fork_version, fork_version, bound)
-        self.waits_since = None
-        self.drop_too_old(self.learner)
-
-    def void_leases(self) -> None:
-        """End every lease as rolled back. The caller updates the ledger."""
-        for active in self.leases:
-            self.generators.cancel(active)
-            self.leases.close(active.lease.lease_id, "rolled_back")
-
     def refuse_prompt(self, active: ActiveLease) -> None:
         """Exclude a prompt that is too long."""
         if active.evaluation is not None:
@@ -347,9 +318,6 @@ class QueueState(PersistedState):
                 self.leases.close(active.lease.lease_id, "unused_at_end")
                 self.ledger.drop("in_flight", "unused_at_end", active.lease.group_size, 0)
                 self.revision += 1
-
-    def attempts_of(self, position: int) -> Attempts:
-        return self.attempts.get(position, Attempts())
 
     def stop_diagnosis(self) -> str:
         """The reason why the run can't continue; empty if it can."""

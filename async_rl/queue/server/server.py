@@ -28,7 +28,7 @@ from async_rl.config.config import Config
 from async_rl.data.chat import vocabulary_size
 from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
 from async_rl.net.codec import read_as
-from async_rl.net.wire import Message, decode, encode
+from async_rl.net.wire import Message, decode, encode, pack_plain
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import QueueSettings, eval_sampling
@@ -46,7 +46,7 @@ from async_rl.queue.messages import (
 )
 from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Handlers, Reply, WelcomePack
 from async_rl.queue.server.sockets import Endpoint
-from async_rl.queue.storage.journal import Changes, Journal, pack, unpack
+from async_rl.queue.storage.journal import Changes, Journal, unpack
 from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads
 from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
@@ -282,10 +282,10 @@ class QueueServer:
         blobs = {"queue": persistence.save(self._state)}
         if (key := self._handlers.saved_key) != self._saved_handlers:
             self._saved_handlers = key
-            blobs["handlers"] = pack(self._handlers.save())
+            blobs["handlers"] = pack_plain(self._handlers.save())
         if self._handlers.welcome is not self._saved_welcome:
             self._saved_welcome = self._handlers.welcome
-            blobs["welcome"] = pack(self._handlers.save_welcome())
+            blobs["welcome"] = pack_plain(self._handlers.save_welcome())
         self._journal.commit(self._changes.drain(), blobs)
         self._committed = self._state.revision
         fault_point("queue.journaled")

@@ -237,7 +237,7 @@ class Journal:
 
     def _write_entries(self, changes: Iterable[Change]) -> None:
         latest = {(kind, key): fields for kind, key, fields in changes}
-        puts = [(*record, pack(fields)) for record, fields in latest.items() if fields is not None]
+        puts = [(*record, pack_plain(fields)) for record, fields in latest.items() if fields is not None]
         gone = [record for record, fields in latest.items() if fields is None]
         if puts:
             self._index.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", puts)
@@ -255,13 +255,8 @@ class Journal:
             self._index.execute("INSERT OR REPLACE INTO meta VALUES ('last_segment', ?)", (self._segments.last,))
 
 
-def pack(plain: Mapping[str, Any]) -> bytes:
-    """Plain data as bytes, for the state of a commit."""
-    return pack_plain(plain)
-
-
 def unpack(data: bytes) -> dict[str, Any]:
-    """The inverse of ``pack``; tuples have become lists."""
+    """The inverse of ``pack_plain``; tuples have become lists."""
     return msgspec.msgpack.decode(data)
 
 

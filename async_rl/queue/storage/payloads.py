@@ -21,8 +21,7 @@ import xxhash
 
 from async_rl.errors import QueueError
 
-Bytes = bytes | bytearray | memoryview
-Payload = Bytes
+Payload = bytes | bytearray | memoryview
 _COPY_BELOW_BYTES = 32 << 10
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
@@ -70,7 +69,7 @@ def owned(payload: Payload) -> Payload:
     return payload if is_whole else bytes(payload)
 
 
-def digest_of(payload: Bytes) -> int:
+def digest_of(payload: Payload) -> int:
     """xxh3_64 of the bytes."""
     return xxhash.xxh3_64_intdigest(payload)
 
@@ -188,7 +187,7 @@ class Segments:
         """The highest number in use so far."""
         return self._last
 
-    def keep(self, payload: Bytes) -> PayloadRef:
+    def keep(self, payload: Payload) -> PayloadRef:
         """Append a payload. It survives this process as soon as this returns."""
         digest = digest_of(payload)
         spot = self._append(_HEADER.pack(_MAGIC, len(payload), digest), payload)
@@ -303,7 +302,7 @@ class Segments:
 
     # Files.
 
-    def _append(self, *parts: Bytes) -> Spot:
+    def _append(self, *parts: Payload) -> Spot:
         segment = self._open
         if segment is None:
             segment = self._open = self._next()
