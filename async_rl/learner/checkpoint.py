@@ -1,21 +1,21 @@
-"""Checkpoints: written whole or not at all, read back on any number of ranks; and ``TrainerState``, which they hold.
+"""Checkpoints, which are written whole or not at all, and ``TrainerState``, which they hold.
 
 ::
 
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
         step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer)
-        .partial-*/      being written, or left by a dead process; removed by the next commit
+        .partial-*/      being written, or left by a dead process; the next commit removes it
 
 A commit writes under a temporary name, flushes, renames, then replaces ``latest``. If the process is killed at any
-point, ``latest`` names a whole checkpoint. Only ``latest`` makes a checkpoint valid: a step directory beyond it is left
-over from a commit that did not finish.
+point, ``latest`` names a whole checkpoint. A step directory beyond ``latest`` is left over from an unfinished commit
+and is not valid.
 
-The engine's files are model, optimizer and random state, by torch.distributed.checkpoint: every rank writes its shards.
-torch's ``.metadata`` is a pickle: load only checkpoints that you trust.
+The engine's files are model, optimizer and random state. torch.distributed.checkpoint writes them, each rank its own
+shards, and reads them on any number of ranks. torch's ``.metadata`` is a pickle: load only checkpoints that you trust.
 
-The trainer and ``sft.py`` write, on rank 0; the engine adds its files on all ranks. The start of a run reads them all,
-``export.py`` the model alone, without a process group.
+The trainer and ``sft.py`` write checkpoints on rank 0; the engine adds its files on all ranks. The start of a run reads
+all of it. ``export.py`` reads the model alone, without a process group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ from async_rl.learner.staleness import BoundState
 from async_rl.process.fault_points import fault_point
 
 MODEL_FILES = "hf"
-"""Where a checkpoint keeps the model's config and tokenizer."""
+"""Folder of a checkpoint with the model's config and tokenizer."""
 
 _EXTRA = "extra.msgpack"
 _LATEST = "latest"
@@ -60,11 +60,11 @@ class TrainerState:
     Attributes:
         lineage, parent_lineage: names of this learner start and of the one whose checkpoint it resumes.
         fork_version: the version of that checkpoint.
-        elapsed_s: the run's time up to here, without the time between learner starts.
+        elapsed_s: the run's time so far, without the time between learner starts.
         digests: versions that may still be in flight -> the digests they were published with. There are two if a
             restart published the same weights with another ``experimental.bucket_bytes``.
         pending_evals: (dataset, step) of evaluations that were requested and not yet written.
-        skipped_in_a_row: optimizer steps since the last one that was not skipped (``step_result.py``).
+        skipped_in_a_row: number of skipped optimizer steps since the last one that was not skipped.
         bound_state: the state of an adaptive staleness bound (``staleness.py``).
         exhausted: the data has ended.
     """
@@ -116,21 +116,18 @@ class TrainerState:
 
 
 def checkpoint_name(step: int) -> str:
-    """The directory's name of the checkpoint after ``step`` steps."""
+    """Name of the checkpoint's directory after ``step`` steps."""
     return f"step-{step:06d}"
 
 
 def write_checkpoint(engine: Engine, run_dir: Path, step: int, extra: Mapping[str, Any], *, keep_last: int) -> Path:
-    """Save the engine and ``extra`` as the checkpoint of ``step``; its directory, committed.
+    """Save the engine and ``extra`` as the checkpoint of ``step``, and commit it. Returns its directory.
 
-    Afterwards only the newest ``keep_last`` are left.
-
-    Args:
-        extra: plain data (numbers, text, bytes, lists, maps), given back by ``read_extra``.
-        keep_last: at least 1.
+    Afterwards only the newest ``keep_last`` checkpoints (at least 1) are left. ``extra`` is plain data (numbers, text,
+    bytes, lists, maps); ``read_extra`` returns it.
 
     Raises:
-        RunError: ``latest`` is at this step, or beyond.
+        RunError: ``latest`` is at ``step`` already, or beyond.
         TypeError: ``extra`` is not plain data.
     """
     root = run_dir / "checkpoints"
@@ -165,7 +162,7 @@ def commit_latest(root: Path, name: str) -> None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest committed checkpoint of a run; None if it has none yet.
+    """The newest committed checkpoint of a run; None before the first.
 
     Raises:
         RunError: ``latest`` names no checkpoint.
@@ -178,17 +175,17 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     if _STEP.fullmatch(name) is None or not (root / name).is_dir():
         there = sorted(p.name for p in root.iterdir() if _STEP.fullmatch(p.name)) or ["none"]
         raise RunError(
-            f"{root / _LATEST}: expected the name of a checkpoint beside it, got {name!r} (there: {', '.join(there)}); "
-            f"write the name of a whole one into it"
+            f"{root / _LATEST}: expected the name of a checkpoint in the same directory, got {name!r} (it holds: "
+            f"{', '.join(there)}); write the name of a whole one into it"
         )
     return root / name
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint that the user means: its directory itself, ``checkpoints/latest``, or a run directory's latest.
+    """The checkpoint that ``path`` means: its own directory, ``checkpoints/latest``, or a run directory with one.
 
     Raises:
-        RunError: there is none.
+        RunError: there is no checkpoint.
     """
     if (path / _EXTRA).is_file():
         return path
@@ -200,17 +197,17 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def write_extra(directory: Path, extra: Mapping[str, Any]) -> None:
-    """Write the trainer's plain data into a checkpoint that is being written.
+    """Write ``extra`` into a checkpoint that is being written.
 
     Raises:
-        TypeError: it is not plain.
+        TypeError: ``extra`` is not plain data.
     """
     packed = cast(bytes, msgpack.packb(dict(extra), use_bin_type=True))
     (directory / _EXTRA).write_bytes(packed)
 
 
 def read_extra(directory: Path) -> dict[str, Any]:
-    """What ``write_extra`` wrote.
+    """Read what ``write_extra`` wrote.
 
     Raises:
         RunError: it is missing or damaged.
@@ -226,7 +223,7 @@ def read_extra(directory: Path) -> dict[str, Any]:
 
 
 def write_model_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Keep the model's config and tokenizer files beside the weights."""
+    """Write the model's config and tokenizer files into a checkpoint."""
     target = directory / MODEL_FILES
     target.mkdir()
     for name, content in files.items():
@@ -252,7 +249,7 @@ def _prune(root: Path, newest_step: int, keep_last: int) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        # Renamed first, so that half a checkpoint never has a checkpoint's name if the process dies here.
+        # Renamed first: if the process dies here, no half checkpoint has a checkpoint's name.
         doomed = path if path.name.startswith(_PARTIAL) else path.with_name(f"{_PARTIAL}removed-{path.name}")
         if doomed != path:
             if doomed.exists():
@@ -264,7 +261,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """Everything below ``directory`` to the disk, files before the directories that name them."""
+    """Flush everything below ``directory`` to the disk, files before the directories that name them."""
     for parent, _, names in os.walk(directory, topdown=False):
         for name in names:
             _flush_file(Path(parent) / name)
@@ -286,14 +283,14 @@ def _flush_directory(path: Path) -> None:
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
-"""What the names of stored tensors begin with; then the optimizer's have ``exp_avg.`` or ``exp_avg_sq.``."""
+"""Prefixes of the names of stored tensors. The optimizer's continue with ``exp_avg.`` or ``exp_avg_sq.``."""
 _STATE = "engine.json"
 
 
 def save_training_state(
     directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, num_updates: int, ranks: Ranks
 ) -> None:
-    """Write this rank's part into ``directory``; returns when every rank has. Names are the caller's."""
+    """Write this rank's part into ``directory``. Returns when every rank has written."""
     _write_random_state(directory, ranks)
     with _quiet():
         dcp.save(
@@ -311,12 +308,12 @@ def save_training_state(
 def load_training_state(
     directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, ranks: Ranks
 ) -> int:
-    """Fill the tensors in place from ``directory``; the number of updates done.
+    """Fill the tensors in place from ``directory``. Returns the number of updates done.
 
-    A rank that did not exist when it was written keeps its own random state.
+    A rank without a stored random state keeps its own.
 
     Raises:
-        RunError: a file is missing, or the tensors are not those of this model.
+        RunError: a file is missing, or the tensors are another model's.
     """
     state = _tensors(model, optimizer)
     try:
@@ -336,10 +333,10 @@ def load_training_state(
 
 
 def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
-    """Every tensor of the model (or, by ``prefix``, the optimizer), whole, on the host, without a process group.
+    """Read every tensor of the model (or, by ``prefix``, of the optimizer), whole, on the host, in one process.
 
     Raises:
-        RunError: ``directory`` holds no such thing.
+        RunError: ``directory`` is no checkpoint, or is damaged.
     """
     stored = {n: m for n, m in _stored(directory).items() if n.startswith(prefix)}
     state: dict[str, Any] = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in stored.items()}
@@ -367,16 +364,12 @@ def _stored(directory: Path) -> dict[str, TensorStorageMetadata]:
 def _check_fits(directory: Path, state: Mapping[str, Tensor]) -> None:
     stored = {name: tuple(entry.size) for name, entry in _stored(directory).items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    differing = _first(name for name in sorted(stored | wanted) if stored.get(name) != wanted.get(name))
+    differing = next((name for name in sorted(stored | wanted) if stored.get(name) != wanted.get(name)), None)
     if differing is not None:
         raise RunError(
             f"the checkpoint {directory} is another model's: {differing} has shape {stored.get(differing)} there and "
             f"{wanted.get(differing)} in model.path; resume with the model that the run began with"
         )
-
-
-def _first(names: Iterable[str]) -> str | None:
-    return next(iter(names), None)
 
 
 def _random_state_path(directory: Path, ranks: Ranks, device_type: str) -> Path:
@@ -405,10 +398,7 @@ def _read_random_state(directory: Path, ranks: Ranks) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warning that one process saves without a process group. That is intended here.
-
-    FutureWarnings are suppressed too.
-    """
+    """Suppress FutureWarnings, and torch's warning that one process saves without a process group, as intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(single process|torch.distributed is).*")
         warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,7 +1,7 @@
-"""Evaluations: request them of the queue, collect the answers, record them with the metrics.
+"""Evaluations: request them from the queue, collect the answers, record them with the metrics.
 
-Generators answer. The trainer requests evaluations before, during and after training, and collects answers whenever
-they are done. What was requested and not yet written survives a restart in ``TrainerState.pending_evals``.
+Generators answer. The trainer requests evaluations before, during and after training, and collects finished ones
+between steps. Requested evaluations that are not yet written survive a restart in ``TrainerState.pending_evals``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from async_rl.run.eval_records import Decode, eval_metrics, row_records, write_j
 logger = logging.getLogger(__name__)
 
 EVAL_WAIT_S = 2.0
-"""One request waits this long at the queue; then the other ranks are ticked."""
+"""Longest wait of one request at the queue. Between requests the other ranks are ticked."""
 
 
 class Evaluations:
-    """The evaluations of one learner start. ``record`` takes the step and the figures of each."""
+    """The evaluations of one learner start. ``record`` is called with each one's step and figures."""
 
     def __init__(
         self,
@@ -49,29 +49,29 @@ class Evaluations:
         return bool(self._state.pending_evals)
 
     def request_all(self) -> None:
-        """Request every dataset, with the current weights. No training lease is given before the end."""
+        """Request every dataset with the current weights. No training lease is granted until they are done."""
         self._ask(self._every, exclusive=True)
 
     def request_due(self) -> None:
-        """Request the datasets that are due after this step. Training continues meanwhile."""
+        """Request the datasets that are due after this step, while training continues."""
         step = self._state.step
         self._ask([name for name, every in self._every.items() if every and step % every == 0], exclusive=False)
 
     def request_pending(self) -> None:
-        """After a restart: request again what was not written, with the current weights."""
+        """After a restart, request the unwritten evaluations again, with the current weights."""
         for dataset, step in self._state.pending_evals:
             self._request(dataset, step, exclusive=False)
 
     def request_last(self) -> None:
-        """Ask for the evaluation after training, unless one of this step was asked for already."""
+        """Request the evaluation after training, unless this step's was requested already."""
         asked = {*self._received, *self._state.pending_evals}
         self._ask([name for name in self._every if (name, self._state.step) not in asked], exclusive=True)
 
     def collect(self) -> None:
-        """Record finished evaluations, and tell the queue that it may forget them."""
+        """Record finished evaluations, and confirm them to the queue, which then forgets them."""
         if not self.are_pending:
             return
-        # Until nothing comes: each request confirms the results of the one before.
+        # Ask until nothing comes, because each request confirms the results of the one before.
         while results := self._queue.eval_results(self._state.lineage, self._received):
             for result in results:
                 key = (result.dataset, result.step)
@@ -80,7 +80,7 @@ class Evaluations:
                 self._state.pending_evals.remove(key)
 
     def await_all(self, what: str, *, tick: Callable[[], None]) -> None:
-        """Return when every answer is recorded. ``tick`` is called while waiting; ``what`` is for the log."""
+        """Return when every evaluation is recorded. ``tick`` is called while waiting; ``what`` is for the log."""
         wait = WaitLog()
         while self.are_pending:
             self.collect()

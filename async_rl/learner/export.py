@@ -1,7 +1,7 @@
-"""A checkpoint to a Hugging Face model directory: config, tokenizer, safetensors. One process, no process group.
+"""Export a checkpoint as a Hugging Face model directory: config, tokenizer, safetensors. One process is enough.
 
-Called by ``async-rl export`` and at the end of a run and of ``async-rl sft``. It needs nothing but the checkpoint;
-one of adapters (``lora.rank``) also the model that they belong to, into which they are merged.
+Called by ``async-rl export``, and at the end of a run and of ``async-rl sft``. It needs only the checkpoint. For a
+checkpoint of adapters (``lora.rank``) it also needs the model that they belong to, and merges them into it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""peft's name for them."""
+"""peft's name for the file of an adapter's weights."""
 
 
 def check_export_target(out_dir: Path) -> None:
-    """Refuse what an export would overwrite.
+    """Check that an export to ``out_dir`` overwrites nothing.
 
     Raises:
-        RunError: something is at ``out_dir``, and it is not an empty directory.
+        RunError: ``out_dir`` exists and is not an empty directory.
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise RunError(f"expected no directory (or an empty one) at {out_dir}, got one with files; choose another")
@@ -41,15 +41,12 @@ def check_export_target(out_dir: Path) -> None:
 def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
     """Write the checkpoint's model to ``out_dir``, whole or not at all, for ``from_pretrained`` to load.
 
-    Args:
-        checkpoint_dir: a checkpoint's directory, or a run directory (its latest).
-
-    Weights get the dtype that the model's own config names (float32 if it names none).
+    ``checkpoint_dir`` is a checkpoint, or a run directory, whose latest checkpoint is taken. Weights get the dtype that
+    the model's config names, float32 if it names none.
 
     Raises:
-        RunError: there is no such checkpoint, or ``out_dir`` is not empty; or the checkpoint's adapters belong to other
-            weights than those that are there.
-        ModelError: the checkpoint's weights don't fit its config; or the model that its adapters belong to is gone.
+        RunError: the checkpoint does not exist, ``out_dir`` is not empty, or the adapters' frozen weights have changed.
+        ModelError: the checkpoint's weights don't fit its config, or the model that its adapters belong to is gone.
     """
     _export(checkpoint_dir, out_dir, _write)
 
@@ -58,7 +55,7 @@ def export_adapter(checkpoint_dir: Path, out_dir: Path) -> None:
     """Write the checkpoint's adapters alone to ``out_dir``, whole or not at all, in peft's format.
 
     Raises:
-        RunError: as ``export_checkpoint``; or the checkpoint has no adapters.
+        RunError: as in ``export_checkpoint``, or the checkpoint has no adapters.
     """
     _export(checkpoint_dir, out_dir, _write_adapter)
 
@@ -90,7 +87,7 @@ def _write_adapter(checkpoint_dir: Path, target: Path) -> None:
 
 
 def _write(checkpoint_dir: Path, target: Path) -> None:
-    """By the model's own ``save_pretrained``, for it knows how names on disk differ from names in memory."""
+    """Write with the model's ``save_pretrained``, which knows how names on disk differ from names in memory."""
     from transformers import AutoConfig
 
     quiet_progress_bars()
@@ -108,7 +105,7 @@ def _write(checkpoint_dir: Path, target: Path) -> None:
 
 
 def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that the adapters belong to, with them in its weights."""
+    """The model that the adapters belong to, with the adapters merged into its weights."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
@@ -117,7 +114,7 @@ def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) 
 
 
 def _whole(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, its weights all out of the checkpoint."""
+    """The model with all weights from the checkpoint."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,10 +1,10 @@
 """The parity gate: each generator's engine and the learner must give the same tokens the same log-probabilities.
 
-It makes two comparisons. Both are at exactly one version, and neither waits for anybody.
+It makes two comparisons. Each is at one version, and neither waits for a generator.
 
-- *Sampled tokens*: a rollout may come back while the learner still holds the version that sampled all of its tokens, as
-  in the first step. The learner scores such rollouts before it trains on them. This covers all of the sampling: cache,
-  temperature, top-p.
+- *Sampled tokens*: a rollout may arrive while the learner still holds the version that sampled all of its tokens, as in
+  the first step. The learner scores such rollouts before it trains on them. This covers everything that sampling does:
+  cache, temperature, top-p.
 - *Probe sequences*: every ``experimental.parity_every`` versions, and for each new generator, the learner scores a few
   tokens of the last batch and announces them with the version. Every generator scores them once it has activated that
   version.
@@ -51,21 +51,21 @@ _SAMPLED_SEQUENCES = 4
 _SAMPLED_TOKENS = 4096
 """Tokens that are compared as they were sampled, of all generators together."""
 _REPEAT_AFTER_VERSIONS = 5
-"""If a generator has not answered a probe after so many versions, another probe is sent."""
+"""If a generator has not answered a probe after this many versions, another probe is sent."""
 _MAX_OPEN_PROBES = 8
 """Probes whose answers are still accepted."""
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 
 class _Suspicion(NamedTuple):
-    """Sampled tokens of a generator differed by ``mean`` nats, for no known cause."""
+    """A generator's sampled tokens differed by ``mean`` nats on average, for no known cause."""
 
     text: str
     mean: float
 
 
 class ParityGate:
-    """The comparisons of one learner start. ``dtype`` is torch's name of the type that the learner computes in."""
+    """The comparisons of one learner start. ``dtype`` is torch's name of the learner's compute dtype."""
 
     def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
         self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
@@ -81,7 +81,7 @@ class ParityGate:
         self._row: dict[str, float] = {}
 
     def check_sampled(self, taken: Sequence[TakenGroup], prepared: PreparedBatch, *, version: int) -> None:
-        """Compare the tokens that generators sampled at ``version``, which the engine holds, if they are due.
+        """Compare the tokens that generators sampled at ``version``, the engine's current one, if a check is due.
 
         Raises:
             ParityError: a difference is above the limit, and its cause is known.
@@ -110,9 +110,9 @@ class ParityGate:
             self._judge_sampled(owner, mine, joined(mine, scored), version)
 
     def prepare_probe(self, lineage: str, version: int) -> None:
-        """Score a few probe sequences by ``version``, which the engine holds, if a generator is due.
+        """Score a few probe sequences at ``version``, the engine's current one, if a generator is due for a check.
 
-        ``take_probe`` gives what to announce. A generator that has not answered gets another probe a few versions
+        ``take_probe`` returns the probe to announce. A generator that does not answer gets another probe a few versions
         later, since it may have skipped this version.
         """
         if not self._material or not any(self._is_due(self._checked, who, version) for who in self._alive_generators):
@@ -131,7 +131,7 @@ class ParityGate:
             del self._sent[old]
 
     def take_probe(self, version: int) -> bytes:
-        """The probe to announce with ``version``; empty if there is none."""
+        """Remove and return the probe to announce with ``version``; empty if there is none."""
         return self._probes.pop(version, b"")
 
     def observe(self, lineage: str, version: int, alive_generators: Sequence[str]) -> dict[str, float]:
@@ -194,8 +194,8 @@ class ParityGate:
                 )
             return
         cause = answer.cause or (
-            "not found by the generator's experiments, so look at the learner's side: its forward pass, or what it "
-            "published"
+            "not found by the generator's experiments, so look at the learner's side: its forward pass, or the weights "
+            "that it published"
         )
         excluded = f". Excluded: {'; '.join(answer.excluded)}" if answer.excluded else ""
         self._fail(
@@ -204,7 +204,7 @@ class ParityGate:
         )
 
     def _judge_unscored(self, who: str, answer: Answer, suspicion: _Suspicion | None) -> None:
-        """A backend without a model has no dtype, and its log-probabilities mean nothing: it is not compared."""
+        """Skip a generator that can't score. A backend without a model (and so without a dtype) is never suspect."""
         logger.info("parity: generator %s (%s) can't score probe sequences; not compared", who, answer.backend)
         limit = parity_limit(self._limit, (self._dtype, answer.dtype))
         if answer.dtype and suspicion is not None and suspicion.mean > limit:
@@ -215,7 +215,7 @@ class ParityGate:
     def _judge_sampled(self, who: str, mine: Sequence[TrainSequence], scored: np.ndarray, version: int) -> None:
         behavior = _behavior(mine)
         difference = compare(behavior, scored)
-        # The generator's dtype, and so which of the two limits holds, is only known from its answer.
+        # Only the generator's answer shows its dtype, and so which of the two limits holds.
         strict, lax = (parity_limit(self._limit, (self._dtype, other)) for other in (self._dtype, ""))
         if difference.mean <= strict:
             return
@@ -246,8 +246,8 @@ def cause_of_sampled(
 ) -> str:
     """The likely cause why ``behavior`` (float32 [N], all trained tokens) differs from the engine's scores.
 
-    It scores the same tokens with other settings, while the engine still holds the version that sampled them. Empty if
-    no setting explains the difference.
+    It scores the same tokens with other settings, while the engine still holds the version that sampled them. The
+    result is empty if no setting explains the difference.
     """
 
     def scored(changed: Sequence[TrainSequence]) -> np.ndarray:
@@ -276,7 +276,7 @@ def cause_of_sampled(
 
 
 def _spread(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
-    """A few sequences from all over the batch."""
+    """A few sequences, evenly spread over the batch."""
     fit = [s for s in sequences if s.loss_mask.any()]
     stride = max(1, len(fit) // MAX_SEQUENCES)
     return tuple(fit[::stride][:MAX_SEQUENCES])
@@ -290,7 +290,7 @@ def probe_sequence_of(sequence: TrainSequence) -> ProbeSequence:
 
 
 def to_train(index: int, given: ProbeSequence, version: int, temperature: float) -> TrainSequence:
-    """``given`` as ``Engine.score`` takes it."""
+    """Convert ``given`` into a sequence for ``Engine.score``."""
     size = len(given.token_ids)
     return TrainSequence(
         sequence_id=index,
@@ -308,5 +308,5 @@ def _behavior(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 def joined(sequences: Sequence[TrainSequence], scored: Mapping[int, np.ndarray]) -> np.ndarray:
-    """What ``Engine.score`` gave, sequence after sequence."""
+    """The log-probabilities ``scored`` by ``Engine.score``, sequence after sequence in one array."""
     return np.concatenate([scored[s.sequence_id] for s in sequences])

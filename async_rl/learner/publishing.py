@@ -1,11 +1,11 @@
 """Publish the learner's versions: gather, stage, send, announce.
 
-The trainer calls ``VersionPublisher`` after a step. It also remembers the digest of every version that may still be in
-flight, so that rollouts of weights which this run never published are recognised.
+The trainer calls ``VersionPublisher`` after a step. ``VersionPublisher`` remembers the digest of every version that may
+still be in flight, so that it recognises rollouts of weights which this run never published.
 
 A ``WeightsPlane`` takes a version's tensors and returns the digest to announce. ``StagedWeights`` sends every version
 at once. ``FixedLagWeights``, for studies of staleness (``learner.fixed_lag``), sends it a fixed number of versions
-later. ``start.py`` builds one.
+later. ``start.py`` builds the one that the config asks for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class Published(NamedTuple):
-    """A version that is on its way to the generators."""
+    """A version that is being sent to the generators."""
 
     version: int
     digest: str
@@ -48,14 +48,17 @@ class WeightsPlane(Protocol):
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
     ) -> Published | None:
-        """Stage ``tensors`` as ``version`` and send them in the background. Returns what to announce now, if anything.
+        """Stage ``tensors`` as ``version`` and send them in the background.
 
         Args:
             lineage: the learner's.
             version: the version of the weights.
-            tensors: names and tensors; either read to the end or not read at all.
+            tensors: names and tensors, which are read to the end or not at all.
             tick: called while waiting.
-            is_last: no training follows, so nothing may be delayed.
+            is_last: no training follows, so the version must not be delayed.
+
+        Returns:
+            The version to announce now, if any.
         """
         ...
 
@@ -63,7 +66,7 @@ class WeightsPlane(Protocol):
 
 
 class StagedWeights:
-    """Gather, stage, send."""
+    """Stages every version and sends it at once."""
 
     def __init__(self, staging: Staging, publisher: Publisher) -> None:
         self._staging, self._publisher = staging, publisher
@@ -104,8 +107,8 @@ class FixedLagWeights:
     announced after the learner's step, when nothing is in flight. The first fixed_lag steps of a learner start have no
     older version; they train on samples of the version that it began with: lag 0, 1, ..., fixed_lag.
 
-    The cost: generators and learner take turns, and fixed_lag + 1 versions lie in host memory. An evaluation between
-    first and last step waits until its version is sent.
+    As a cost, generators and learner take turns, and fixed_lag + 1 versions lie in host memory. An evaluation between
+    the first and the last step waits until its version is sent.
     """
 
     def __init__(self, plane: WeightsPlane, fixed_lag: int) -> None:
@@ -152,12 +155,12 @@ class VersionPublisher:
         self._newest = -1
 
     def is_due(self, *, is_last: bool) -> bool:
-        """Whether ``weights.sync_every`` versions were made since the last publication; the last version always is."""
+        """Whether to publish: ``weights.sync_every`` versions since the last publication, or a last unpublished one."""
         unpublished = self._state.version - self._newest
         return unpublished >= self._config.weights.sync_every or (unpublished > 0 and is_last)
 
     def publish(self, *, is_last: bool = False) -> None:
-        """Publish the version that the engine holds, with a parity probe if a generator is due for one."""
+        """Publish the engine's version, with a parity probe if one is due."""
         state, engine = self._state, self._engine
         if self._parity is not None and not is_last:
             self._parity.prepare_probe(state.lineage, state.version)

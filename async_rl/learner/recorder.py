@@ -4,9 +4,9 @@ The trainer calls ``StepRecorder.record_trained`` before it acknowledges a step 
 the step. ``log.rollouts_every`` says which steps write ``rollouts/step-NNNNNN.jsonl``, ``log.rollouts_groups`` how many
 of their groups, or all.
 
-``StepClock`` measures where the learner's time goes, and how busy the generators were meanwhile. Overlap efficiency is
-steps/s over ``1 / max(gen, train)``: gen is the generators' busy sequence-seconds of a step over their slots, train the
-learner's busy seconds of a step. 1.0 means that nothing waited for anything but the slower side.
+``StepClock`` measures where the learner's time goes and how busy the generators were. Overlap efficiency is steps/s
+divided by ``1 / max(gen, train)``: gen is the generators' busy sequence-seconds per step divided by their slots, train
+the learner's busy seconds per step. At 1.0 the slower side never waits.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class RowWriter(Protocol):
-    """A file of rows by step: the metrics, or the step log."""
+    """Appends rows to a file: the metrics, or the step log."""
 
     def write(self, row: dict[str, Any]) -> None: ...
 
 
 class StepRecorder:
-    """The records of one learner start. It owns the clock."""
+    """Writes the records of one learner start. It owns the clock."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class StepRecorder:
 def log_rollouts(
     run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode
 ) -> None:
-    """Write the rollouts of ``step`` if they are due. ``version`` is the learner's before the step."""
+    """Write the rollouts of ``step`` if they are due. ``version`` is the learner's version before the step."""
     every = config.log.rollouts_every
     if not every or (step - 1) % every:
         return
@@ -107,7 +107,7 @@ def log_rollouts(
 
 
 def _chosen(num_groups: int, config: Config, step: int) -> list[int]:
-    """Indices of the step's groups to log, in order; drawn at random from the run's seed and the step.
+    """Indices of the step's groups to log, in order, drawn at random from the run's seed and the step.
 
     The first groups would always be those of the oldest version.
     """
@@ -130,17 +130,17 @@ def _lines(item: TakenGroup, version: int, decode: Decode) -> list[dict[str, Any
 
 
 WAIT_LOG_S = 30.0
-"""A wait is logged every so many seconds."""
+"""Interval between two log lines about one wait."""
 
 
 class WaitLog:
-    """Logs every 30 s what one wait is for, and since when. Make one where the wait begins."""
+    """Logs every 30 s the reason and duration of one wait. Create it where the wait begins."""
 
     def __init__(self) -> None:
         self._start = self._last_log = time.monotonic()
 
     def still_waiting(self, reason: str) -> None:
-        """Call this after every attempt that failed."""
+        """Call this after every failed attempt."""
         now = time.monotonic()
         if now - self._last_log >= WAIT_LOG_S:
             logger.warning("waiting for %.0f s: %s", now - self._start, reason)
@@ -148,7 +148,7 @@ class WaitLog:
 
 
 class StepClock:
-    """Times the parts of one step; ``lap`` closes it and gives its metrics."""
+    """Times the parts of a step. ``lap`` ends the step and returns its metrics."""
 
     def __init__(self, elapsed_s: float) -> None:
         self._origin = time.monotonic() - elapsed_s
@@ -162,12 +162,12 @@ class StepClock:
         return time.monotonic() - self._origin
 
     def start_lap(self) -> None:
-        """The first step begins now: what came before is no step's time."""
+        """Begin the first step now. Earlier time belongs to no step."""
         self._lap_start, self._parts = time.monotonic(), {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the block's duration to ``name`` (``wait``, ``train``, ``publish``)."""
+        """Add the block's duration to the part ``name`` (``wait``, ``train``, ``publish``)."""
         start = time.monotonic()
         try:
             yield
@@ -177,9 +177,10 @@ class StepClock:
     def lap(
         self, generators: GeneratorStats, *, alive_generators: Sequence[str], trained_tokens: int
     ) -> dict[str, float]:
-        """Metrics of the step that ends now; ``generators`` are cumulative, so differences between laps count.
+        """Metrics of the step that ends now.
 
-        ``alive_generators`` names those that are summed in ``generators``.
+        ``generators`` are sums since the generators named by ``alive_generators`` started, so their difference to the
+        last lap counts.
         """
         now = time.monotonic()
         wall = max(now - self._lap_start, 1e-9)
@@ -201,16 +202,16 @@ class StepClock:
     def _generator_metrics(
         self, alive_generators: Sequence[str], now: GeneratorStats, wall: float, learner_busy: float
     ) -> dict[str, float]:
-        # Without two readings of the same generators there is no difference to speak of: leave the keys out. Equal
-        # names and slots are not enough: a generator that was restarted under its name counts from 0 again.
+        # A difference needs two readings of the same generators; without them the keys are left out. Equal names and
+        # slots are not enough, because a generator that restarted under its name counts from 0 again.
         if self._generators is None or now.max_running == 0 or tuple(alive_generators) != tuple(self._generators[0]):
             return {}
         before = self._generators[1]
         shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__struct_fields__)
         if shrunk or now.max_running != before.max_running or now.wall_s <= before.wall_s:
             return {}
-        # Readings come with heartbeats, which may be rarer than steps: what they tell of is a rate, never this step's
-        # own count. ``each_s`` is the time between the two readings of one generator, on average.
+        # Readings come with heartbeats, which may be rarer than steps, so they give a rate and not this step's count.
+        # ``each_s`` is the average time between the two readings of one generator.
         each_s = (now.wall_s - before.wall_s) / len(alive_generators)
         generate = (now.busy_sequence_s - before.busy_sequence_s) / (now.max_running * each_s) * wall
         activations = now.num_activations - before.num_activations

@@ -1,9 +1,8 @@
 """Supervised warm start: ``async-rl sft CONFIG``, alone or under torchrun. Rows in, a Hugging Face directory out.
 
-The engine is that of reinforcement learning (same packing, ranks, checkpoints) with another loss; there is no queue and
-no generator. What it writes lies under ``run.dir/sft``: ``checkpoints/`` and ``metrics.jsonl``. The same command goes
-on from the last checkpoint; the order of the rows is a function of the seed and the step, so a resumed run sees what
-the first would have seen.
+The engine is that of reinforcement learning (same packing, ranks, checkpoints) with another loss. There is no queue and
+no generator. Checkpoints and ``metrics.jsonl`` lie under ``run.dir/sft``. The same command continues from the last
+checkpoint. The order of the rows depends only on the seed and the step, so a resumed run sees the same batches.
 
 A row of the JSONL file is one of
 
@@ -51,13 +50,13 @@ _LEARNED_BY = ("model", "lora", "optimizer", "sft")
 
 
 def run_sft(config: Config) -> None:
-    """Train ``model.path`` on ``sft.data`` and export it to ``sft.out``. A finished one is left as it is.
+    """Train ``model.path`` on ``sft.data`` and export it to ``sft.out``. A finished run is left as it is.
 
     Raises:
         ConfigError: ``sft.data`` or ``sft.out`` is not set.
         DataError: a row is bad; the message names file and line.
-        ModelError: the model is missing or unfit.
-        RunError: ``sft.out`` holds something else; or the run directory belongs to other settings.
+        ModelError: the model is missing or can't be trained.
+        RunError: ``sft.out`` holds other files, or the run directory belongs to other settings.
         TrainingError: another rank failed.
     """
     for key in ("data", "out"):
@@ -114,7 +113,7 @@ def _lead(config: Config, engine: FsdpEngine, run_dir: Path, done: int) -> None:
 def _train(
     config: Config, engine: FsdpEngine, rows: Sequence[TrainSequence], done: int
 ) -> Iterator[tuple[int, UpdateStats]]:
-    """One optimizer step after another: the steps done, and its statistics. A line of progress now and then."""
+    """Make the steps that are left. Yields the number of steps done and each step's statistics; logs progress."""
     said, said_step, tokens = time.monotonic(), done, 0
     for step in range(done + 1, config.sft.steps + 1):
         batch = batch_of(rows, step - 1, batch_size=config.sft.batch_size, seed=config.run.seed)
@@ -140,12 +139,12 @@ def _metrics_row(step: int, stats: UpdateStats) -> dict[str, float | None]:
         "tokens": stats.tokens_trained,
         "grad_norm": stats.grad_norm,
     }
-    # JSON has no other word for what is not finite.
+    # JSON has no NaN and no infinities.
     return {key: value if math.isfinite(value) else None for key, value in row.items()}
 
 
 def batch_of(rows: Sequence[TrainSequence], step: int, *, batch_size: int, seed: int) -> list[TrainSequence]:
-    """The rows of a step (from 0): the stream of all epochs, each in a new seeded order, cut every ``batch_size``."""
+    """The rows of ``step`` (from 0). Every epoch has its own seeded order; the stream is cut every ``batch_size``."""
     size = len(rows)
     positions = range(step * batch_size, (step + 1) * batch_size)
     epochs = range(positions[0] // size, positions[-1] // size + 1)
@@ -176,7 +175,7 @@ def _schedule(config: Config) -> Schedule:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What the trained weights depend on, flat."""
+    """The settings that the trained weights depend on, by ``section.key``."""
     sections = config.model_dump(mode="json", include=set(_LEARNED_BY))
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     del flat["sft.out"]
@@ -198,14 +197,14 @@ def _steps_done(config: Config, run_dir: Path) -> int:
 
 
 def _forget_metrics_after(path: Path, done: int) -> None:
-    """Drop rows of steps that the checkpoint does not hold; they will be written again."""
+    """Drop the rows of steps after the checkpoint, which will be written again."""
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(line for line in lines[:done] if line.endswith("\n")), encoding="utf-8")
 
 
 def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[TrainSequence]:
-    """Every row of the file, tokenised; ``sequence_id`` is the row's index.
+    """The file's rows, tokenised. ``sequence_id`` is the row's index.
 
     Raises:
         DataError: no such file, no rows, or a bad row; the message names file and line.
@@ -226,7 +225,7 @@ def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """``file:line`` and the object there; blank lines are skipped."""
+    """Yield ``file:line`` and the object of every line that is not blank."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -266,7 +265,7 @@ def _encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, wher
 def _chat_segments(
     messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[tuple[list[int], bool]]:
-    """(tokens, trained on) in order; what follows the last assistant turn is left out."""
+    """The row's parts in order: tokens, and whether they are trained on. It ends with the last assistant turn."""
     for message in messages:
         match message:
             case {"role": str(), "content": str()}:
@@ -295,7 +294,7 @@ def _chat_segments(
 
 
 def _end_of_turn(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens up to and with the turn's end token; what the template puts behind it is never sampled."""
+    """Number of tokens up to and including the turn's end token. What the template adds after it is never sampled."""
     special = set(tokenizer.all_special_ids)
     ends = [place for place, token in enumerate(answer) if token in special]
     return ends[-1] + 1 if ends else len(answer)

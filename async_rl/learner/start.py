@@ -1,7 +1,7 @@
-"""Start a learner: build the ``Trainer`` with its real parts, restored from the latest checkpoint, and run it.
+"""Start a learner: build the ``Trainer`` with its real parts, restore the latest checkpoint, and run it.
 
-``run_learner`` is the command ``async-rl learner`` on every rank. ``train_with`` is its second half; benchmarks call it
-with an engine of their own.
+``run_learner`` is the command ``async-rl learner`` on every rank. It calls ``train_with``, as benchmarks do with an
+engine of their own.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ REQUEST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LearnerContext:
-    """What differs between a real learner and a benchmark's, and between a learner alone and one under ``launch``.
+    """Settings that differ between a real learner and a benchmark's, and between a lone learner and one of ``launch``.
 
     Attributes:
-        files: name -> content of the model's files that generators get, by the queue.
+        files: name -> content of the model's files, which the queue sends to generators.
         decode: token ids -> text, for the logs.
-        insecure: do not encrypt, even off loopback.
-        device: where the engine computes.
+        insecure: whether to leave connections unencrypted, even off loopback.
+        device: the engine's device.
         on_queue: called with the queue's address once it is known.
-        export: write ``export/`` at the end.
-        may_start_queue: start a queue server if there is none; if False, somebody else does.
+        export: whether to write ``export/`` at the end.
+        may_start_queue: whether to start a queue server if there is none; if False, another process starts it.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -75,11 +75,11 @@ class LearnerContext:
 def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True) -> None:
     """Train: rank 0 runs the loop, the other ranks follow its commands until it closes.
 
-    If ``may_start_queue`` is False, somebody else starts the queue server.
+    If ``may_start_queue`` is False, another process starts the queue server.
 
     Raises:
-        UserError: the run directory, the model or the log settings are unfit.
-        TrainingError: the run can't go on.
+        UserError: the run directory, the model or the log settings can't be used.
+        TrainingError: the run can't continue.
     """
     if not fresh and (run_dir := check_run_dir(config, fresh=False)).is_finished:
         logger.info("the run in %s is finished; pass --fresh to start over", config.run.dir)
@@ -117,7 +117,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
 
 
 def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[dict[str, Any]]:
-    """Run the trainer with ``engine`` to the end; the rows of ``metrics.jsonl``."""
+    """Run the trainer with ``engine`` to the end. Returns the rows of ``metrics.jsonl``."""
     run_dir = prepare_run_dir(config)
     checkpoint = latest_checkpoint(run_dir.path)
     state, snapshot = _restore(engine, checkpoint)
@@ -127,7 +127,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     _rewind(run_dir, metrics, state, config)
     log_path = run_dir.logs / "queue.log"
     address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
-    # Without a journal there is nothing to revive: the learner has to start again from its checkpoint, too.
+    # Without a journal a restarted queue is empty, and the learner has to start again from its checkpoint.
     revive = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
     may_revive = context.may_start_queue and config.experimental.journal
     queue = LearnerQueue(
@@ -157,7 +157,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         ).run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()
-        # Generators and queue stay until all is written: a learner that dies now is restarted, and needs them.
+        # Generators and queue stay until all is written, because a learner that dies now is restarted and needs them.
         _wrap_up(run_dir, state, export=context.export)
         _finish(queue, state)
     finally:
@@ -169,13 +169,13 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 
 
 def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
-    """Staging and publishing; each version is delayed by ``learner.fixed_lag`` if that is set."""
+    """Staging and publishing. Each version is delayed by ``learner.fixed_lag`` if that is set."""
     staging = Staging(
         config.weights.staging_bytes,
         config.experimental.bucket_bytes,
         deadline_s=config.weights.deadline_s,
         is_pulled=publisher.are_all_pulled,
-        # A version that is pulled stays until the pull is over, so a second is needed to publish the next one.
+        # A version stays until its pulls end, so publishing the next one needs room for a second.
         min_versions=2,
     )
     weights = StagedWeights(staging, publisher)
@@ -183,7 +183,7 @@ def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
-    """None where there is nothing to compare: a backend without a model makes its log-probabilities up."""
+    """None if there is nothing to compare: a backend without a model has no real log-probabilities."""
     if config.weights.parity == "off" or not has_model(config.generator.backend):
         return None
     dtype = str(compute_dtype(config, device)).removeprefix("torch.")
@@ -221,13 +221,13 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
 
 
 def _weights_host(queue_address: str) -> str:
-    """The address where generators reach this process: the interface towards the queue, or loopback."""
+    """The host where generators reach this process: the interface towards the queue, or loopback."""
     host, _ = check_address(queue_address)
     return "127.0.0.1" if is_loopback(host) else local_host_towards(queue_address)
 
 
 def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config: Config) -> None:
-    """Move aside what was written after the checkpoint (everything, if there is none).
+    """Move aside what was written after the checkpoint, or everything if there is no checkpoint.
 
     An evaluation of the checkpoint's own step is recorded after the checkpoint, so it is requested again.
     """
@@ -251,7 +251,7 @@ def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config
 def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool) -> None:
     checkpoint = latest_checkpoint(run_dir.path)
     if export and checkpoint is not None:
-        # Left by a learner that died between its export and its end. The export itself never replaces files.
+        # A learner that died after its export left these. The export itself never replaces files.
         for remains in (run_dir.export, *run_dir.path.glob(f".{run_dir.export.name}.*.partial")):
             shutil.rmtree(remains, ignore_errors=True)
         export_checkpoint(checkpoint, run_dir.export)
@@ -261,8 +261,8 @@ def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool) -> None:
 
 
 def _finish(queue: LearnerQueue, state: TrainerState) -> None:
-    """Tell the queue, and so the generators, that the run is over."""
+    """Notify the queue, and so the generators, that the run is over."""
     try:
         queue.finish(state.lineage)
     except QueueError as error:
-        logger.warning("the run is finished, but its queue could not be told: %s", error)
+        logger.warning("the run is finished, but its queue could not be notified: %s", error)

@@ -1,10 +1,9 @@
 """LoRA (arXiv:2106.09685): low-rank adapters beside frozen weights, W x + alpha / rank * B (A x), made by peft.
 
-peft puts the adapters into the model's linear layers; everything else here is what the rest of async-rl needs of them.
-Generators and exports get *merged* weights, W + alpha / rank * B A, under the model's own names: for them a version of
-a LoRA run is one like any other. Checkpoints hold the adapters only, peft's ``adapter_config.json``, and where the
-frozen weights are, with their digest: adapters beside other weights would be noise. There is no dropout: a ratio pi/mu
-means nothing under it.
+peft puts the adapters into the model's linear layers. Generators and exports get *merged* weights, W + alpha / rank * B
+A, under the model's own names, so for them a version of a LoRA run is like any other. Checkpoints hold only the
+adapters, peft's ``adapter_config.json``, and the place and digest of the frozen weights, because adapters are useless
+with other weights. There is no dropout, because it would make the ratio pi/mu meaningless.
 
 Called by ``fsdp_engine.py`` and ``export.py``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
 """
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""peft's description of the adapters, in a checkpoint that holds some, and in an exported adapter."""
+"""File with peft's description of the adapters, in a checkpoint of adapters and in an exported adapter."""
 
 _BASE = "adapter_base.json"
 _ADAPTER = "default"
@@ -46,7 +45,7 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """Where in the adapted model's state dict the parts of one adapted weight are."""
+    """Names, in the adapted model's state dict, of the parts of one adapted weight."""
 
     weight: str
     a: str
@@ -54,16 +53,16 @@ class _Adapted:
 
 
 class Adapters:
-    """The adapters of one model, added when it is made."""
+    """The adapters of one model. Constructing it adds them."""
 
     def __init__(self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, is_leader: bool) -> None:
-        """Freeze ``policy``, keep its parameters in the ``dtype`` they compute in, and add float32 adapters.
+        """Freeze ``policy``, cast its parameters to the ``dtype`` they compute in, and add float32 adapters.
 
-        They begin as no change at all (B is 0), with the same A on every rank. The leader alone reads the weights'
-        files once more, for their digest.
+        At first they change nothing (B is 0). A is the same on every rank. The leader reads the weights' files again,
+        for their digest.
 
         Raises:
-            ModelError: ``lora.targets`` names a layer that there is not, or that can't have an adapter.
+            ModelError: ``lora.targets`` names a layer that does not exist or can't have an adapter.
         """
         from peft import inject_adapter_in_model
 
@@ -79,7 +78,7 @@ class Adapters:
             inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
         for parameter in model.parameters():
             if not parameter.requires_grad:
-                # No update needs more of it. Not model.to(dtype): buffers keep theirs.
+                # No update needs more precision. Not model.to(dtype), because buffers keep their dtype.
                 parameter.data = parameter.data.to(dtype)
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self.names = list(trained)
@@ -91,12 +90,12 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model computes as if it had none."""
+        """Disable the adapters inside the block."""
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
-            # Not peft's own switch: that unfreezes and freezes parameters, behind FSDP's back.
+            # Not peft's own switch, which freezes and unfreezes parameters; FSDP would not notice.
             layer.set_scale(_ADAPTER, 0.0)
         try:
             yield
@@ -106,9 +105,9 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of ``names``, the model's own without adapters, whole and merged; parameters in ``dtype``.
+        """The whole tensors of ``names`` (the model's own, without adapters), merged; parameters in ``dtype``.
 
-        All ranks must exhaust it: it runs collectives.
+        It runs collectives, so all ranks must read it to the end.
         """
         state = self._model.state_dict()
         parameters = {name for name, _ in self._model.named_parameters()}
@@ -123,7 +122,7 @@ class Adapters:
             yield name, merge(*parts, scale=self._scale).to(dtype)
 
     def save_config(self, directory: Path) -> None:
-        """Leader: write into a checkpoint what the adapters are and what they belong to."""
+        """On the leader: write into a checkpoint the adapters' description, and the weights that they belong to."""
         assert self._base is not None
         self._peft_config.save_pretrained(directory)
         (directory / _BASE).write_text(json.dumps(asdict(self._base)), encoding="utf-8")
@@ -143,7 +142,7 @@ class BaseWeights:
 
     @classmethod
     def of(cls, path: str) -> BaseWeights:
-        """Reads every byte: seconds for 15 GB that were just loaded.
+        """Digest the files of the model at ``path``. It reads every byte, which takes seconds for 15 GB.
 
         Raises:
             ModelError: there is no such model.
@@ -155,7 +154,7 @@ class BaseWeights:
             with file.open("rb") as content:
                 while piece := content.read(_PIECE_BYTES):
                     hasher.update(piece)
-        # From wherever a checkpoint is used; a hub id stays one.
+        # Absolute, because the checkpoint may be used from another directory; a hub id stays one.
         return cls(str(Path(path).resolve()) if Path(path).is_dir() else path, hasher.hexdigest())
 
 
@@ -174,10 +173,10 @@ def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Ten
 
 
 def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, Tensor]) -> None:
-    """Merge the ``adapters`` of the checkpoint in ``directory`` into the base model's weights, in their own dtype.
+    """Merge the ``adapters`` of the checkpoint in ``directory`` into the base model's weights, which keep their dtype.
 
     Raises:
-        RunError: they don't fit the model.
+        RunError: the adapters don't fit the model.
     """
     settings = _read(directory, ADAPTER_CONFIG)
     scale = settings["lora_alpha"] / settings["r"]
@@ -195,31 +194,31 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
 
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's adapters under the names that peft has in its files."""
+    """A checkpoint's adapters under the names that peft's files use."""
     return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in adapters.items()}
 
 
 def has_adapters(directory: Path) -> bool:
-    """Whether the checkpoint in ``directory`` is one of adapters."""
+    """Whether the checkpoint in ``directory`` holds adapters."""
     return (directory / ADAPTER_CONFIG).is_file()
 
 
 def base_weights(directory: Path) -> BaseWeights:
-    """What a checkpoint's adapters belong to.
+    """The frozen weights that a checkpoint's adapters belong to.
 
     Raises:
-        RunError: it does not say.
+        RunError: the checkpoint does not name them.
     """
     found = _read(directory, _BASE)
     return BaseWeights(str(found["path"]), str(found["digest"]))
 
 
 def check_base(directory: Path) -> Path:
-    """Where the weights are that a checkpoint's adapters belong to.
+    """The directory of the weights that a checkpoint's adapters belong to.
 
     Raises:
-        ModelError: there is nothing any more.
-        RunError: there are others.
+        ModelError: the weights are gone.
+        RunError: other weights are in their place.
     """
     began = base_weights(directory)
     try:
@@ -252,7 +251,7 @@ def _peft_config(lora: LoraConfig, model_path: str) -> Any:
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        # From wherever the checkpoint is used; a hub id stays one.
+        # Absolute, because the checkpoint may be used from another directory; a hub id stays one.
         base_model_name_or_path=str(base.resolve()) if base.is_dir() else model_path,
     )
 
@@ -270,7 +269,7 @@ def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConf
         for name, module in named.items():
             if id(module) not in inside:
                 raise ModelError(
-                    f"lora.targets: {name} is no part of a decoder layer; an adapter on the embedding or the output "
+                    f"lora.targets: {name} is not in a decoder layer; an adapter on the embedding or the output "
                     f"head (which may be tied to it) is not supported, take {target!r} out"
                 )
             if not isinstance(module, nn.Linear):
@@ -281,14 +280,14 @@ def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConf
 
 
 def _weight_name(name: str, state: Mapping[str, Tensor]) -> str:
-    """Where the adapted model keeps what was called ``name``: peft puts a target's own tensors one level down."""
+    """The adapted model's name of the tensor ``name``: peft moves a target's own tensors one level down."""
     module, _, kind = name.rpartition(".")
     moved = f"{module}.base_layer.{kind}"
     return moved if moved in state else name
 
 
 def _place(name: str, state: Mapping[str, Tensor]) -> _Adapted | None:
-    """The parts of an adapted weight; None if ``name`` is no such weight."""
+    """The parts of the adapted weight ``name``; None if it is not an adapted weight."""
     module, _, _ = name.rpartition(".")
     a, b = (f"{module}.lora_{letter}.{_ADAPTER}.weight" for letter in "AB")
     is_weight = name.endswith(".weight") and a in state

@@ -1,8 +1,9 @@
 """The policy as the engine trains it, and its optimizer. Called by ``fsdp_engine.py``.
 
 A Hugging Face causal LM enters, log-probabilities of the trained tokens leave. ``load_model`` reads it with float32
-master weights; ``PolicyModel`` runs the decoder on packed rows and the head only where there is a loss. ``Schedule`` is
-the learning rate, ``build_optimizer`` makes AdamW. Shape letters: T = packed tokens, N = trained tokens.
+master weights. ``PolicyModel`` runs the decoder on packed rows, and the head only at tokens that have a loss.
+``Schedule`` is the learning rate, ``build_optimizer`` makes AdamW. Shape letters: T = packed tokens, N = trained
+tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PLAIN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scal
 class DeviceBatch:
     """A ``MicroBatch`` on the model's device: the same fields as tensors, and its attention layout.
 
-    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``sampling_mask`` is None where nothing was left out.
+    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``sampling_mask`` is None if nothing was left out.
     """
 
     token_ids: Tensor
@@ -71,10 +72,10 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The causal LM of ``model.path`` on the host, every parameter float32 and trainable, attending packed rows.
+    """The causal LM of ``model.path`` on the host, with float32 parameters and attention over packed rows.
 
     Raises:
-        ModelError: it isn't there, isn't a causal LM, lacks weights, has quantised ones, or can't be trained on packed
+        ModelError: the model is missing, is no causal LM, lacks weights, is quantised, or can't be trained on packed
             rows.
     """
     from transformers import AutoModelForCausalLM
@@ -96,7 +97,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     model, info = loaded
     missing = [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
     if missing:
-        # transformers would go on with random numbers in their place.
+        # transformers would continue with random numbers in their place.
         raise ModelError(
             f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}"
         )
@@ -110,9 +111,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
-    """The frozen model that KL is measured against: ``loss.kl_reference``, else the one that the run began from.
+    """The frozen reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began from.
 
-    Its parameters are kept in the ``dtype`` they compute in: no update needs more of them.
+    Its parameters have the ``dtype`` they compute in, because no update needs more precision.
 
     Raises:
         ModelError: as ``load_model``.
@@ -131,7 +132,7 @@ def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
 
 
 class PolicyModel(nn.Module):
-    """A causal LM that computes log-probabilities of given tokens in a packed row.
+    """A causal LM that computes the log-probabilities of the trained tokens of a packed row.
 
     Dropout is disabled, because it would make the ratio pi/mu meaningless.
     """
@@ -150,7 +151,7 @@ class PolicyModel(nn.Module):
         """The layers that FSDP shards one by one.
 
         Raises:
-            ModelError: the model keeps them elsewhere than ``base_model.layers``.
+            ModelError: the model has no list of layers at ``base_model.layers``.
         """
         layers = getattr(self.causal_lm.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList):
@@ -159,17 +160,17 @@ class PolicyModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the head: token ids that the model gives a probability."""
+        """Number of rows of the head, and so of token ids with a probability."""
         return cast(nn.Linear, self.causal_lm.get_output_embeddings()).weight.shape[0]
 
     def tensor_names(self) -> list[str]:
-        """Hugging Face state-dict names of every parameter and persistent buffer, tied ones once, in a fixed order."""
+        """Hugging Face names of all parameters and persistent buffers, tied ones once, in a fixed order."""
         kept = {name for name, _ in self.causal_lm.named_parameters()}
         tied = {name for name, _ in self.causal_lm.named_parameters(remove_duplicate=False)} - kept
         return [name for name in self.causal_lm.state_dict() if name not in tied]
 
     def forward(self, batch: DeviceBatch, *, entropy_grad: bool = False) -> TokenLogprobs:
-        """Log-probabilities (with grad) and entropies of the distribution sampled from, float32 [N], nats.
+        """Log-probabilities (with grad) and entropies under the sampling distribution, float32 [N], nats.
 
         Hidden states are computed for the whole row, logits only at ``predict_index``.
         """
@@ -193,9 +194,9 @@ class PolicyModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning rate as a pure function of the updates done, so that its state is one number.
+    """The learning rate, a pure function of the number of updates done.
 
-    ``min_ratio`` times ``lr`` is the floor of cosine and linear, reached after ``total_updates``.
+    Cosine and linear schedules fall to ``min_ratio`` times ``lr`` at ``total_updates``.
     """
 
     kind: Literal["constant", "cosine", "linear"]
@@ -205,7 +206,7 @@ class Schedule:
     min_ratio: float
 
     def lr_at(self, num_updates: int) -> float:
-        """The rate of the update that follows ``num_updates`` done ones; the first of a warm-up is not 0."""
+        """The rate of the update after ``num_updates`` updates. The first rate of a warm-up is not 0."""
         if num_updates < self.warmup_updates:
             return self.lr * (num_updates + 1) / self.warmup_updates
         if self.kind == "constant":
@@ -217,9 +218,9 @@ class Schedule:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    """Fused AdamW. Weight decay is for matrices only: norms and biases have nothing to be pulled to 0 for.
+    """Fused AdamW. Only matrices have weight decay, because norms and biases gain nothing from it.
 
-    Its state is made here, not at the first step, so that a fresh process has the tensors to load a checkpoint into.
+    Its state is created here, not at the first step, so that a new process has tensors to load a checkpoint into.
     """
     trained = [p for p in parameters if p.requires_grad]
     optimizer = torch.optim.AdamW(

@@ -249,8 +249,8 @@ def test_adapters_without_their_model_and_a_full_checkpoint_without_adapters_are
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("lm_head", "lm_head is no part of a decoder layer"),
-        ("embed_tokens", "model.embed_tokens is no part of a decoder layer"),
+        ("lm_head", "lm_head is not in a decoder layer"),
+        ("embed_tokens", "model.embed_tokens is not in a decoder layer"),
         ("input_layernorm", r"expected linear layers, but model.layers.0.input_layernorm is a Qwen2RMSNorm"),
         ("qkv_proj", r"Qwen2ForCausalLM has no layer named 'qkv_proj'; .* q_proj, up_proj, v_proj"),
     ],
