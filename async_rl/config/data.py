@@ -41,8 +41,8 @@ class DataConfig(Section):
     )
     on_long_prompt: Literal["drop", "truncate"] = Field(
         default="drop",
-        description="What happens to prompts above sampling.max_prompt_tokens: they are skipped and counted, or the "
-        "end of the last user message is cut.",
+        description="What happens to prompts of more than sampling.max_prompt_tokens tokens: drop skips and counts "
+        "them, truncate cuts the end of the last user message.",
     )
     epochs: int | None = Field(
         default=None,
@@ -54,11 +54,13 @@ class DataConfig(Section):
         description="System message for rows without one; if unset, reward.type chooses it, and empty means none.",
     )
     on_bad_row: Literal["refuse", "skip"] = Field(
-        default="refuse", description="Whether a malformed row stops the run at its start or is skipped with a warning."
+        default="refuse",
+        description="What happens at a malformed row: refuse stops the run before it starts, skip leaves the row out "
+        "with a warning.",
     )
     on_change: Literal["refuse", "accept"] = Field(
         default="refuse",
-        description="Whether a run may resume although the training rows have changed since its checkpoint.",
+        description="Whether a resumed run refuses or accepts training rows that have changed since its checkpoint.",
     )
     shuffle: bool = Field(
         default=True, description="Whether every epoch has a new random order, which run.seed determines."
@@ -81,17 +83,31 @@ class EvalSetConfig(Section):
         ge=0,
         description="Steps between two evaluations; 0 evaluates only before the first and after the last step.",
     )
-    num_samples: int = Field(default=1, ge=1, le=1024, description="Number of answers that are sampled for each row.")
-    temperature: float = Field(default=0.0, ge=0, description="Temperature of evaluations; 0 is greedy decoding.")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Top-p of evaluations; sampling.top_p does not apply to them."
+    num_samples: int = Field(
+        default=1, ge=1, le=1024, description="Number of answers that an evaluation samples for each row."
     )
-    top_k: int = Field(default=0, ge=0, description="Top-k of evaluations; sampling.top_k does not apply to them.")
+    temperature: float = Field(
+        default=0.0, ge=0, description="Sampling temperature of evaluations; 0 is greedy decoding."
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Evaluations sample only from the most likely tokens whose probabilities add up to this; 1 means "
+        "all tokens.",
+    )
+    top_k: int = Field(
+        default=0, ge=0, description="Evaluations sample only from this many most likely tokens; 0 means all tokens."
+    )
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="Maximum number of tokens of an answer; if unset, sampling.max_new_tokens."
+        default=None,
+        ge=1,
+        description="Maximum number of tokens of an answer in evaluations; if unset, sampling.max_new_tokens.",
     )
     max_rows: int | None = Field(
-        default=None, ge=1, description="Number of rows of each set, the first ones; if unset, all rows."
+        default=None,
+        ge=1,
+        description="Number of rows that an evaluation answers of each set, from the first on; if unset, all rows.",
     )
 
 

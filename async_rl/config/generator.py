@@ -202,14 +202,16 @@ class GeneratorConfig(Section):
     max_concurrent_groups: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum number of groups in flight on one generator; if unset, as many as fill batch_size.",
+        description="Maximum number of groups in flight on one generator; if unset, as many as fill "
+        "generator.batch_size.",
     )
     memory_fraction: float = Field(
         default=0.8, gt=0, le=1, description="Share of the device's memory that vLLM may use."
     )
     kv_after_update: Literal["keep", "recompute"] = Field(
         default="keep",
-        description="What happens to the cached keys and values of running sequences after a weight update.",
+        description="What happens to the cached keys and values of running sequences after a weight update: keep goes "
+        "on using them, recompute computes them with the new weights.",
     )
     num_threads: int | None = Field(
         default=None,
@@ -242,12 +244,14 @@ class SamplingConfig(Section):
     temperature_end: float | None = Field(
         default=None,
         gt=0,
-        description="Temperature that is approached linearly from sampling.temperature; if unset, it stays constant.",
+        description="Temperature that sampling approaches linearly from sampling.temperature; if unset, the "
+        "temperature stays constant.",
     )
     temperature_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Version of the weights at which temperature_end is reached; if unset, the last one of the run.",
+        description="Version of the weights at which sampling.temperature_end is reached; if unset, the last version "
+        "of the run.",
     )
     top_p: float = Field(
         default=1.0,
@@ -294,7 +298,8 @@ class EnvironmentConfig(Section):
     max_turn_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum number of tokens of one answer; if unset, whatever is left of sampling.max_new_tokens.",
+        description="Maximum number of tokens of one answer of the model; if unset, what is left of "
+        "sampling.max_new_tokens.",
     )
     timeout_s: float = Field(
         default=30.0,
@@ -308,7 +313,7 @@ class EnvironmentConfig(Section):
         "tasks.",
     )
     extra: dict[str, Any] = Field(
-        default={}, description="Settings of the environment's own, handed to it in extra_info."
+        default={}, description="The environment's own settings, which it receives in extra_info."
     )
 
     @field_validator("name")

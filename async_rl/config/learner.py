@@ -34,14 +34,19 @@ class LoraConfig(Section):
     """Low-rank adapters: a layer's W becomes W + alpha / rank * B A, and only A and B are trained."""
 
     rank: int | None = Field(
-        default=None, ge=1, description="Rank of the adapters; if unset, there are none and every weight is trained."
+        default=None,
+        ge=1,
+        description="Rank of the low-rank adapters; if unset, there are none and every weight is trained.",
     )
-    alpha: float = Field(default=16.0, gt=0, description="Scale of the adapters, which are multiplied by alpha / rank.")
+    alpha: float = Field(
+        default=16.0, gt=0, description="Scale of the low-rank adapters, which are multiplied by alpha / rank."
+    )
     targets: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         strict=False,
         min_length=1,
-        description="Linear layers of the decoder that get an adapter, each given by the last part of its name.",
+        description="Linear layers of the decoder that get a low-rank adapter, each given by the last part of its "
+        "name.",
     )
 
     @field_validator("targets")
@@ -72,7 +77,8 @@ class LearnerConfig(Section):
     updates_per_batch: int = Field(
         default=1,
         ge=1,
-        description="Number of optimizer steps on each batch; each trains on another part of it and makes a version.",
+        description="Number of optimizer steps on each batch; each trains on another part of the batch and makes a "
+        "version.",
     )
     fixed_lag: int | None = Field(
         default=None,
@@ -84,7 +90,8 @@ class LearnerConfig(Section):
     max_tokens: int = Field(
         default=16384,
         ge=1,
-        description="Maximum number of tokens in one packed micro-batch of one rank; it decides the memory used.",
+        description="Maximum number of tokens in one packed micro-batch of one rank; it determines the memory that "
+        "training uses.",
     )
     nproc: int = Field(default=1, ge=1, description="Number of learner processes (ranks) that launch starts.")
     devices: tuple[int, ...] | None = Field(
@@ -94,7 +101,8 @@ class LearnerConfig(Section):
     )
     reshard: Literal["full", "none"] = Field(
         default="full",
-        description="Whether ranks free gathered parameters after use (full, ZeRO-3) or keep them, which is faster.",
+        description="Whether ranks free gathered parameters after use (full, as in ZeRO-3) or keep them (none), which "
+        "is faster and takes memory.",
     )
     num_threads: int | None = Field(
         default=None,
@@ -106,14 +114,16 @@ class LearnerConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warm-up.")
+    lr: float = Field(default=1e-6, gt=0, description="Learning rate of AdamW after the warm-up.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay of AdamW.")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999),
         strict=False,
         description="Decay rates of AdamW's running means of the gradient and of its square, both below 1.",
     )
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Norm to which longer gradients are scaled down.")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="Norm to which gradients of a larger norm are scaled down."
+    )
     schedule: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="How the learning rate changes from the end of the warm-up to the last step."
     )
@@ -121,10 +131,12 @@ class OptimizerConfig(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Learning rate at the last step under cosine and linear, as a factor of lr.",
+        description="Learning rate at the last step with the schedules cosine and linear, as a factor of optimizer.lr.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0 to lr."
+        default=0,
+        ge=0,
+        description="Optimizer steps over which the learning rate rises linearly from 0 to optimizer.lr.",
     )
 
     @field_validator("betas")
@@ -142,15 +154,18 @@ class SftConfig(Section):
         default="", description="JSONL file with rows of prompt and response, or of messages; `async-rl sft` needs it."
     )
     out: str = Field(default="", description="Hugging Face model directory to write; `async-rl sft` needs it.")
-    steps: int = Field(default=1000, ge=1, description="Number of optimizer steps.")
-    batch_size: int = Field(default=64, ge=1, description="Number of rows in one optimizer step, over all ranks.")
-    max_length: int = Field(
-        default=2048, ge=2, description="Maximum number of tokens of a row; the end of longer ones is cut."
+    steps: int = Field(default=1000, ge=1, description="Number of optimizer steps of `async-rl sft`.")
+    batch_size: int = Field(
+        default=64, ge=1, description="Number of rows in one optimizer step of `async-rl sft`, over all ranks."
     )
-    lr: float = Field(default=1e-5, gt=0, description="Learning rate after the warm-up.")
+    max_length: int = Field(
+        default=2048, ge=2, description="Maximum number of tokens of a row of sft.data; the end of longer rows is cut."
+    )
+    lr: float = Field(default=1e-5, gt=0, description="Learning rate of `async-rl sft` after the warm-up.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        default="cosine", description="How the learning rate changes from the end of the warm-up to the last step."
+        default="cosine",
+        description="How the learning rate of `async-rl sft` changes from the end of the warm-up to the last step.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0 to lr."
+        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0 to sft.lr."
     )

@@ -183,7 +183,8 @@ class LossConfig(Section):
     """The policy-gradient loss. The defaults are those of ``preset = "dapo"``; see docs/algorithms.md."""
 
     preset: PresetName = Field(
-        default="dapo", description="Published algorithm that fills those keys here that are unset."
+        default="dapo",
+        description="Published algorithm that sets the unset keys of this section; docs/algorithms.md says how.",
     )
 
     advantage: AdvantageName = Field(
@@ -214,9 +215,9 @@ class LossConfig(Section):
         "interpolated estimates it from the behavior policy, the trained one and the staleness.",
     )
     clip_low: float = Field(
-        default=0.2, ge=0, le=1, description="Ratios below 1 - clip_low are clipped; 1 clips none of them."
+        default=0.2, ge=0, le=1, description="Ratios below 1 - loss.clip_low are clipped; 1 clips none of them."
     )
-    clip_high: float = Field(default=0.2, ge=0, description="Ratios above 1 + clip_high are clipped.")
+    clip_high: float = Field(default=0.2, ge=0, description="Ratios above 1 + loss.clip_high are clipped.")
     dual_clip: float | None = Field(
         default=10.0,
         gt=1,
@@ -232,7 +233,7 @@ class LossConfig(Section):
     skip_threshold: float | None = Field(
         default=20.0,
         gt=0,
-        description="Sequences whose skip_statistic is above this leave the loss; 0 keeps all of them.",
+        description="Sequences whose loss.skip_statistic is above this number leave the loss; 0 keeps all of them.",
     )
     skip_statistic: SkipStatisticName = Field(
         default="mean",
@@ -240,8 +241,8 @@ class LossConfig(Section):
     )
     skip_unit: Literal["sequence", "micro_batch"] = Field(
         default="sequence",
-        description="What skip_threshold leaves out: single sequences, or (Colossal-RL's rule) whole micro-batches, "
-        "so that results depend on how a batch is cut.",
+        description="What loss.skip_threshold leaves out: single sequences, or (Colossal-RL's rule) whole "
+        "micro-batches, so that results depend on how a batch is cut.",
     )
     token_range: tuple[float, float] | None = Field(
         default=None,
@@ -267,11 +268,14 @@ class LossConfig(Section):
     )
     kl_estimator: KlEstimatorName = Field(
         default="k1",
-        description="Estimate of that KL for each token; if unset, k3 with kl_placement = loss, else k1. "
+        description="Estimate of the KL to the reference model for each token; if unset, k3 with kl_placement = loss, "
+        "else k1. "
         f"{_choices(KL_ESTIMATORS)}.",
     )
     kl_placement: KlPlacement | None = Field(
-        default=None, description="Where the KL penalty goes; a kl_coef above 0 needs it."
+        default=None,
+        description="Where the KL penalty goes: into the reward, the loss or the advantages; needed if loss.kl_coef "
+        "is above 0.",
     )
     kl_reference: str | None = Field(
         default=None, description="Directory of the reference model; if unset, the model that the run began with."

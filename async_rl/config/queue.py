@@ -31,32 +31,38 @@ class QueueConfig(Section):
     )
     on_stale: OnStale = Field(
         default="mask",
-        description="What happens to tokens above the bound: mask keeps them out of the loss, drop drops their "
-        "group, and wait holds a step up to wait_s for groups that it would make too old, then drops.",
+        description="What happens to tokens that are older than queue.max_staleness: mask keeps them out of the loss, "
+        "drop drops their group, and wait lets a step wait up to queue.wait_s for groups that it would "
+        "make too old, then drops.",
     )
-    wait_s: float = Field(default=60.0, gt=0, description='Maximum seconds that one step waits if on_stale = "wait".')
+    wait_s: float = Field(
+        default=60.0, gt=0, description='Maximum seconds that one step waits for groups with queue.on_stale = "wait".'
+    )
     adaptive: bool = Field(
         default=False,
-        description="Whether the learner lowers the bound for new leases while the data is too stale, and raises it "
-        "again up to max_staleness.",
+        description="Whether the learner lowers the staleness bound of new leases while the data is too stale, and "
+        "raises it again up to queue.max_staleness.",
     )
     filter_range: tuple[float, float] | None = Field(
         default=(0.01, 0.99),
         strict=False,
-        description="Groups whose mean accuracy lies outside this range are filtered; [] switches the filter off.",
+        description="Groups whose mean accuracy lies outside this range are filtered: they are never trained on. [] "
+        "switches the filter off.",
     )
     refill: bool = Field(
-        default=True, description="Whether another prompt replaces a filtered group; if false, it is kept and masked."
+        default=True,
+        description="Whether another prompt replaces a filtered group; if false, the group is kept and masked.",
     )
     max_filtered: int | None = Field(
         default=None,
         ge=1,
-        description="Number of groups filtered since the last step that stops the run; if unset, 100 steps' worth.",
+        description="Number of groups filtered since the last step that stops the run; if unset, 100 times "
+        "learner.groups_per_step.",
     )
     max_bytes: int = Field(
         default=2 << 30,
         ge=1 << 20,
-        description="Maximum bytes of groups in the queue, counting the most that groups in flight may bring back.",
+        description="Maximum bytes of groups in the queue, including the most that groups in flight may bring back.",
     )
     lease_timeout_s: float = Field(
         default=120.0,
@@ -113,12 +119,13 @@ class WeightsConfig(Section):
     staging_bytes: int | None = Field(
         default=None,
         ge=1024,
-        description="Maximum bytes of host memory for versions that are being sent; if unset, room for two (tcp: "
-        "three).",
+        description="Maximum bytes of host memory for versions that are being sent; if unset, room for two versions "
+        "(tcp: three).",
     )
     parity: Literal["stop", "warn", "off"] = Field(
         default="stop",
-        description="What happens if generator and learner compute different log-probabilities with the same weights.",
+        description="What happens if generator and learner compute different log-probabilities with the same weights: "
+        "stop ends the run, warn logs it, off does not compare them.",
     )
     trusted_network: bool = Field(
         default=False,

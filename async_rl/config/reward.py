@@ -105,7 +105,9 @@ def reward_type(name: str) -> RewardType:
 class CodeRewardConfig(Section):
     """How programs that the model writes are run and judged, for ``reward.type = "code"``."""
 
-    time_limit_s: float = Field(default=10.0, gt=0, description="Maximum wall-clock seconds that one test may take.")
+    time_limit_s: float = Field(
+        default=10.0, gt=0, description="Maximum wall-clock seconds that one test of a program may take."
+    )
     total_time_limit_s: float = Field(
         default=60.0, gt=0, description="Maximum wall-clock seconds that all tests of one answer may take together."
     )
@@ -122,12 +124,12 @@ class CodeRewardConfig(Section):
     )
     compare: Literal["tokens", "cascade"] = Field(
         default="tokens",
-        description="How outputs are compared: token by token in order, or (cascade) as a last resort as sets of "
-        "tokens, which is unsafe.",
+        description="How the outputs of programs are compared: token by token in order, or (cascade) as a last resort "
+        "as sets of tokens, which is unsafe.",
     )
     partial_credit: bool = Field(
         default=False,
-        description="Whether reward and accuracy are the share of tests passed instead of all or nothing.",
+        description="Whether reward and accuracy of a program are the share of tests passed instead of all or nothing.",
     )
     workers: int | None = Field(
         default=None,
@@ -164,38 +166,42 @@ class RewardConfig(Section):
         description="Reward that scores answers: boxed, think_answer_tags, exact, xml_format, code, or your own "
         "function as module:function or file.py:function, which generator.allow_code must list.",
     )
-    scale: float = Field(default=1.0, gt=0, description="Factor of the main reward, so what a right answer earns.")
+    scale: float = Field(
+        default=1.0, gt=0, description="Points that a right answer earns: the factor of the main reward."
+    )
     equality: Literal["math", "exact"] = Field(
         default="math",
-        description="When boxed and think_answer_tags take two answers for equal: same mathematical value, or same "
-        "text.",
+        description="When the rewards boxed and think_answer_tags take two answers for equal: same mathematical "
+        "value, or same text.",
     )
     require_format: bool = Field(
         default=True,
-        description="Whether a right answer in a wrong format earns nothing; its accuracy counts all the same.",
+        description="Whether a right answer in a wrong format earns no reward; its accuracy is 1 in any case.",
     )
     format: float = Field(
-        default=0.0, description="Reward for a valid format, whatever the answer; reward.scale does not apply."
+        default=0.0, description="Points for a valid format, whatever the answer; reward.scale does not apply to them."
     )
     extra: dict[str, float] = Field(
         default={},
-        description="Further rewards: a table from a name, as in reward.type, to the weight it is added with.",
+        description="Further rewards: a table NAME = WEIGHT, with names as in reward.type. Each is multiplied by its "
+        "weight and added.",
     )
     soft_overlong: bool = Field(
         default=True,
-        description="Whether answers lose reward, growing linearly, over the last cache_length tokens before the "
-        "limit.",
+        description="Whether long answers lose reward: a penalty that grows linearly over the last "
+        "reward.cache_length tokens before sampling.max_new_tokens.",
     )
     overlong: Literal["dapo", "zero_at_limit"] = Field(
         default="dapo",
-        description="Form of that penalty: dapo subtracts up to 1 x scale from every answer; zero_at_limit subtracts "
-        "only where an answer was found, and gives 0 to answers that were cut, even without soft_overlong.",
+        description="Form of the penalty on long answers: dapo subtracts up to reward.scale from every answer; "
+        "zero_at_limit subtracts only where an answer was found, and gives 0 to answers that were cut, "
+        "even with soft_overlong = false.",
     )
     cache_length: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens before sampling.max_new_tokens over which that penalty grows; if unset, a quarter of "
-        "max_new_tokens, at most 1024.",
+        description="Number of tokens before sampling.max_new_tokens over which the penalty on long answers grows; if "
+        "unset, a quarter of max_new_tokens, at most 1024.",
     )
     time_limit_s: float = Field(
         default=5.0,

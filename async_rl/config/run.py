@@ -44,21 +44,31 @@ class LogConfig(Section):
         description="Steps between two files of sampled rollouts in the run directory; 0 writes none.",
     )
     rollouts_groups: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
-        default=2, description="Number of groups in such a file, chosen at random from those of its step."
+        default=2,
+        description='Number of groups in one file of sampled rollouts, chosen at random from those of its step; "all"'
+        " writes every group.",
     )
 
 
 class FakeConfig(Section):
     """The fake backend (``generator.backend = "fake"``), which makes tokens by hashing, at a chosen speed."""
 
-    accuracy: float = Field(default=0.5, ge=0, le=1, description="Share of answers that are right.")
-    mean_tokens: float = Field(default=16.0, ge=1, description="Mean number of tokens in an answer.")
-    sigma: float = Field(
-        default=0.0, ge=0, description="Standard deviation of the logarithm of the number of tokens in an answer."
+    accuracy: float = Field(default=0.5, ge=0, le=1, description="Share of the fake backend's answers that are right.")
+    mean_tokens: float = Field(
+        default=16.0, ge=1, description="Mean number of tokens in an answer of the fake backend."
     )
-    step_time_s: float = Field(default=0.0, ge=0, description="Seconds of one decode step, whatever the batch.")
-    vocab_size: int = Field(default=32, ge=2, description="Number of different tokens.")
-    fails_on: str = Field(default="", description="Prompts that contain this text always fail; if empty, none do.")
+    sigma: float = Field(
+        default=0.0,
+        ge=0,
+        description="Standard deviation of the logarithm of the number of tokens in an answer of the fake backend.",
+    )
+    step_time_s: float = Field(
+        default=0.0, ge=0, description="Seconds of one decode step of the fake backend, whatever the batch."
+    )
+    vocab_size: int = Field(default=32, ge=2, description="Number of different tokens of the fake backend.")
+    fails_on: str = Field(
+        default="", description="Prompts that contain this text always fail on the fake backend; if empty, none do."
+    )
 
 
 class VllmConfig(Section):
