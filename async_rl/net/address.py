@@ -12,7 +12,7 @@ _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._*-]+):(?P<
 
 
 def check_address(address: str) -> tuple[str, int]:
-    """Host and port of ``tcp://HOST:PORT``; port 0 (or ``*``) is any free one.
+    """Return host and port of ``tcp://HOST:PORT``. Port 0 (or ``*``) stands for any free port.
 
     Raises:
         AddressError: it is malformed.
@@ -56,7 +56,7 @@ def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None
     """Refuse to join a queue beyond loopback without keys, unless ``--insecure`` is given.
 
     Raises:
-        AddressError: anybody could pose as that queue.
+        AddressError: the queue is not authenticated, so another server could replace it.
     """
     host, _ = check_address(address)
     if not insecure and not has_keys and not is_loopback(host):
@@ -70,7 +70,7 @@ def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
     """Refuse to send or receive weights beyond loopback on a network that is not declared trusted.
 
     Raises:
-        AddressError: collectives would listen to a network.
+        AddressError: collectives would listen on a network.
     """
     if not is_trusted and not is_loopback(host):
         raise AddressError(
@@ -84,7 +84,7 @@ def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
     """Refuse to send or receive weights by ``tcp`` beyond loopback without keys, unless the network is trusted.
 
     Raises:
-        AddressError: weights would pass in the clear, from anybody.
+        AddressError: weights would be sent unencrypted and unauthenticated.
     """
     if not has_keys and not is_trusted and not is_loopback(host):
         raise AddressError(
@@ -95,7 +95,7 @@ def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
 
 
 def local_host_towards(address: str) -> str:
-    """The address of this machine's interface that reaches ``address`` (no packet is sent).
+    """Return the address of this machine's interface that reaches ``address``. No packet is sent.
 
     Raises:
         AddressError: there is no route to it.

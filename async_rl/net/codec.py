@@ -33,7 +33,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
-    """``fields[key]``, checked to be a ``kind`` (an int passes for a float, a bool never for an int).
+    """Return ``fields[key]``, which must be a ``kind``. An int is accepted as a float, but not a bool as an int.
 
     Raises:
         WireError: the key is missing or of another type.
@@ -49,9 +49,9 @@ def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
 
 
 def read_as(plain: Any, kind: type[_T]) -> _T:
-    """A message's plain data as a ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
+    """Convert a message's plain data to a ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
 
-    Checked in C. Fields that a record does not have are ignored.
+    The types are checked in C. Fields that a record does not have are ignored.
 
     Raises:
         WireError: something is missing or of the wrong type.
@@ -63,7 +63,7 @@ def read_as(plain: Any, kind: type[_T]) -> _T:
 
 
 class TurnFields(msgspec.Struct, frozen=True, gc=False):
-    """The turns of a group's R rollouts, U in all, rollout behind rollout.
+    """The U turns of a group's R rollouts, one rollout after the other.
 
     Attributes:
         counts: [R], adds up to U.
@@ -88,7 +88,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         accuracy: [R].
         finish_reason: [R].
         extracted: [R].
-        turns: None where no environment played.
+        turns: None if the group was sampled without an environment.
     """
 
     lease_id: str
@@ -166,15 +166,15 @@ _READER = TypedReader("group", GroupFields)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatGroup:
-    """A group's message as it came, everything in it checked.
+    """A group's message as received, and checked.
 
     Attributes:
         fields: all but the arrays.
-        token_ids: int32 [T], like the others a view into the frame, and sequence behind sequence.
+        token_ids: int32 [T], one sequence after the other; like the other arrays a view into the frame.
         loss_mask: bool [T].
         behavior_logprobs: float32 [T].
         versions: int32 [T].
-        sampling_mask: of the tokens under the mask; None where nothing was left out.
+        sampling_mask: for the tokens under the mask; None if top-p and top-k excluded no token.
     """
 
     fields: GroupFields
@@ -190,7 +190,7 @@ class FlatGroup:
 
 
 def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> Group:
-    """The group in ``frame``; its arrays are views into it.
+    """Decode the group in ``frame``. Its arrays are views into the frame.
 
     Raises:
         WireError: the frame is malformed or its lengths, dtypes or values don't fit together.
@@ -249,10 +249,10 @@ def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
 
 
 def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
-    """The group in ``frame``, as flat columns: for callers that need only a summary of it.
+    """Decode the group in ``frame`` as flat columns, for callers that need only a summary.
 
     Raises:
-        WireError: where ``decode_group`` does.
+        WireError: as for ``decode_group``.
     """
     fields, arrays = _READER.read(frame, limits)
     if len(arrays) not in (4, 6):

@@ -73,7 +73,7 @@ class ServerKeys:
         """Read ``queue.key`` of a directory that ``keys new`` made.
 
         Raises:
-            KeyFileError: a file is missing, readable by others, or not one of ours.
+            KeyFileError: a file is missing, readable by others, or not made by ``keys new``.
         """
         plain = _read_secret(Path(directory) / SERVER_FILE, ("public", "secret"))
         return cls(plain["public"], plain["secret"], _checked_list(directory))
@@ -111,7 +111,7 @@ class AllowList:
         self._names: Mapping[bytes, str] = {}
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether this public key (z85) is let in; the name is pyzmq's."""
+        """Whether this public key (z85) is admitted. pyzmq defines the name of this method."""
         return self.name_of(key) is not None
 
     def name_of(self, key: bytes) -> str | None:
@@ -188,13 +188,13 @@ def _make_client(directory: Path, name: str, server: bytes) -> str:
     path, allowed = directory / f"{name}.key", directory / ALLOWED_FILE
     if path.exists():
         known = ClientKeys.load(path).public in (read_allowed(allowed) if allowed.exists() else {})
-        return f"kept {path}" + ("" if known else f"; it is not in {allowed}, so it is not let in")
+        return f"kept {path}" + ("" if known else f"; it is not in {allowed}, so it is not admitted")
     public, secret = zmq.curve_keypair()
     _write_secret(path, f"client {name}", {"public": public, "secret": secret, "server": server})
     with os.fdopen(os.open(allowed, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
         file.write(b"%s %s\n" % (public, name.encode()))
     owner = "the learner's, and any generator's; " if name == DEFAULT_CLIENT else ""
-    return f"made {path}: {owner}for `async-rl generator --keys {path}`; let in by {allowed}"
+    return f"made {path}: {owner}for `async-rl generator --keys {path}`; admitted by {allowed}"
 
 
 def read_allowed(path: Path) -> dict[bytes, str]:
@@ -218,7 +218,7 @@ def read_allowed(path: Path) -> dict[bytes, str]:
 
 
 def _checked_list(directory: str | Path) -> Path:
-    """The allow-list of ``directory``, read once now, so that a mistake in it shows at the start."""
+    """Return the allow-list of ``directory``. It is read once now, so that a mistake in it is reported at the start."""
     path = Path(directory) / ALLOWED_FILE
     try:
         read_allowed(path)
@@ -252,7 +252,7 @@ def _read_secret(path: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """The text and the mode of one and the same file."""
+    """Return the text and the mode of the file, both from one open descriptor."""
     with path.open("rb") as file:
         return file.read(1 << 20).decode("utf-8", errors="replace"), os.fstat(file.fileno()).st_mode
 
@@ -263,7 +263,7 @@ def _refuse_open(path: Path, mode: int, wanted: str) -> None:
 
 
 def _write_secret(path: Path, title: str, keys: Mapping[str, bytes]) -> None:
-    """Never readable by others, not even while it is written."""
+    """Write a file that other users can never read, not even while it is being written."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(f"# async-rl: {title}. Secret.\n".encode())
         file.writelines(b'%s = "%s"\n' % (name.encode(), key) for name, key in keys.items())

@@ -1,4 +1,4 @@
-"""Frames: one message is one contiguous byte string, read without copying its arrays, and its parts.
+"""Frames: a message is one contiguous byte string, whose arrays are read without a copy, followed by its parts.
 
 Layout (little-endian)::
 
@@ -6,8 +6,8 @@ Layout (little-endian)::
 
 The header is ``[schema, type, fields, [[dtype, shape, offset], ...], number of parts]``; offsets count from the end of
 the padded header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits``, and
-against the bytes that are really there, before anything is allocated; messages of a type that comes often are read by
-a ``TypedReader``, which checks their fields in C. Arrays are read-only views into the frame.
+against the size of the frame, before memory is allocated. A ``TypedReader`` reads messages of one frequent type and
+checks their fields in C. Arrays are read-only views into the frame.
 *Parts* are byte strings that follow the frame as separate frames, so that a process can forward them without a copy or
 decoding. The code that sends and receives frames handles them; this module only counts them.
 Errors quote through ``reprlib``: the quoted data may be huge, or nested deeper than ``repr`` supports.
@@ -41,11 +41,11 @@ _F = TypeVar("_F")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a frame may claim.
+    """Limits on the contents of a frame.
 
-    ``max_items`` bounds every list and every map of its fields; ``max_depth`` how deep they lie inside one another, the
-    header's own list counted. If None, the sender is trusted: its fields are not checked for these two limits, nor for
-    being plain data.
+    ``max_items`` limits the length of every list and map of its fields; ``max_depth`` limits their nesting, including
+    the header's own list. If ``max_depth`` is None, the sender is trusted: its fields are not checked for these two
+    limits, nor for being plain data.
     """
 
     max_bytes: int = 1 << 30
@@ -87,8 +87,9 @@ Piece = bytes | memoryview
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """One flat array of ``dtype`` (numpy's ``str``), in contiguous pieces that first come together in the frame:
-    joining them before would copy everything once more.
+    """One flat array of ``dtype`` (numpy's ``str``), in contiguous pieces.
+
+    The pieces are joined only in the frame. Joining them before would copy them once more.
     """
 
     dtype: str
@@ -114,10 +115,11 @@ _DECODER = msgspec.msgpack.Decoder()
 
 
 def pack_plain(data: Any) -> bytes:
-    """Maps, lists, text, bytes and numbers (numpy's as well) as msgpack; for unpacking elsewhere, tuples are lists.
+    """Pack maps, lists, text, bytes and numbers (also of numpy) as msgpack. Tuples are unpacked as lists.
 
     Raises:
-        TypeError: something else is in it. OverflowError, ValueError, RecursionError: it is too large, or too deep.
+        TypeError: the data contains another type. OverflowError, ValueError, RecursionError: it is too large, or nested
+            too deeply.
     """
     return _ENCODER.encode(data)
 
@@ -129,8 +131,9 @@ def encode(
     *,
     num_parts: int = 0,
 ) -> bytes:
-    """One frame, which ``num_parts`` parts will follow. Arrays are written C-contiguous and little-endian, numpy's
-    numbers as plain ones.
+    """Encode one frame, which ``num_parts`` parts will follow.
+
+    Arrays are written C-contiguous and little-endian. Numbers of numpy are written as plain numbers.
 
     Raises:
         WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64; or the fields are not
@@ -168,10 +171,10 @@ def _itemsize(dtype: str, type_: str) -> int:
 
 
 def decode(frame: Frame, limits: Limits = DEFAULT_LIMITS) -> Message:
-    """The message in ``frame``.
+    """Decode the message in ``frame``.
 
     Raises:
-        WireError: the frame is malformed, oversized, nested too deeply, of another schema, or lies about a length.
+        WireError: the frame is malformed, oversized, nested too deeply, of another schema, or a length in it is wrong.
     """
     view = memoryview(frame).toreadonly()
     (_, type_, fields, table, num_parts), start = _header(view, limits)
@@ -203,7 +206,7 @@ class TypedReader(Generic[_F]):
         """The fields and arrays in ``frame``.
 
         Raises:
-            WireError: where ``decode`` does, or the fields are not those of the type.
+            WireError: as for ``decode``, or the fields are not those of the type.
         """
         view = memoryview(frame).toreadonly()
         raw, start = _raw_header(view, limits)
@@ -225,7 +228,7 @@ class TypedReader(Generic[_F]):
 
 
 def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
-    """The header's bytes, and where the arrays begin."""
+    """The header's bytes, and the offset of the first array."""
     if len(view) > limits.max_bytes:
         raise WireError(f"expected at most {limits.max_bytes} bytes, got {len(view)}")
     if len(view) < _PREFIX.size:
@@ -266,7 +269,10 @@ def _unpacked(raw: memoryview) -> Any:
 
 
 def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None:
-    """Level by level, and most of it in C: this runs over every item of every message."""
+    """Check that the fields are plain data within the limits.
+
+    It checks level by level, mostly in C, because it reads every item of every message.
+    """
     level: list[Any] = [fields]
     for _ in range(max_depth - 1):
         deeper: list[Any] = []
@@ -314,5 +320,5 @@ def _array_at(view: memoryview, start: int, dtype_name: str, shape: list[int], o
         raise WireError(f"array claims bytes up to {end}, frame has {len(view)}")
     try:
         return np.ndarray(shape, dtype, view, start + offset)
-    except ValueError as error:  # Beside an axis of 0 the others may be anything, but not too much for numpy.
+    except ValueError as error:  # If one axis is 0, the others may be too large for numpy.
         raise WireError(f"impossible shape {reprlib.repr(shape)}: {error}") from error

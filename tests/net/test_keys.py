@@ -58,7 +58,7 @@ def test_a_second_call_adds_clients_and_replaces_nothing(tmp_path: Path):
 def test_a_client_that_was_shut_out_stays_out(tmp_path: Path):
     make_keys(tmp_path / "keys")
     (tmp_path / "keys" / "allowed.txt").write_text("")
-    assert "is not let in" in make_keys(tmp_path / "keys")[1]
+    assert "is not admitted" in make_keys(tmp_path / "keys")[1]
     assert read_allowed(tmp_path / "keys" / "allowed.txt") == {}
 
 

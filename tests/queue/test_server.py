@@ -419,7 +419,7 @@ def test_the_server_ends_with_its_parent(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")), parent_watch=watched)
     watched.close()
     parent.close()
-    assert server.process.communicate(timeout=20)[0] == "ended: whoever started it is gone\n"
+    assert server.process.communicate(timeout=20)[0] == "ended: the process that started it is gone\n"
 
 
 def test_sigterm_ends_the_server_with_its_ledger_written(servers, tmp_path):

@@ -163,7 +163,7 @@ class LearnerQueue:
         return read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait).reason
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
-        """Send the request of the next ``take`` of the same step and version ahead. Return at once."""
+        """Send the request of the next ``take``, which must name the same step and version. Return at once."""
         request = Take(lineage, step, version)
         self._begun_take = (request, self._connection.post(request, wait_s=wait_s))
 

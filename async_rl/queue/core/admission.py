@@ -90,7 +90,7 @@ class QueueSettings:
 
     @classmethod
     def from_config(cls, config: Config, *, vocab_size: int | None) -> QueueSettings:
-        """``vocab_size`` is the model's, if known: it limits the tokens that top-p keeps where top-k does not."""
+        """Build the settings. ``vocab_size`` limits the tokens that top-p keeps if top-k does not; None if unknown."""
         return cls(
             group_size=config.sampling.group_size,
             groups_per_step=config.learner.groups_per_step,
@@ -128,7 +128,7 @@ class QueueSettings:
 
     @property
     def _most_mask_words(self) -> int:
-        """Words of the largest sampling mask."""
+        """The number of words of the largest sampling mask."""
         bounds = [self.sampling.top_k or None, None if self.vocab_size is None else words_at_most(self.vocab_size)]
         return min(bound for bound in bounds if bound is not None)
 
@@ -141,7 +141,7 @@ class QueueSettings:
 
     @property
     def lowest_bound(self) -> int:
-        """As ``Config.lowest_bound``: the learner's staleness bound is never below it."""
+        """The lowest staleness bound of the learner, as ``Config.lowest_bound``."""
         return self.sync_every + self.updates_per_batch - 2
 
     def group_limit(self, *, version: int, active_version: int, steps_left: int, bound: int) -> int:

@@ -1,8 +1,10 @@
 """The requests of generators: hello, leases, heartbeats, returned groups, failures, goodbye. Pure.
 
 Each public function is one request. It changes ``state`` and returns the answer. Time comes as ``now``, in seconds. A
-repeated request does no harm; the server keeps the answers to lease requests for that. Leases are granted for
-evaluations first, then for training while the staleness bound and the memory have room; the rule is in ``admission``.
+repeated request has no further effect, except for ``lease``: the server repeats the answers to lease requests.
+
+Leases are granted for evaluations first, then for training while the staleness bound and the memory have room. The rule
+is in ``admission``.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
     """The summary of an encoded group.
 
     Raises:
-        WireError: where ``decode_group`` does.
+        WireError: as for ``decode_group``.
     """
     group = decode_flat_group(payload, limits)
     fields = group.fields
@@ -97,7 +97,7 @@ def _version_range(group: FlatGroup) -> tuple[int, int]:
 
 
 def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
-    """The first fault in the rewards or else in the rollouts; empty if there is none."""
+    """The first fault in the rewards, or in the rollouts if the rewards have none; empty if there is none."""
     # A sum is finite only if all its terms are. A sum that overflows is refused, too.
     if not math.isfinite(sum_of_scores):
         return "a reward is not finite, or too large"
@@ -244,7 +244,7 @@ class ReadyGroups:
         return group
 
     def pop_first(self, count: int) -> tuple[StoredGroup, ...]:
-        """Remove and return the first ``count`` groups by (named version, stream position). So many must be present."""
+        """Remove and return the first ``count`` groups by (named version, stream position). They must exist."""
         popped: list[StoredGroup] = []
         while len(popped) < count:
             lease_id = heapq.heappop(self._by_order)[-1]

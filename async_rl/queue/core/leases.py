@@ -52,7 +52,7 @@ class ActiveLease:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that a token of it can have. A generator activates that version before it samples."""
+        """The oldest version that a token of this lease can have. The generator activates it before it samples."""
         return max(self.version, self.lease.min_version)
 
     def record(self) -> LeaseRecord:

@@ -23,7 +23,7 @@ _NONE_DROPPED: dict[str, int] = dict.fromkeys(DROP_CAUSES, 0)
 
 
 class Account(msgspec.Struct, array_like=True):
-    """One unit's counters. ``entered`` is what was issued (groups, rollouts) or received (tokens)."""
+    """The counters of one unit. ``entered`` counts issued groups and rollouts, or received tokens."""
 
     entered: int = 0
     in_flight: int = 0
@@ -45,13 +45,13 @@ class Account(msgspec.Struct, array_like=True):
         setattr(self, source, getattr(self, source) - amount)
 
     def void(self) -> None:
-        """Roll back what is in flight, and move what is taken to queued."""
+        """Count amounts in flight as rolled back, and taken amounts as queued."""
         self.dropped["rolled_back"] += self.in_flight
         self.queued += self.taken
         self.in_flight = self.taken = 0
 
     def roll_back(self, entered: int) -> None:
-        """Count as rolled back what entered after the restored state, up to ``entered``."""
+        """Count the amounts that entered after the restored state, up to ``entered``, as rolled back."""
         lost = max(0, entered - self.entered)
         self.entered += lost
         self.dropped["rolled_back"] += lost
@@ -125,7 +125,7 @@ class Ledger(msgspec.Struct, array_like=True):
         self.tokens.masked += masked_tokens
 
     def restored_over(self, live: Ledger) -> Ledger:
-        """Return this ledger (a snapshot's), with what ``live`` counted since then added as rolled back."""
+        """Return this ledger (a snapshot's), with the amounts that entered ``live`` since then added as rolled back."""
         after = copy.deepcopy(self)
         for name in ("groups", "rollouts", "tokens"):
             account: Account = getattr(after, name)
@@ -201,7 +201,7 @@ class Sums(msgspec.Struct, array_like=True):
 
 
 class Outcomes(msgspec.Struct, array_like=True):
-    """Sums over groups by outcome. They show whether the dropped groups are biased. Additive.
+    """Sums over groups by outcome. They show whether the dropped groups are biased.
 
     A ``cancelled`` group was not received: its tokens are those last reported; its reward and accuracy are unknown.
     """

@@ -228,7 +228,7 @@ def restore(state: QueueState, found: Snapshot | None) -> None:
 
 
 def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
-    """Queue the snapshot's groups that are still stored, keep the snapshot's refs to them, drop all other groups."""
+    """Queue the snapshot's groups that are still stored, and keep its refs to them. Drop all other groups."""
     here = {group.lease_id: group for group in (*state.queued, *state.taken)}
     wanted = [] if found is None else found.groups
     stored = [here.get(group.lease_id) or state.snapshot_refs.get(group.lease_id) for group in wanted]
@@ -274,7 +274,7 @@ def _changed_data(since: str, saved: PersistedState, state: QueueState) -> Queue
 
 
 def ledger_file(state: QueueState) -> dict[str, Any]:
-    """The content of ``ledger.json``. ``broken`` names an identity that does not hold (a bug of ours)."""
+    """The content of ``ledger.json``. ``broken`` names an identity that does not hold (a bug in async-rl)."""
     learner = state.learner
     plain: dict[str, Any] = {
         "lineage": learner.lineage if learner else None,

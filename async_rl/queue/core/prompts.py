@@ -84,7 +84,7 @@ class PromptStream:
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left to draw."""
+        """Whether no position is left to draw."""
         return not self.cursor.requeued and self._end is not None and self.cursor.position >= self._end
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class Evaluation:
 
 
 def entry_key(key: EvalKey, row: int | None = None) -> str:
-    """The key of an evaluation's record, or of that of its answer to ``row``."""
+    """The key of an evaluation's record or, with ``row``, of the record of the answer to that row."""
     return json.dumps([*key] if row is None else [*key, row])
 
 

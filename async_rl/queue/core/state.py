@@ -116,7 +116,7 @@ class QueueState(PersistedState):
         self.snapshot_refs = SnapshotRefs(self.changes)
 
     def adopt(self, saved: PersistedState) -> None:
-        """Replace every persisted field by that of ``saved``."""
+        """Replace every persisted field by the one of ``saved``."""
         for persisted in fields(PersistedState):
             setattr(self, persisted.name, getattr(saved, persisted.name))
         self.stream.cursor = self.cursor
@@ -151,7 +151,7 @@ class QueueState(PersistedState):
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which ``expire`` next has something to do; None if there is none."""
+        """The time at which ``expire`` must be called next; None if there is none."""
         deadlines = (self.leases.next_deadline, self._wait_deadline)
         return min((d - self.clock_ahead_s for d in deadlines if d is not None), default=None)
 
@@ -362,7 +362,7 @@ class QueueState(PersistedState):
         }
 
     def check_totals(self) -> None:
-        """Raises AssertionError if an identity is broken, or the ledger and the totals of what is stored differ."""
+        """Raises AssertionError if an identity is broken, or if the ledger differs from the totals of the tables."""
         self.ledger.check()
         self.eval_ledger.check()
         groups, tokens = self.ledger.groups, self.ledger.tokens
@@ -378,10 +378,10 @@ class QueueState(PersistedState):
         )
 
     def check(self) -> None:
-        """``check_totals``, and every total against what it sums; its cost grows with what is stored.
+        """As ``check_totals``, and check every total against its parts. The cost grows with the number of groups.
 
         Raises:
-            AssertionError: something does not add up, or a prompt got lost.
+            AssertionError: a total is wrong, or a prompt got lost.
         """
         self.check_totals()
         queued, leases = list(self.queued), list(self.leases)
@@ -396,7 +396,7 @@ class QueueState(PersistedState):
         )
 
     def _num_prompts(self) -> int:
-        """Prompts drawn from the stream, by where they are now; those that were dropped to come again count once."""
+        """The number of prompts drawn from the stream, summed over their places. A requeued prompt counts once."""
         groups = self.ledger.groups
         here = self.stream.num_requeued + groups.in_flight + groups.queued + groups.taken
         ended = ("poison", "too_slow", "step_skipped", "unused_at_end")

@@ -257,12 +257,12 @@ class Handlers:
 
         def attempt(now: float, last: bool) -> Reply | None:
             granted = generator_requests.lease(self.state, generator_id, active, request.max_leases, now)
-            told = (active, granted.activate)
+            sent = (active, granted.activate)
             # A generator that has not yet activated the requested version must wait; else it would ask in a loop.
-            is_news = granted.activate is not None and generator.told != told
+            is_news = granted.activate is not None and generator.sent != sent
             if not (granted.leases or is_news or last or self.state.finished):
                 return None
-            generator.told = told
+            generator.sent = sent
             self.registry.grant(generator, request_id, granted)
             return Reply(granted)
 
@@ -310,7 +310,7 @@ class Handlers:
         self.registry.leave(request.generator_id)
         return Reply(Ok())
 
-    # What a restarted server must know to answer repeated requests, as plain data.
+    # The part that outlives the server, so that a restarted one can answer repeated requests.
 
     @property
     def saved_key(self) -> tuple[Any, ...]:
@@ -326,13 +326,13 @@ class Handlers:
         return {"run_id": self.run_id, "granted": granted, "learner_gone": self.learner_gone}
 
     def save_welcome(self) -> dict[str, Any]:
-        """What the learner brought for generators."""
+        """The data for generators that the learner sent when it attached, as plain data."""
         pack = self.welcome
         assert pack is not None
         return {"config_toml": pack.config_toml, "names": list(pack.names), "files": list(pack.files)}
 
     def load(self, plain: Mapping[str, Any], welcome: Mapping[str, Any] | None, now: float) -> None:
-        """Restore what ``save`` and ``save_welcome`` gave, after the state is loaded."""
+        """Restore the results of ``save`` and ``save_welcome``. Call it after the queue's state is loaded."""
         self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
         for generator_id, (request_id, lease_ids) in plain["granted"].items():
             leases = tuple(
@@ -373,7 +373,7 @@ def _acked(acked: Acked) -> Reply:
 
 
 def batch_reply(groups: Sequence[TakenPayload]) -> Reply:
-    """One step's groups in several messages: the learner decodes the first while the next are on their way."""
+    """The reply with one step's groups in several messages, so that the learner can decode the first ones early."""
     enough = max(_MESSAGE_BYTES, sum(len(g.payload) for g in groups) // _MAX_MESSAGES)
     replies: list[Reply] = []
     first = num_bytes = 0
@@ -410,7 +410,7 @@ class Generator:
     Attributes:
         peer: the routing id of its connection; None if unknown.
         granted: the id of its last lease request, and the answer.
-        told: its active version, and the version that the last reply asked it to activate.
+        sent: its active version, and the version that the last reply asked it to activate.
         answer: its newest probe answer. Not journaled: after a restart the learner asks again at a later version.
     """
 
@@ -418,7 +418,7 @@ class Generator:
     peer: bytes | None = None
     has_left: bool = False
     granted: tuple[str, LeasesGranted] | None = None
-    told: tuple[Any, ...] | None = None
+    sent: tuple[Any, ...] | None = None
     answer: ProbeAnswer | None = None
 
 
@@ -479,7 +479,7 @@ class GeneratorRegistry:
         generator = self._generators.get(generator_id)
         if generator is not None:
             self._unbind(generator)
-            generator.has_left, generator.granted, generator.told = True, None, None
+            generator.has_left, generator.granted, generator.sent = True, None, None
             self.num_changes += 1
 
     def has_left(self, generator_id: str) -> bool:
@@ -489,7 +489,7 @@ class GeneratorRegistry:
     def forget_answers(self) -> None:
         """Delete the kept lease answers, because a new learner attached."""
         for generator in self._generators.values():
-            generator.granted = generator.told = None
+            generator.granted = generator.sent = None
         self.num_changes += 1
 
     def _unbind(self, generator: Generator) -> None:

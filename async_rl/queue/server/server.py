@@ -152,7 +152,7 @@ class QueueServer:
                 self._wait()
                 self._drain()
                 if self._has_batch:
-                    # The learner does nothing until it comes, and what else is there to answer takes a while.
+                    # The learner waits for the batch, and answering the other requests takes a while.
                     self._commit()
                     self._flush()
                 now = time.monotonic()
@@ -331,7 +331,7 @@ class QueueServer:
         if self._stop_reason:
             return self._stop_reason
         if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
-            return "whoever started it is gone"
+            return "the process that started it is gone"
         if self._state.finished:
             self._finished_at = self._finished_at or now
             unaware = [g for g in self._state.alive_generators(now) if not self._handlers.registry.has_left(g)]
@@ -372,8 +372,10 @@ class _Pending:
 
 
 class PendingRequests:
-    """Deferred requests. ``revision`` grows with every change of the queue, ``send`` sends a reply, ``failed`` makes
-    the reply to an exception.
+    """Deferred requests.
+
+    ``revision`` grows with every change of the queue. ``send`` sends a reply. ``failed`` builds the reply to an
+    exception.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class _LoggedCount:
     _logged_at: float = -LOG_EVERY_S
 
     def to_log(self, now: float) -> int:
-        """How many to log now; 0 if there are none, or the last log line is too recent."""
+        """The number of events to log now; 0 if there are none, or if the last log line is too recent."""
         new = self.count - self._logged
         if not new or now - self._logged_at < LOG_EVERY_S:
             return 0
@@ -113,7 +113,7 @@ class Endpoint:
         poller.register(self._monitor, zmq.POLLIN)
 
     def receive(self, most: int, now: float) -> Iterator[tuple[bytes, list[memoryview]]]:
-        """Up to ``most`` messages that have arrived, as (peer, frames). Those of peers above their rate are dropped."""
+        """Yield up to ``most`` arrived messages as (peer, frames). Drop those of peers above their rate."""
         for _ in range(most):
             if not is_readable(self._socket):
                 return
@@ -257,7 +257,7 @@ def _shown(host: str) -> str:
 
 @dataclass(slots=True)
 class _Peer:
-    """Two token buckets as of ``at``: one for messages, one for malformed messages."""
+    """Two token buckets at time ``at``: one for messages, one for malformed messages."""
 
     messages: float
     malformed: float
@@ -287,7 +287,7 @@ class RateLimiter:
         return True
 
     def note_malformed(self, peer: bytes, now: float) -> bool:
-        """Count a malformed message; whether it was one too many, so that the peer is ignored for ``BLOCKED_S``."""
+        """Count a malformed message. Return whether the peer exceeded its rate and is ignored for ``BLOCKED_S``."""
         self.num_malformed += 1
         known = self._peer(peer, now)
         known.malformed -= 1

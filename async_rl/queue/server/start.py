@@ -37,7 +37,7 @@ def run_queue(
     config: Config, *, insecure: bool, run_id: str | None = None, fresh: bool = False,
     parent_watch_fd: int | None = None, on_ready: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
-    """Load the data, bind, and serve until the end; what ``async-rl queue CONFIG`` does.
+    """Load the data, bind, and serve until the end. ``async-rl queue CONFIG`` calls it.
 
     It continues from the journal of an earlier server, unless ``fresh``. With a ``run_id`` only that run's learner may
     attach, and the server ends if none attaches in time. ``on_ready`` gets the address. SIGTERM and SIGINT end it
@@ -85,14 +85,14 @@ def ensure_queue(
     config: Config, run_id: str, insecure: bool, log_path: Path, *, command: Sequence[str] | None = None,
     may_start: bool = True, wait_s: float = _START_S,
 ) -> str:  # fmt: skip
-    """The address of this run's queue: the running one, or one that is started in a session of its own.
+    """Return the address of this run's queue server. Start one in a separate session if none is running.
 
-    ``command`` is what starts a server (the config file and options are added to it); none: this package's. Without
-    ``may_start`` somebody else starts it, again if need be, and it is waited for up to ``wait_s``.
+    ``command`` starts a server (the config file and options are appended); if unset, this package's command does. If
+    not ``may_start``, another process starts the server: wait for it up to ``wait_s``.
 
     Raises:
-        QueueError: the server that was started ended, or did not answer in time; the message has the end of its log.
-            Or there is none, and it may not be started.
+        QueueError: the started server ended or did not answer in time (the message has the end of its log), or there
+            is no server and it may not be started.
         AddressError: ``queue.address`` is on another host and nothing answers there.
     """
     wanted = config.queue.address
@@ -118,7 +118,7 @@ def ensure_queue(
 
 
 class QueueRestarter:
-    """Starts this run's queue server again, at the port it had and from its journal, if its process is gone.
+    """Starts this run's queue server again if its process is gone, at its old port and from its journal.
 
     The learner that owns the server calls it while it has no connection to ``address``. A living process is not
     replaced, because it may be busy or suspended.

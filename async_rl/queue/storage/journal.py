@@ -188,8 +188,8 @@ class Journal:
     def commit(self, changes: Iterable[Change], state: Mapping[str, bytes]) -> None:
         """Make changes durable, all or none, with the payloads they name; ``state`` replaces the blobs that it names.
 
-        Also gives disk space back: files without live payloads go, and dead bytes are kept to what is live, or to two
-        segments if that is more.
+        It also frees disk space: it deletes files without live payloads, and limits dead bytes to the number of live
+        bytes, or to two segments if that is more.
 
         Raises:
             QueueError: the disk refuses (full, say). The last commit stands; before anything else is committed, the
@@ -245,7 +245,7 @@ class Journal:
             self._index.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", gone)
 
     def _write_refs(self, moves: Iterable[Move]) -> None:
-        """Where payloads are that no longer lie where their ref says, and the highest number of a file."""
+        """Write the places of moved payloads, and the highest number of a file."""
         if self._obsolete:
             self._index.executemany("DELETE FROM moved WHERE segment = ? AND offset = ?", self._obsolete)
         rows = [(ref.segment, ref.offset, *spot) for ref, spot in moves]
@@ -264,7 +264,7 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 def _open_index(path: Path, identity: str) -> sqlite3.Connection:
-    """The database, made if there is none. Raises QueueError: it is of another identity or format."""
+    """Open the database; create it if there is none. Raises QueueError: it is of another identity or format."""
     # The server may be built in one thread and run in another.
     index = sqlite3.connect(path, isolation_level=None, timeout=0, check_same_thread=False)
     try:
@@ -312,7 +312,7 @@ def _database_errors(directory: Path) -> Iterator[None]:
 
 
 def _lock(directory: Path) -> int:
-    """Make the directory and own it, while the descriptor that is returned is open."""
+    """Create and lock the directory. The lock ends when the returned descriptor is closed."""
     with ExitStack() as opened:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -346,7 +346,7 @@ def refuse_network_file_system(directory: Path) -> None:
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Whether a type of mountinfo(5) is one that machines share."""
+    """Whether this file system type of mountinfo(5) is one that several machines share."""
     return kind in _NETWORK_FILE_SYSTEMS or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 

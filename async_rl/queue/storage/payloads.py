@@ -97,7 +97,7 @@ class MemoryPayloads:
 
 
 class RecentPayloads:
-    """Another store's payloads, with up to ``max_bytes`` of them in memory too: most are read once, and soon."""
+    """Keeps up to ``max_bytes`` of another store's payloads in memory too. Most payloads are read once, and soon."""
 
     def __init__(self, store: PayloadStore, max_bytes: int) -> None:
         self._store, self._max_bytes = store, max_bytes
@@ -163,7 +163,7 @@ class Segments:
     A ref has the place where its payload was *first* written, and never changes. A few long-lived payloads would keep
     every file that contains them, so they are copied into the open file, and ``moved`` has their new places.
 
-    ``after`` is the highest number that was ever in use, as far as the caller knows. Every method raises QueueError,
+    ``after`` is the highest file number that the caller knows to have been used. Every method raises QueueError,
     naming the directory, if the disk fails; payloads that were kept before stay as they were.
     """
 
@@ -221,7 +221,7 @@ class Segments:
         self.moved.pop(ref, None)
 
     def adopt(self, ref: PayloadRef, spot: Spot) -> None:
-        """A payload of an earlier process is live, and lies at ``spot``.
+        """Mark a payload of an earlier process, at ``spot``, as live.
 
         Raises:
             QueueError: there is no such file, or it is too short.
@@ -242,7 +242,7 @@ class Segments:
         """Copy live payloads out of the emptiest files: dead bytes are at most the live ones, or two files' size.
 
         The moves take effect with ``settle``; before that both copies are there, and the new ones count as dead.
-        Bytes are copied as they are: damage shows when their owner reads them.
+        Bytes are copied without a check. Damage is reported when the payload is read.
         """
         excess = self.num_bytes - self.live_bytes - max(2 * self._segment_bytes, self.live_bytes)
         if excess <= 0:
@@ -340,7 +340,7 @@ class Segments:
         self.num_bytes -= segment.num_bytes
 
     def _next(self) -> _Segment:
-        """A segment to write to, with nothing in it."""
+        """Open an empty segment to write to."""
         number = self._last + 1
         path, flags = self._path(number), os.O_RDWR
         if self._has_spare:
@@ -384,6 +384,6 @@ def _size(ref: PayloadRef) -> int:
 
 
 def _write_rest(file: int, data: bytes, written: int, start: int) -> None:
-    """The end of a write that the system cut short: on a full disk this raises what was wrong."""
+    """Write the rest after a short write. On a full disk this raises the error."""
     while written < len(data):
         written += os.pwrite(file, memoryview(data)[written:], start + written)
