@@ -45,7 +45,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One model's figures on one set, and why some rows have no answer."""
+    """One model's figures on one set, and the causes of rows without an answer."""
 
     model: str
     dataset: str
@@ -64,7 +64,7 @@ def run_eval(
         out: a directory for ``DATASET.jsonl``, one line per answer, and ``figures.json``. None of them may exist.
 
     Raises:
-        UserError: a model, a data set or a setting can't be used, or no row of a set can be answered.
+        UserError: a model, a data set or a setting can't be used, or no row of a set could be answered.
     """
     if len(set(models)) < len(models):
         raise ConfigError(f"expected models that differ, got {', '.join(models)}")
@@ -93,7 +93,7 @@ def run_eval(
 
 
 def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
-    """The figures as text: one line per figure for one model, a table per set for several models."""
+    """The figures as text: one line per figure if there is one result, else a table per set."""
     lines: list[str] = []
     for name in dict.fromkeys(one.dataset for one in found):
         of_set = [one for one in found if one.dataset == name]
@@ -225,9 +225,9 @@ class EvalOptions:
     """The options of the command line.
 
     Attributes:
-        datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``; empty: the config's ``data.eval``.
-        config: a config file. None: that of the run that the first model belongs to, if any.
-        overrides: ``section.key=value``, as ``--set`` takes them.
+        datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``. If empty, the config's ``data.eval`` holds.
+        config: a config file. If unset, that of the run that the first model belongs to, if any.
+        overrides: ``section.key=value``, in the form of ``--set``.
         values: config key -> the value of its own option (``--samples`` for ``eval.num_samples``). They win over
             ``overrides`` and over the keys of single sets.
     """
@@ -240,14 +240,14 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings:
-    """``notes`` are lines to show to the user."""
+    """The config of an evaluation, and ``notes``, lines to show to the user."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
-    """The config that ``models`` are evaluated with.
+    """The config to evaluate ``models`` with.
 
     Raises:
         ConfigError: the config, an override or an option is wrong, or no data set is named.
@@ -269,7 +269,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", "unused")
     raw.setdefault("model", {})["path"] = models[0]
-    # There are no leases here that could expire.
+    # Offline there are no leases that could expire.
     raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
     config = parse_config(raw, "the config with this command line")
     if not config.data.eval:
@@ -278,13 +278,13 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
 
 
 def _is_usable_offline(raw: Mapping[str, Any]) -> bool:
-    """False of a known backend that needs a learner; a user's own is asked where it is imported."""
+    """False for a known backend that needs a learner. A user's own backend is checked where it is imported."""
     capabilities = BACKENDS.get(raw.get("generator", {}).get("backend", AUTO))
     return capabilities is None or capabilities.offline
 
 
 def run_config_of(model: str) -> Path | None:
-    """``config.toml`` of the run that ``model`` is, or whose checkpoint or export it is; None if there is no run."""
+    """``config.toml`` of the run that ``model`` names or is a checkpoint or export of; None if there is no run."""
     path = Path(model)
     if not path.exists():
         return None  # a hub id
@@ -295,7 +295,7 @@ def run_config_of(model: str) -> Path | None:
 
 
 def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], list[str]]:
-    """The config to start from as plain data, and notes."""
+    """The config to start from, as plain data, and notes."""
     source = options.config or run_config_of(models[0])
     if source is None:
         return {"sampling": {"max_prompt_tokens": MAX_PROMPT_TOKENS}}, []
@@ -305,7 +305,7 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
     for key in ("count", "devices", "tensor_parallel_size"):
         generator.pop(key, None)
     if options.config is None:
-        # The user did not name this file. It may have come with the weights, so it must not allow code to run.
+        # The user did not name this file. It may come from the weights' author, so it must not allow code to run.
         generator.pop("allow_code", None)
     return raw, [f"settings: {source}" + ("" if options.config else " (--config FILE chooses others)")]
 
@@ -338,7 +338,7 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
 
 
 def _named(dataset: str) -> tuple[str, str]:
-    """Name and source of ``--dataset``; without ``NAME=`` the name is the last part of the source."""
+    """Name and source of ``--dataset``. Without ``NAME=`` the name is the last part of the source."""
     name, separator, source = dataset.partition("=")
     if separator and "/" not in name:
         return name, source
@@ -347,7 +347,7 @@ def _named(dataset: str) -> tuple[str, str]:
 
 
 def describe_settings(config: Config, name: str) -> str:
-    """Describe in words how the set ``name`` is answered."""
+    """Describe in words how the rows of the set ``name`` are answered."""
     chosen = config.eval.of(name)
     answers = "1 answer" if chosen.num_samples == 1 else f"{chosen.num_samples} answers"
     how: Mapping[str, Any] = {

@@ -1,7 +1,7 @@
-"""Evaluations side by side as text: the steps of a run, several runs, several models. Imports no torch.
+"""Tables that compare evaluations: the steps of a run, several runs, several models. Imports no torch.
 
-``compare`` is the body of ``async-rl eval --compare``: it reads what runs recorded (``metrics.jsonl``) and what offline
-evaluations wrote (``figures.json``). It evaluates nothing again.
+``compare`` is the body of ``async-rl eval --compare``. It reads the ``metrics.jsonl`` of runs and the ``figures.json``
+of offline evaluations, and evaluates nothing again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("length_mean", "tokens", ".1f"),
     ("truncated", "cut", ".1%"),
 )
-"""Key, heading, format of the columns that follow accuracy and pass@k."""
+"""Key, heading and format of the columns after accuracy and pass@k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a table: one label per heading, and its figures (keys as in ``metrics.EVAL_FIGURES``)."""
+    """A line of a table: one label per heading, and figures by the keys of ``metrics.EVAL_FIGURES``."""
 
     labels: tuple[str, ...]
     figures: Mapping[str, float]
@@ -43,7 +43,7 @@ class Entry:
 def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
     """A heading and one line per entry, in columns.
 
-    Left out are columns without a figure, and labels (except the last) that are the same for all entries.
+    Columns without a figure are left out, and so are labels (except the last) that are the same for all entries.
     """
     columns = [("accuracy", [_accuracy(entry.figures) for entry in entries])]
     columns += [(heading, [_cell(e.figures, key, form) for e in entries]) for key, heading, form in _chosen(entries)]
@@ -58,7 +58,7 @@ def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
 
 
 def compare(paths: Sequence[Path]) -> list[str]:
-    """One table per data set, with the evaluations of all ``paths``: of runs by step, and of models.
+    """One table per data set, with the evaluations of all ``paths``: runs by step, and models.
 
     Raises:
         RunError: a path is neither a run directory nor an ``--out`` of ``async-rl eval``, or holds no evaluation.
@@ -117,7 +117,7 @@ def _either(numbers: Sequence[float]) -> str:
 
 
 def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """The columns between accuracy and the end. ``{n}`` is the answers a row, where all entries have as many."""
+    """The columns after accuracy. ``{n}`` becomes the number of answers per row, if it is the same for all entries."""
     samples = {int(entry.figures.get("samples", 1)) for entry in entries}
     number = str(samples.pop()) if len(samples) == 1 else "n"
     keys = {key for entry in entries for key in entry.figures}

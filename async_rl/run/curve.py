@@ -1,4 +1,4 @@
-"""``curve.png``: one run's metrics as a picture, drawn when ``launch`` ends, whether the run is finished or not."""
+"""Draw ``curve.png``, a picture of one run's metrics, when the learner or ``launch`` ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def write_curve(run_dir: RunDir) -> bool:
-    """Draw accuracy, evaluations, reward and staleness over steps; the file appears complete or not at all.
+    """Draw accuracy, evaluations, reward and staleness over steps. The file appears complete or not at all.
 
     Returns:
-        Whether there was a row to draw; if not, nothing is written.
+        False if there is no row to draw; then nothing is written.
     """
     rows = read_rows(run_dir.metrics)
     if not rows:

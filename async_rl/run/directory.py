@@ -1,8 +1,7 @@
-"""The run directory: who may use it, where its files are, and whether its run is finished.
+"""The run directory: its paths, whether its run is finished, and whether a config may use it.
 
-``launch`` and ``learner`` prepare it (both may, in either order); every other module asks ``RunDir`` for paths. The
-same config resumes the run, a changed one is refused with the keys that differ, and ``fresh`` moves the old directory
-aside.
+``launch`` and ``learner`` prepare it, in either order. Every other module asks ``RunDir`` for paths. The same config
+resumes the run, a changed one is refused with the keys that differ, and ``fresh`` moves the old directory aside.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ MAY_DIFFER: tuple[str, ...] = (
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
     "experimental.sft_checkpoint_every", "sft",
 )  # fmt: skip
-"""Keys (and one whole section) that a resumed run may change: they decide where and how fast it runs and what is
-recorded, not what is learned."""
+"""Keys (and one whole section) that a resumed run may change. They decide where and how fast the run goes and what it
+records, not what it learns."""
 
 _ENTRIES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
@@ -91,7 +90,7 @@ class RunDir:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Name of the checkpoint that ``checkpoints/latest`` holds; None before the first. It is not checked."""
+        """The content of ``checkpoints/latest``, unchecked; None before the first checkpoint."""
         latest = self.checkpoints / "latest"
         return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
 
@@ -122,22 +121,22 @@ class RunDir:
         return self.finished_marker.exists()
 
     def mark_finished(self, facts: Mapping[str, Any]) -> None:
-        """Write the marker, ``facts`` (plain data: steps, seconds) in it. The last thing that a run writes."""
+        """Write the marker with ``facts`` (plain data: steps, seconds) in it. It is the last file that a run writes."""
         write_atomically(self.finished_marker, json.dumps(dict(facts), indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``; readers see the old file or the new one, never a part of it."""
+    """Write ``text`` to ``path``. Readers see the whole old file or the whole new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that files can be written to ``path``, which may not exist yet, by trying: permissions don't tell all.
+    """Check that files can be written to ``path``, which may not exist yet. It tries, since permissions don't tell all.
 
     Raises:
-        RunError: they can't; the message names the config ``key``.
+        RunError: ``path`` can't be written; the message names the config ``key``.
     """
     place = path.absolute()
     while not place.exists():
@@ -154,10 +153,10 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
-    """Check what ``prepare_run_dir`` checks, without writing; the directory that it would prepare.
+    """Make the checks of ``prepare_run_dir`` without writing. Returns the directory that it would prepare.
 
     Raises:
-        RunError: as ``prepare_run_dir``.
+        RunError: as in ``prepare_run_dir``.
     """
     run_dir = RunDir(Path(config.run.dir))
     path = run_dir.path
@@ -180,12 +179,12 @@ def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
 def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
     """Create or reuse ``run.dir`` and write the resolved config there. A second call changes nothing.
 
-    It accepts a finished run: callers check ``is_finished`` and leave it alone. With ``fresh`` it first moves an
-    existing run aside to ``NAME.old-N``.
+    It accepts a finished run; callers check ``is_finished``. With ``fresh`` it first moves an existing run aside to
+    ``NAME.old-N``.
 
     Raises:
         RunError: the directory holds a run with another config (the message names the keys that differ outside
-            ``MAY_DIFFER``), or files that belong to no run, or can't be written.
+            ``MAY_DIFFER``), holds files of no run, or can't be written.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     try:

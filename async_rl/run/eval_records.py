@@ -37,7 +37,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def eval_metrics(
     dataset: str, groups: Sequence[tuple[Prompt, Group]], *, vote_key: VoteKey | None = None
 ) -> dict[str, float]:
-    """``eval_figures``, under the keys of ``metrics.jsonl``."""
+    """``eval_figures`` of one set, under the keys of ``metrics.jsonl``."""
     found = eval_figures([group.rollouts for _, group in groups], vote_key=vote_key)
     return {f"eval/{dataset}/{key}": value for key, value in found.items()}
 
@@ -68,9 +68,9 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
 
 
 def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[str, float]:
-    """``pass_at_k`` with k the samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to it.
+    """``pass_at_k`` with k the samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to k.
 
-    Partial accuracy does not solve a row.
+    An answer with partial accuracy does not solve a row.
     """
     if not answered:
         return {"pass_at_k": 0.0}
@@ -149,7 +149,7 @@ def _expected(prompt: Prompt) -> dict[str, Any]:
 
 
 def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Of a rollout of an environment: its turns, and each sequence's whole text, the environment's included."""
+    """For a rollout of an environment, its turns and each sequence's whole text, the environment's included."""
     if not rollout.turns:
         return {}
     return {
@@ -168,7 +168,7 @@ def append_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write one object per line; the file appears complete or not at all."""
+    """Write one object per line. The file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as out:

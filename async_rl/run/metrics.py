@@ -1,9 +1,9 @@
 """Metrics: every key with its meaning and unit, and the writer of ``metrics.jsonl`` and Weights & Biases.
 
-The learner writes, everyone reads. The file holds one JSON object per line. A *step row* follows every optimizer step
-and holds keys of ``METRIC_KEYS`` (without ``loss/policy`` if nothing could be trained). An *eval row* follows every
-finished evaluation and holds ``step`` (the step that it was requested for), ``time_s`` and ``eval/<dataset>/...``.
-Values that are not finite are written as null, since JSON has no NaN.
+The file holds one JSON object per line. The learner writes a *step row* with keys of ``METRIC_KEYS`` after every
+optimizer step (without ``loss/policy`` if nothing could be trained), and an *eval row* after every finished evaluation,
+with ``step`` (the step that requested it), ``time_s`` and ``eval/<dataset>/...``. Values that are not finite become
+null, since JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ METRIC_KEYS: dict[str, str] = {
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl``, each flushed when ``write`` returns. A run has one writer."""
+    """Appends rows to ``metrics.jsonl`` and flushes each, and sends them to Weights & Biases. A run has one writer."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         """Open for appending; cut off a last line that a dying process left incomplete.
@@ -170,7 +170,7 @@ class MetricsWriter:
         """Move rows aside as ``StepLog.rewind_to`` does.
 
         Args:
-            evals_to_come: (dataset, step) of evaluations that will run again; their rows are moved too.
+            evals_to_come: (dataset, step) of evaluations that will run again; their rows are moved aside too.
         """
         return self._log.rewind_to(step, is_gone=lambda row: _is_eval_of(row, evals_to_come))
 
@@ -182,7 +182,7 @@ class MetricsWriter:
 
 
 def _finite(value: Any) -> Any:
-    """Plain JSON data: NumPy scalars unwrapped, NaN and infinities as None."""
+    """Convert to plain JSON data: unwrap NumPy scalars, replace NaN and infinities by None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -194,7 +194,7 @@ def _is_eval_of(row: Row, evals: Collection[tuple[str, int]]) -> bool:
 
 
 def check_wandb(config: Config) -> None:
-    """Refuse ``log.wandb = "online"`` without an API key, instead of prompting for one.
+    """Check that ``log.wandb = "online"`` has an API key, so that wandb does not prompt for one.
 
     Raises:
         ConfigError: there is neither ``WANDB_API_KEY`` nor an entry in the netrc file.

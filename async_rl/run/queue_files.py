@@ -1,4 +1,4 @@
-"""The queue's two small files in the run directory: ``queue.json`` and ``ledger.json``, rewritten atomically."""
+"""The queue server's files in the run directory: ``queue.json`` and ``ledger.json``. Both are replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from async_rl.run.directory import write_atomically
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
-"""Steps that come faster share one writing of the ledger."""
+"""Steps that follow each other faster share one write of the ledger."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRecord:
-    """Where a run's queue server is. ``run_id`` is empty until its first learner attached, unless it was given."""
+    """A run's queue server. ``run_id`` is empty until the first learner attaches, unless the server was given one."""
 
     run_id: str
     pid: int
@@ -31,7 +31,7 @@ class QueueRecord:
 
 
 def read_record(run_dir: Path) -> QueueRecord | None:
-    """The recorded server; None if none is recorded, or the file is not one of ours."""
+    """The recorded server; None if no server is recorded, or the file has another format."""
     try:
         plain = json.loads((run_dir / "queue.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -44,7 +44,7 @@ def read_record(run_dir: Path) -> QueueRecord | None:
 
 
 def last_port(run_dir: Path, run_id: str) -> int | None:
-    """The port of this run's last server, which generators still know."""
+    """The port of this run's last server, which generators still use; None if there is none."""
     record = read_record(run_dir)
     if record is None or (run_id and record.run_id != run_id):
         return None
@@ -56,9 +56,9 @@ def _write_json(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 class BackgroundFile:
-    """A JSON file that a thread rewrites: to replace one may wait for the disk, longer than a group takes.
+    """A JSON file that a thread rewrites, because a write may wait for the disk longer than the server can.
 
-    Raises (``write`` and ``close``): OSError, what went wrong with the last writing.
+    ``write`` and ``close`` raise the OSError of the last write, if it failed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,24 +68,24 @@ class BackgroundFile:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last writing goes on."""
+        """Whether the last write is still running."""
         return self._writing is not None and not self._writing.done()
 
     def write(self, plain: Mapping[str, Any]) -> None:
-        """Begin to write; not to be called while it is busy."""
+        """Begin to write. Do not call it while ``is_busy``."""
         if self._writing is not None:
             self._writing.result()
         self._writing = self._thread.submit(_write_json, self._path, plain)
 
     def close(self) -> None:
-        """Returns when the last writing is done."""
+        """Return when the last write is done."""
         self._thread.shutdown()
         if self._writing is not None:
             self._writing.result()
 
 
 class RunFiles:
-    """Both files of a server at ``address``, kept true."""
+    """Keeps both files of the server at ``address`` up to date."""
 
     def __init__(self, run_dir: Path, address: str) -> None:
         self._run_dir, self._address = run_dir, address
@@ -94,7 +94,7 @@ class RunFiles:
         self._written_revision, self._written_at, self._written_step = -1, 0.0, -1
 
     def record(self, run_id: str) -> None:
-        """Say in ``queue.json`` where the server is."""
+        """Write ``queue.json``."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
         self._recorded_run_id = run_id
@@ -102,7 +102,7 @@ class RunFiles:
     def write(
         self, run_id: str, ledger: Callable[[], Mapping[str, Any]], now: float, *, revision: int, step: int
     ) -> None:
-        """Write what has changed, unless the last writing is too recent. ``revision`` grows with every change."""
+        """Write what has changed, unless the last write is too recent. ``revision`` grows with every change."""
         if self._recorded_run_id != run_id:
             self.record(run_id)
         is_due = now - self._written_at >= (_LEDGER_GAP_S if step != self._written_step else LEDGER_EVERY_S)
@@ -112,6 +112,6 @@ class RunFiles:
         self._ledger.write({"run_id": run_id, **ledger()})
 
     def write_last(self, run_id: str, ledger: Mapping[str, Any]) -> None:
-        """The ledger as it is at the end."""
+        """Write the final ledger."""
         self._ledger.close()
         _write_json(self._run_dir / "ledger.json", {"run_id": run_id, **ledger})

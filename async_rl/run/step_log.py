@@ -1,6 +1,6 @@
-"""A file of rows by step, one JSON object per line: appended, read, followed, and rewound to a checkpoint.
+"""A file of rows by step, one JSON object per line. It can be appended, read, followed, and rewound to a checkpoint.
 
-The learner writes ``metrics.jsonl`` and ``trained.jsonl`` with it; everyone reads them.
+The learner writes ``metrics.jsonl`` and ``trained.jsonl`` with it; launch, status and evaluation read them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row; it must hold an integer ``step`` and only finite numbers."""
+        """Append one row, which must hold an integer ``step`` and only finite numbers."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"expected a row with an integer step, got {row.get('step')!r}")
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -39,7 +39,7 @@ class StepLog:
     def rewind_to(self, step: int, *, is_gone: Callable[[Row], bool] = lambda row: False) -> int:
         """Move rows beyond ``step``, and rows for which ``is_gone`` is true, to ``NAME.rolled_back-N.jsonl``.
 
-        They belong to a history that was abandoned. A start without a checkpoint passes -1: no row stays.
+        These rows belong to an abandoned history. A start without a checkpoint passes -1, so no row stays.
 
         Returns:
             The number of rows moved.
@@ -66,10 +66,10 @@ class StepLog:
 
 
 class StepLogTail:
-    """Follows a file that another process appends to, and may replace by a shorter one (a rollback)."""
+    """Follows a file that another process appends to and may replace by a shorter one (a rollback)."""
 
     def __init__(self, path: Path) -> None:
-        """Read the rows that are there already into ``history``; ``poll`` returns only later ones."""
+        """Read the existing rows into ``history``; ``poll`` returns only later ones."""
         self._path = path
         self._inode: int | None = None
         self._offset = 0
@@ -86,7 +86,7 @@ class StepLogTail:
             return []
         replaced = self._inode is not None and inode != self._inode
         self._inode = inode
-        if replaced:  # by its own beginning: these rows were returned before
+        if replaced:  # by its own beginning, whose rows were returned before
             self._offset = 0
             self._read()
             return []
@@ -102,7 +102,7 @@ class StepLogTail:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file, without an incomplete last line; none if there is no file.
+    """All rows of a file, without an incomplete last line; no rows if there is no file.
 
     Raises:
         ValueError: a line before the last is not a JSON object.

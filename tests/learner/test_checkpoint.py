@@ -101,7 +101,7 @@ def test_a_step_that_is_committed_already_is_refused(tmp_path: Path):
 def test_a_latest_that_names_nothing_is_refused_with_what_is_there(tmp_path: Path):
     write(tmp_path, 5)
     (tmp_path / "checkpoints" / "latest").write_text("step-000006\n")
-    with pytest.raises(RunError, match=r"'step-000006' \(there: step-000005\)"):
+    with pytest.raises(RunError, match=r"'step-000006' \(it holds: step-000005\)"):
         latest_checkpoint(tmp_path)
 
 
