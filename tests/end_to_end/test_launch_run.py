@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.cli import main as cli
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
@@ -52,23 +53,27 @@ def shrunken(recipe: str, directory: Path, task: dict[str, str]) -> dict[str, An
     return raw
 
 
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(list(arguments))
+    output = capsys.readouterr()
+    assert not leaving.value.code, output.err
+    return output.out
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gpu_recipe_passes_config_and_dry_run(tmp_path: Path, recipe: str):
+def test_a_gpu_recipe_passes_config_and_dry_run(
+    tmp_path: Path, recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = ROOT / "configs" / f"{recipe}.toml"
     raw = tomllib.loads(path.read_text())
     where = ["--set", f"run.dir={tmp_path / 'run'}"]
-    config = subprocess.run(
-        [sys.executable, "-m", "async_rl", "config", str(path), *where], capture_output=True, text=True, check=False
-    )
-    assert config.returncode == 0, config.stderr
-    assert tomllib.loads(config.stdout)["learner"]["groups_per_step"] == raw["learner"]["groups_per_step"]
-    dry = subprocess.run(
-        [sys.executable, "-m", "async_rl", "launch", str(path), "--dry-run", *where],
-        capture_output=True, text=True, check=False,
-        env={k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"},
-    )  # fmt: skip
-    assert dry.returncode == 0, dry.stderr
-    generators = [line for line in dry.stdout.splitlines() if " generator --connect" in line]
+    resolved = tomllib.loads(printed(capsys, "config", str(path), *where))
+    assert resolved["learner"]["groups_per_step"] == raw["learner"]["groups_per_step"]
+    lines = printed(capsys, "launch", str(path), "--dry-run", *where).splitlines()
+    generators = [line for line in lines if " generator --connect" in line]
     assert len(generators) == raw["generator"]["count"]
     for device, line in zip(raw["generator"]["devices"], generators, strict=True):
         assert f"CUDA_VISIBLE_DEVICES={device} " in line
