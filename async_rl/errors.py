@@ -1,8 +1,8 @@
 """Every error that async-rl raises on purpose, as one tree.
 
-``UserError`` is the user's to mend (a bad config, a missing file, a busy port): commands print it as one message
-and exit 2. The others stop a role, or become a counted record at a process boundary. Messages say what was
-expected, what was got, where, and what to do.
+The user can correct the cause of a ``UserError`` (a bad config, a missing file, a busy port): commands print it as one
+message and exit 2. The other errors stop a role, or become a counted record at a process boundary. Messages say what
+was expected, what was found, where, and what to do.
 """
 
 
@@ -11,7 +11,7 @@ class AsyncRLError(Exception):
 
 
 class UserError(AsyncRLError):
-    """Something the user can mend; commands print it without a traceback and exit 2."""
+    """The user can correct the cause. Commands print it without a traceback and exit 2."""
 
 
 class ConfigError(UserError):
@@ -35,11 +35,11 @@ class KeyFileError(UserError):
 
 
 class RunError(UserError):
-    """The run directory belongs to another config, or holds nothing to go on with."""
+    """The run directory belongs to another config, or holds nothing to continue from."""
 
 
 class WireError(AsyncRLError):
-    """A message on a socket is malformed; it is counted and answered, never trusted."""
+    """A message on a socket is malformed. It is counted and answered, and its content is not used."""
 
 
 class QueueError(AsyncRLError):
@@ -47,7 +47,7 @@ class QueueError(AsyncRLError):
 
 
 class LineageError(QueueError):
-    """A learner of an older lineage woke up: a newer one owns the queue."""
+    """A learner of an older lineage sent a request, but a newer learner owns the queue."""
 
 
 class StaleRolloutError(AsyncRLError):
@@ -59,15 +59,15 @@ class WeightsError(AsyncRLError):
 
 
 class EngineError(AsyncRLError):
-    """An inference engine of other make has died, failed or answered what it should not; its generator ends."""
+    """A third-party inference engine died, failed or gave an invalid answer. Its generator ends."""
 
 
 class CorruptWeightsError(WeightsError):
-    """Bytes came, but not those of the manifest."""
+    """The received bytes differ from those in the manifest."""
 
 
 class RewardError(AsyncRLError):
-    """A reward can't be computed at all: its verifier does not start, its row has no answer. Never a wrong one."""
+    """A reward can't be computed: its verifier does not start, or its row has no answer. A wrong answer is no error."""
 
 
 class SandboxError(UserError):
@@ -75,11 +75,11 @@ class SandboxError(UserError):
 
 
 class SandboxFailedError(RewardError):
-    """The sandbox, or the remote verifier, failed while it was to run a program; the program is not judged."""
+    """The sandbox or the remote verifier failed to run a program, so the program is not judged."""
 
 
 class EnvironmentProcessError(AsyncRLError):
-    """An environment has no process to run in. It costs the rollout."""
+    """An environment has no process to run in. Its rollout fails."""
 
 
 class TrainingError(AsyncRLError):
@@ -87,4 +87,4 @@ class TrainingError(AsyncRLError):
 
 
 class ParityError(TrainingError):
-    """A generator's engine and the learner give the same tokens other log-probabilities by the same weights."""
+    """A generator's engine and the learner give the same tokens different log-probabilities at the same weights."""

@@ -1,8 +1,8 @@
-"""The nouns as frozen records: what leases carry out and what groups carry back. No torch, no sockets.
+"""The records that processes exchange: prompts and leases to generators, groups of rollouts back. No torch, no sockets.
 
-Facts only: tokens, masks, behavior logprobs, versions, reward parts. Advantages and losses are the learner's.
-``T`` is the number of tokens of one sequence, prompt and environment tokens included. They are msgspec ``Struct``s,
-which are made in a tenth of a dataclass's time, and written to and checked from messages in C.
+They hold facts only: tokens, masks, behavior logprobs, versions, reward parts. The learner computes advantages and
+losses. ``T`` is the number of tokens of one sequence, prompt and environment tokens included. The records are msgspec
+``Struct``s: these are constructed ten times as fast as dataclasses, and encoded and checked in C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_VERSION = -1
 
 
 TEXT_ROLE = "text"
-"""Role of a prompt's only message when the prompt is text to be continued as it stands, without a chat template."""
+"""Role of a prompt's only message if the prompt is text to continue without a chat template."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every token can be sampled: top-p and top-k are off, or have no say because decoding is greedy."""
+        """Whether every token can be sampled: top-p and top-k are off, or have no effect because decoding is greedy."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
 
@@ -65,7 +65,7 @@ class Lease(msgspec.Struct, frozen=True):
     """Permission, given to one generator, to sample one group.
 
     ``min_version`` is the oldest version it may be sampled with; ``max_staleness`` the bound it was given under.
-    ``seed`` and the rollout's index fix every random number of the group, whoever samples it.
+    ``seed`` and the rollout's index determine every random number of the group, on any generator.
     """
 
     lease_id: str
@@ -81,7 +81,7 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def wants_sampling_mask(self) -> bool:
-        """Whether every sampled token is to come with what top-p and top-k left: what is trained on needs it."""
+        """Whether each sampled token needs its sampling mask. Only training needs it."""
         return self.kind == "train" and not self.sampling.keeps_all
 
 
@@ -93,8 +93,8 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
         loss_mask: bool [T], True on tokens that the policy sampled.
         behavior_logprobs: float32 [T], nats; 0 off the mask.
         versions: int32 [T], the version that sampled each token; ``NO_VERSION`` off the mask.
-        sampling_mask: for each token under the loss mask the tokens that top-p and top-k left, over which its
-            behavior logprob is renormalised. None where nothing was left out.
+        sampling_mask: for each token under the loss mask, the ids that top-p and top-k kept; its behavior logprob is
+            renormalised over them. None if they kept all.
     """
 
     token_ids: Int32Array

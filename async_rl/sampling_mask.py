@@ -1,8 +1,8 @@
-"""Which tokens top-p and top-k left to be sampled: one set of ids for each sampled token, packed. Numpy only.
+"""The sampling mask: for each sampled token, the set of ids that top-p and top-k kept. Numpy only.
 
-Backends make it, ``records.TokenSequence`` carries it, and the learner renormalises over it: without it nobody can
-tell what distribution a token came from. A set is *exact* and written in the shortest of three ways, so a token takes
-4 bytes, and 4 more for each id in it, but never more than a bit for each id of the vocabulary. Shape letters:
+Backends make it, ``records.TokenSequence`` carries it, and the learner renormalises over it: without it, the
+distribution that a token was sampled from is unknown. The sets are exact. Each is stored in the shortest of three
+forms: it takes 4 bytes, and 4 more for each id, but at most one bit for each id of the vocabulary. Shape letters:
 N = sampled tokens, W = words, V = vocabulary.
 """
 
@@ -35,16 +35,16 @@ class SamplingMask:
 
 
 NOTHING_LEFT_OUT = SamplingMask(np.zeros(0, np.int32), np.zeros(0, np.int32))
-"""No token, so no set: what there is to carry where neither top-p nor top-k is on."""
+"""A mask of no tokens. It is used where neither top-p nor top-k is on."""
 
 
 def words_at_most(vocab_size: int) -> int:
-    """Words of the longest set."""
+    """Return the number of words of the longest set."""
     return -(-vocab_size // BITS_PER_WORD)
 
 
 def pack_ids(counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer], *, vocab_size: int) -> SamplingMask:
-    """Sets given by their ids: ``counts`` [N] of them each, at least one, ascending, set behind set in ``ids``."""
+    """Pack N sets. Set ``i`` has ``counts[i]`` ids, at least one, ascending; ``ids`` holds them set after set."""
     limit = words_at_most(vocab_size)
     sizes = np.where(counts < limit, counts, -limit)
     sizes[counts == vocab_size] = 0
@@ -62,12 +62,12 @@ def pack_ids(counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer], *, v
 
 
 def join(parts: Sequence[SamplingMask]) -> SamplingMask:
-    """The sets of all ``parts``, in order. There must be at least one part."""
+    """Join the sets of all ``parts``, at least one, in order."""
     return SamplingMask(np.concatenate([p.sizes for p in parts]), np.concatenate([p.words for p in parts]))
 
 
 def split(mask: SamplingMask, counts: Sequence[int]) -> list[SamplingMask]:
-    """The inverse of ``join``. Part i is a view of the next ``counts[i]`` sets."""
+    """Split ``mask``: part ``i`` is a view of the next ``counts[i]`` sets. The inverse of ``join``."""
     ends = np.cumsum(counts)
     word_ends = np.concatenate([[0], np.cumsum(np.abs(mask.sizes))])[ends]
     parts = zip(np.split(mask.sizes, ends), np.split(mask.words, word_ends), strict=True)
@@ -75,12 +75,12 @@ def split(mask: SamplingMask, counts: Sequence[int]) -> list[SamplingMask]:
 
 
 def select(mask: SamplingMask, chosen_N: npt.NDArray[np.bool_]) -> SamplingMask:
-    """The sets of the chosen tokens."""
+    """Return the sets of the chosen tokens."""
     return SamplingMask(mask.sizes[chosen_N], mask.words[np.repeat(chosen_N, np.abs(mask.sizes))])
 
 
 def contains(mask: SamplingMask, token_ids_N: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """bool [N]: whether each token is in its own set."""
+    """Return bool [N]: whether each token is in its set."""
     sizes_W = np.repeat(mask.sizes, np.abs(mask.sizes))
     ids_W = np.repeat(token_ids_N, np.abs(mask.sizes))
     column_W = _columns(mask)
@@ -92,21 +92,21 @@ def contains(mask: SamplingMask, token_ids_N: npt.NDArray[np.int32]) -> npt.NDAr
 
 
 def _columns(mask: SamplingMask) -> npt.NDArray[np.integer]:
-    """int [W]: which word of its set each is."""
+    """Return int [W]: the index of each word within its set."""
     lengths = np.abs(mask.sizes)
     starts = np.cumsum(lengths) - lengths
     return np.arange(len(mask.words)) - np.repeat(starts, lengths)
 
 
 def largest_id(mask: SamplingMask) -> int:
-    """No id in any set is larger; of a set of bits, all those below 32 of the same word count. -1 without words."""
+    """Return an upper bound of all ids; -1 without words. For a set of bits: the last id of its last word."""
     is_id = np.repeat(mask.sizes > 0, np.abs(mask.sizes))
     last_column = int(_columns(mask)[~is_id].max(initial=-1))
     return max(int(mask.words[is_id].max(initial=-1)), BITS_PER_WORD * last_column if last_column >= 0 else -1)
 
 
 def why_malformed(sizes: npt.NDArray[np.int32], words: npt.NDArray[np.int32], num_sampled: int) -> str:
-    """What is wrong with arrays off the wire, int32, as the sets of ``num_sampled`` tokens; empty if nothing is."""
+    """Say what is wrong with int32 arrays from the wire as the sets of ``num_sampled`` tokens; empty if nothing."""
     if sizes.shape != (num_sampled,):
         return f"expected sizes of {num_sampled} sampling masks, got {list(sizes.shape)}"
     # Widened first: the most negative int32 has no absolute value of its own.

@@ -320,7 +320,7 @@ class RunCommands:
 
 
 def _shares(cores: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
-    """Neighbouring cores for each process, as even as can be, the first ones not the smallest; none if too few."""
+    """Divide ``cores`` among the processes, neighbours together, as evenly as possible; none if there are too few."""
     if len(cores) < num_processes:
         return [()] * num_processes
     bounds = [-(-index * len(cores) // num_processes) for index in range(num_processes + 1)]

@@ -212,7 +212,7 @@ def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Ta
 
 
 def _flat(account: Mapping[str, Any]) -> dict[str, int]:
-    """Counts by term; those of a cause as ``dropped: stale``. Tokens are received where groups are issued."""
+    """Map term to count; a cause is written as ``dropped: stale``, and the tokens' ``received`` as ``issued``."""
     counts: dict[str, int] = {}
     for term, count in account.items():
         if isinstance(count, Mapping):

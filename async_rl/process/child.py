@@ -1,4 +1,4 @@
-"""How a process of a run starts, and how it ends with its parent.
+"""How a process of a run starts, ends with its parent, and keeps the memory that it frees.
 
 ``module_command`` and ``package_environment`` start a module of this very package, wherever it was imported from.
 

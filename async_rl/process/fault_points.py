@@ -12,13 +12,13 @@ import signal
 
 FAULT_POINTS = (
     "queue.journaled",  # the turn's changes are committed, its replies are not sent
-    "learner.taken",  # the batch is here, not trained
+    "learner.taken",  # the batch has arrived, it is not trained
     "learner.trained",  # the optimizer has stepped, the queue does not know
-    "learner.acknowledged",  # the queue has booked the step (and the snapshot), the checkpoint is not begun
+    "learner.acknowledged",  # the queue has recorded the step (and the snapshot), the checkpoint is not begun
     "learner.checkpoint_written",  # the checkpoint's files are written, `latest` names the one before
     "learner.publishing",  # the version is staged, not announced
     "generator.sampled",  # a group is graded, not returned
-    "generator.receiving",  # a bucket of a version is here, the version is not verified
+    "generator.receiving",  # a bucket of a version has arrived, the version is not verified
     "generator.activating",  # new weights are verified, not active
 )
 

@@ -7,9 +7,8 @@ handshake; callers of ``load_code`` compare them. The source is the named file a
 imports.
 
 Local modules are those in the outermost package that the module is part of, or else in the folder of its file and
-below. They are found by reading ``import`` statements, also in functions, and those of the imported modules; nothing
-is run. Not found are modules imported by a computed name, opened files, packages installed elsewhere and async-rl
-itself.
+below. The search reads ``import`` statements, also in functions, and those of the imported modules; it runs nothing. It
+does not find modules imported by a computed name, opened files, packages installed elsewhere and async-rl itself.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from async_rl.errors import ConfigError, QueueError
 logger = logging.getLogger(__name__)
 
 DIGESTS_FILE = "code_digests.json"
-"""Among the files of the handshake, and in the run directory: name -> SHA-256 in hex of its source."""
+"""A file of the handshake and of the run directory: name -> SHA-256, in hex, of its source."""
 
 _NAME = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]+\.py)(?::(?P<attribute>[A-Za-z_]\w*))?")
 
@@ -225,7 +224,7 @@ def _digest(sources: Mapping[str, Path]) -> str:
 
 
 def _check_origins(sources: Mapping[str, Path], name: str) -> None:
-    """Whether what was imported is what the digest was taken of: one process has one module of a name.
+    """Check that the imported modules are the files whose digest was taken; a process has one module of each name.
 
     Raises:
         ConfigError: a module of the same name was imported from elsewhere before.
@@ -240,7 +239,7 @@ def _check_origins(sources: Mapping[str, Path], name: str) -> None:
 
 
 class LocalFolder(str):
-    """An entry of ``sys.path`` added for one module of the user's own; other modules' imports don't count it."""
+    """An entry of ``sys.path`` that was added for one module of the user. Searches for other modules skip it."""
 
     __slots__ = ()
 
@@ -262,7 +261,7 @@ def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
     folder = search_folder(source)
     found = {spec.name: source}
     if folder.name in _INSTALLED and source.parent == folder:
-        return found  # a module that is installed as a single file: everything beside it is something else
+        return found  # a module that is installed as a single file: the files next to it belong to other packages
     root = folder / source.relative_to(folder).parts[0] if source.parent != folder else folder
     # Where a module is imported by its name, its packages run first.
     todo = [".".join(spec.name.split(".")[:depth]) for depth in range(1, spec.name.count(".") + 1)]
