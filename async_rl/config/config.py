@@ -29,7 +29,7 @@ from async_rl.process.user_code import is_code_name
 
 
 class Config(Section):
-    """Everything one run is made of."""
+    """All settings of one run."""
 
     run: RunConfig
     model: ModelConfig
@@ -199,7 +199,7 @@ class Config(Section):
 
     @property
     def row_needs(self) -> tuple[RowField, ...]:
-        """What every row must have for its rewards; environments and functions of the user's own say for themselves."""
+        """The fields that every row must have for its rewards; none for environments and the user's own functions."""
         types = () if self.environment.is_set else self.reward.types
         return tuple(dict.fromkeys(key for one in types for key in one.row_fields))
 
@@ -212,7 +212,7 @@ class Config(Section):
 
     @property
     def own_vocab_size(self) -> int | None:
-        """Tokens that a backend without a model samples from; None: the model's vocabulary."""
+        """Number of tokens that a backend without a model samples from; None: the model's vocabulary."""
         return None if has_model(self.generator.backend) else self.experimental.fake.vocab_size
 
     @property
@@ -230,7 +230,7 @@ class Config(Section):
 
     @property
     def lowest_bound(self) -> int:
-        """The lowest bound on staleness under which a batch is always young enough.
+        """The lowest staleness bound under which every batch can be fresh enough.
 
         Just before a version is due, generators are ``sync_every - 1`` behind; a batch's last update adds the others.
         """
@@ -238,10 +238,10 @@ class Config(Section):
 
     @property
     def temperature_steps(self) -> int:
-        """The version at which sampling is at ``sampling.temperature_end``; the run's last if nothing else is asked."""
+        """The version at which sampling reaches ``sampling.temperature_end``; if unset, the run's last."""
         return self.sampling.temperature_steps or self.learner.steps * self.learner.updates_per_batch
 
     @property
     def max_filtered(self) -> int:
-        """Filtered groups without a step that stop the run."""
+        """The number of filtered groups without a step that stops the run."""
         return self.queue.max_filtered or 100 * self.learner.groups_per_step

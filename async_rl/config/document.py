@@ -1,6 +1,6 @@
-"""What the config classes say about each key: lines for ``async-rl config --explain``, and the page docs/config.md.
+"""Describes each key from the config classes, for ``async-rl config --explain`` and the page docs/config.md.
 
-``python -m async_rl.config.document > docs/config.md`` writes that page anew; a test compares the two.
+``python -m async_rl.config.document > docs/config.md`` writes that page; a test checks that it is current.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Key:
 
     @property
     def values(self) -> str:
-        """What values the key takes, in words."""
+        """The values that the key takes, in words."""
         text = _values(self.field.annotation, _limits(self.field.metadata))
         section, _, key = self.name.partition(".")
         if section == "loss" and key in OFF_VALUES:
@@ -70,7 +70,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One TOML table: its name, what it is for, its own keys."""
+    """One TOML table: its name, its purpose and its own keys."""
 
     name: str
     description: str
@@ -78,7 +78,7 @@ class Table:
 
 
 def tables() -> Iterator[Table]:
-    """Every table of the config in the order of ``Config``, each followed by the tables inside it."""
+    """Yield every table of the config in the order of ``Config``, each followed by the tables inside it."""
     defaults = Config.model_validate({"run": {"dir": "."}, "model": {"path": "."}})
     for name in Config.model_fields:
         yield from _tables_of(name, getattr(defaults, name))
@@ -179,7 +179,7 @@ def _in_toml(name: str, value: Any) -> str:
 
 
 def _values(annotation: Any, limits: str) -> str:
-    """In words: what a value of the type ``annotation`` may be."""
+    """Describe the values of the type ``annotation``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _values(arguments[0], _limits(arguments[1:]))
@@ -204,7 +204,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _limits(metadata: Sequence[Any]) -> str:
-    """In words: the bounds among ``metadata``, each with a comma before it."""
+    """Describe the bounds among ``metadata``, each with a comma before it."""
     found = ((words, getattr(one, name, None)) for name, words in _LIMITS.items() for one in metadata)
     return "".join(f", {words} {_number(value)}" for words, value in found if value is not None)
 

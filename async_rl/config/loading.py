@@ -22,7 +22,7 @@ _GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.")
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """The config in ``path`` with ``overrides`` applied.
+    """Read the config in ``path`` and apply ``overrides``.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, a wrong type or range, or keys that contradict.
@@ -43,7 +43,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> Config:
-    """Validated config from plain data; ``source`` is named in errors.
+    """Validate plain data as a config; errors name ``source``.
 
     Raises:
         ConfigError: as ``load_config``.
@@ -70,7 +70,7 @@ def _explain(detail: Mapping[str, Any]) -> str:
 
 
 def _suggestion(location: Sequence[Any]) -> str:
-    """``; did you mean section.key?`` for a slip of the pen, else nothing."""
+    """Return ``; did you mean section.key?`` if a known key is similar, else nothing."""
     model: Any = Config
     for part in location[:-1]:
         model = getattr(model.model_fields.get(part), "annotation", None)
@@ -81,7 +81,7 @@ def _suggestion(location: Sequence[Any]) -> str:
 
 
 def check_generator_overrides(overrides: Iterable[str]) -> None:
-    """Whether ``overrides`` are good ``generator.*`` settings, as far as that can be said without the run's config.
+    """Check that ``overrides`` are valid ``generator.*`` settings, as far as possible without the run's config.
 
     Raises:
         ConfigError: one is malformed, of another section, unknown, or of a wrong type or range.
@@ -108,7 +108,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set one ``section.key=value`` in plain data. The value is TOML, or else a bare string.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: ``override`` is not of that form.
     """
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
@@ -127,7 +127,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def config_to_toml(config: Config) -> str:
-    """The resolved config, every default written out; reading it back gives an equal config."""
+    """Write the resolved config as TOML, defaults included; reading it back gives an equal config."""
     data = config.model_dump(mode="json", exclude_none=True)
     if config.queue.filter_range is None:
         data["queue"]["filter_range"] = []
@@ -136,7 +136,7 @@ def config_to_toml(config: Config) -> str:
 
 
 def config_difference(old: Config, new: Config) -> list[str]:
-    """``section.key: old -> new`` for every key that differs."""
+    """Describe every key that differs as ``section.key: old -> new``."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]

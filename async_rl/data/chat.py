@@ -48,7 +48,7 @@ _PROBE_MESSAGES: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1
 
 
 def quiet_progress_bars() -> None:
-    """No bars for reading and writing weights. A download keeps its bar on a terminal: it may take an hour.
+    """Switch off progress bars for reading and writing weights. Downloads, which may take an hour, keep theirs.
 
     Warnings and errors are left alone.
     """
@@ -89,7 +89,7 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
 
 
 def _tokenizer_class(directory: Path) -> str:
-    """What ``tokenizer_config.json`` names; empty if it names none (the loader then raises the error)."""
+    """The class that ``tokenizer_config.json`` names; empty if it names none (the loader then raises the error)."""
     try:
         config: Any = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -48,8 +48,8 @@ class RowRules:
     Attributes:
         system_prompt: put in front of every row that has no system message of its own; empty adds nothing.
         needs: the keys that every row must have for its reward.
-        needs_prompt: whether every row must ask something. An environment may ask by itself; the messages of a row that
-            doesn't are ().
+        needs_prompt: whether every row must have a prompt. With an environment it may have none; its messages are then
+            ().
         columns: the names of keys in the data, where they differ.
         prompt_format: whether a ``prompt`` is a user's message or text to be continued as it stands.
     """
@@ -65,7 +65,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     """Check ``raw`` and return it as a row.
 
     Raises:
-        DataError: it is no row, or lacks what its reward needs; the message begins with ``where``.
+        DataError: ``raw`` is not a row, or lacks what its reward needs; the message begins with ``where``.
     """
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected a JSON object, got {kind(raw)}")
@@ -85,7 +85,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
 
 
 def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: str) -> dict[str, Any]:
-    """``raw`` with its columns called by our keys; a column that has one of our names by chance is left out.
+    """Rename the columns of ``raw`` to our keys; a column that has one of our names by chance is left out.
 
     The other columns keep their names.
     """
@@ -139,10 +139,10 @@ def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[M
 
 
 def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """A chat: a list of ``{"role", "content"}``, or one such object.
+    """Check a chat: a list of ``{"role", "content"}``, or one such object.
 
     Raises:
-        DataError: it is anything else.
+        DataError: ``raw`` is anything else.
     """
     listed = [raw] if isinstance(raw, dict) else raw
     if not isinstance(listed, list) or not listed:
@@ -225,7 +225,7 @@ def load_train_rows(config: Config) -> LoadedRows:
 
 
 def empty_rows(num_rows: int) -> LoadedRows:
-    """Rows without content, for an environment that makes its own tasks, for example from a seed."""
+    """Return rows without content, for an environment that makes its own tasks, for example from a seed."""
     digest = hashlib.sha256(f"made up: {num_rows}".encode()).hexdigest()
     return LoadedRows((Row((), {}),) * num_rows, 0, digest)
 

@@ -1,4 +1,4 @@
-"""Where rows come from: a file or a dataset of the hub becomes plain objects, each with the place it has there.
+"""Reads datasets: a file or a dataset of the hub becomes plain objects, each with its place in the source.
 
 ``dataset`` checks them. A source is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any
 other file is read as JSONL), a directory that ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging
@@ -28,13 +28,13 @@ _FIELD_LIMIT = 1 << 27
 
 
 class Source:
-    """A dataset to be read once: ``records`` yields (place, object or what is wrong with it), then ``digest`` is known.
+    """A dataset to be read once: ``records`` yields (place, object or error); after that ``digest`` is known.
 
     The digest is the SHA-256 in hex of the file, or of the rows where there is no single file.
     """
 
     def __init__(self, name: str) -> None:
-        """Raises DataError: there is no such file, or ``name`` is no source at all."""
+        """Raises DataError: there is no such file, or ``name`` is not a source."""
         self.name = name
         self._hash = hashlib.sha256()
         found = None if Path(name).exists() else _SPLIT.fullmatch(name)
@@ -52,7 +52,7 @@ class Source:
         return self._hash.hexdigest()
 
     def records(self) -> Iterator[tuple[str, Any | DataError]]:
-        """Every row's place (``file:line`` in files of lines, else ``file: row N`` from 1) and what is there.
+        """Yield the place of every row and its object or error. A place is ``file:line``, or ``file: row N`` from 1.
 
         Raises:
             DataError: the source can't be read at all.
@@ -123,7 +123,7 @@ def _json(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
-    """One object a record; empty cells are left out, and everything is text."""
+    """Yield one object for each record. All values are text; empty cells are left out."""
     csv.field_size_limit(_FIELD_LIMIT)
     try:
         text = content.decode("utf-8-sig")
@@ -183,7 +183,7 @@ _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give every object every key; one that is null is one that the object does not have."""
+    """Remove keys whose value is null: tables give every object every key."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -222,7 +222,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def kind(value: Any) -> str:
-    """What ``value`` is, for error messages."""
+    """Describe the type of ``value``, for error messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Arithmetic from a model's hands: numbers and + - * / with brackets, exactly, and nothing else. Nothing is run."""
+"""Evaluates arithmetic that a model wrote: numbers and + - * / with brackets, exactly. No code is executed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[Fraction]]:
-    """The value of ``expression``, and the numbers in it in order (a sign before one is not part of it).
+    """Return the value of ``expression`` and the numbers in it, in order and without their signs.
 
     Raises:
-        ValueError: it is something else, too long, or divides by zero.
+        ValueError: the expression has anything else, is too long, or divides by zero.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"expected at most {MAX_CHARACTERS} characters, got {len(expression)}")

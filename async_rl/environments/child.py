@@ -31,14 +31,14 @@ MAX_BYTES = 64 << 20
 
 
 class FrameError(Exception):
-    """A frame is too long, or no JSON object."""
+    """A frame is too long, or is not a JSON object."""
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """``message`` as a frame.
+    """Encode ``message`` as a frame.
 
     Raises:
-        FrameError: it is no JSON, or too long.
+        FrameError: the message can't be written as JSON, or is too long.
     """
     try:
         body = json.dumps(message).encode()
@@ -50,10 +50,10 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def unpack(buffer: bytearray) -> dict[str, Any] | None:
-    """The first message in ``buffer``, taken out of it; None while it is not whole.
+    """Remove the first message from ``buffer`` and return it; None while it is incomplete.
 
     Raises:
-        FrameError: it is too long, or no JSON object.
+        FrameError: the message is too long, or is not a JSON object.
     """
     try:
         body = take_frame(buffer, max_bytes=MAX_BYTES)
@@ -122,7 +122,7 @@ class _Channel:
         await asyncio.get_running_loop().sock_sendall(self._sock, pack(message))
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next message; None once the generator is gone."""
+        """Wait for the next message; None after the generator's end."""
         while (message := unpack(self._buffer)) is None:
             chunk = await asyncio.get_running_loop().sock_recv(self._sock, _CHUNK)
             if not chunk:
@@ -155,7 +155,7 @@ async def _serve(channel: _Channel, code: Any) -> None:
 
 
 def _seed(seed: int) -> None:
-    """The same random numbers for every rollout of a group; those who want others have ``extra_info["index"]``."""
+    """Seed ``random`` alike for every rollout of a group; ``extra_info["index"]`` tells the rollouts apart."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -184,7 +184,7 @@ async def _end_tasks(left: set[asyncio.Task[Any]]) -> None:
 
 
 class EnvironmentFault(Exception):  # noqa: N818  (the author's mistake; not one of the run's errors)
-    """The environment returned what it must not."""
+    """The environment returned something malformed."""
 
 
 async def play(code: Any, rollout: Rollout) -> None:

@@ -128,7 +128,7 @@ class _Server:
             os._exit(code)
 
     def _kill(self, pid: int) -> None:
-        """End a process and its group. Only reaped ones leave ``_children``, so a number is never another's."""
+        """End a process and its group. Only children that were not reaped are killed, so their ids are theirs."""
         if pid not in self._children:
             return
         for kill in (os.killpg, os.kill):
@@ -146,7 +146,7 @@ class _Server:
 
 
 def _be_killed_first() -> None:
-    """If memory runs out, this is the process to take, not the generator that waits for it."""
+    """Make the kernel kill this process first if memory runs out, not the generator."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_MOST_KILLABLE)
 

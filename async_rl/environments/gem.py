@@ -35,7 +35,7 @@ def _make(env_id: str, **kwargs: Any) -> Any:
 
 
 class Gem:
-    """One rollout's GEM environment. The model's whole conversation is its state; a step's reward is its score, too.
+    """The GEM environment of one rollout. Its state is the whole conversation; a step's reward is also its score.
 
     An episode that GEM truncates (its own limit on turns) is done.
     """
@@ -71,5 +71,5 @@ class Gem:
 
 
 def _with_suffix(observation: str, info: dict[str, Any]) -> str:
-    """GEM's hint at what to do next, where it has one, belongs behind the observation."""
+    """Append GEM's hint at what to do next, if there is one, to the observation."""
     return re.sub(r"\s+\Z", "", f"{observation}\n{info.get('suffix', '')}")

@@ -1,8 +1,8 @@
-"""The generator's side of its environments: processes for the rollouts in play, their messages and their deadlines.
+"""The generator's side of environments: a process for each rollout that is played, its messages and its deadline.
 
-Owned by one thread, polled, never waits but for a fork (milliseconds). A rollout has a process to itself for as long as
-it is played; one that ended well is used again. A process that crashes, or works longer than ``timeout_s`` on one reset
-or step, is killed with all that it started, and costs its rollout. Called by ``generator.environment_rollouts``.
+``generator.environment_rollouts`` calls it, in one thread; only a fork makes it wait, for milliseconds. A rollout has a
+process to itself while it is played; the process of a rollout that ended well is used again. A process that crashes, or
+spends more than ``timeout_s`` on one reset or step, is killed with all that it started, and its rollout fails.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """``key`` is the rollout that it plays; None while it is idle, or ends a cancelled one.
+    """One environment process. ``key`` is its rollout; None while it is idle, or ends a cancelled rollout.
 
-    ``deadline_s`` is when it must have answered; None while nothing is asked of it.
+    ``deadline_s`` is the time by which it must answer; None if no answer is due.
     """
 
     pid: int
@@ -91,7 +91,7 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes that play a rollout."""
+        """Process ids of all processes that play a rollout."""
         return [process.pid for process in self._processes.values()]
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class EnvironmentPool:
         self._ask(process, pack({"type": "cancel"}))
 
     def poll(self) -> list[Event]:
-        """Events since the last call; never waits."""
+        """Return the events since the last call, without waiting."""
         events, self._failed_at_start = self._failed_at_start, []
         for selected, mask in self._selector.select(0):
             process: _Process = selected.data
@@ -214,7 +214,7 @@ class EnvironmentPool:
         self._idle.append(process)
 
     def _fail(self, process: _Process, count: str, error: str) -> list[Event]:
-        """End a process that is of no more use; the failure of its rollout, if it had one."""
+        """End a process. Return the failure of its rollout, if it had one."""
         if process.sock.fileno() < 0:
             return []
         self._end(process)
@@ -235,10 +235,10 @@ class EnvironmentPool:
             self._control.sendall(RECORD.pack(b"K", process.pid))
 
     def _fork(self) -> _Process:
-        """A new process.
+        """Fork a process.
 
         Raises:
-            EnvironmentProcessError: there can be no more processes.
+            EnvironmentProcessError: the machine refuses another process.
             ConfigError: the fork server died and can't be started again.
         """
         pid, ours = self._try_fork()
@@ -258,7 +258,7 @@ class EnvironmentPool:
         return process
 
     def _try_fork(self) -> tuple[int | None, socket.socket]:
-        """Process id, 0 if it could not fork, None if the server is gone; and our end of the socket."""
+        """Return our end of a socket and a process id: 0 if the fork failed, None if the server has ended."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

@@ -39,7 +39,7 @@ class StepResult(TypedDict, total=False):
 
 
 class Environment(Protocol):
-    """A task of several turns. All methods are async; plain functions are accepted too, but nothing runs beside them.
+    """A task of several turns. All methods are async; plain functions are accepted too, and block the process.
 
     ``reset`` is optional: without it, or when it returns None, the row's own messages are the first state. It may
     return the state alone or ``(state, extra_info)``. ``close()`` (optional) is called at the rollout's end.
@@ -50,7 +50,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, state: State, action: str, extra_info: dict[str, Any]) -> StepResult:
-        """What the model's ``action`` (its text, without special tokens) did in ``state``."""
+        """Apply the model's ``action`` (its text, without special tokens) to ``state``."""
         ...
 
 
@@ -64,11 +64,11 @@ class Action:
 
 
 class RolloutOverError(Exception):
-    """No further turn: ``environment.max_turns`` or the tokens are used up. Don't catch it; it is no failure."""
+    """``environment.max_turns`` or the tokens are used up. It ends the rollout and is no failure: don't catch it."""
 
 
 class Rollout(Protocol):
-    """What ``generate(rollout)`` plays with.
+    """The argument of ``generate(rollout)``: it samples from the model and records rewards.
 
     Attributes:
         extra_info: as for ``step``.
@@ -79,15 +79,15 @@ class Rollout(Protocol):
     prompt: str | None
 
     async def sample(self, state: State, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Action:
-        """The model's answer in ``state``; ``max_tokens`` and ``stop`` narrow the run's own settings.
+        """Sample the model's answer to ``state``; ``max_tokens`` and ``stop`` narrow the run's own settings.
 
         Raises:
-            RolloutOverError: there is no further turn.
+            RolloutOverError: the rollout has no further turn.
         """
         ...
 
     def reward(self, reward: float, score: float | None = None) -> None:
-        """Add to what the newest action earned; ``score`` as in ``StepResult``.
+        """Add to the reward of the newest action; ``score`` as in ``StepResult``.
 
         Raises:
             ValueError: nothing was sampled yet, or a number is not finite.
@@ -115,7 +115,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls in ``text``, in order, in the form that Qwen's and Hermes's chat templates ask for.
 
     That is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. ``arguments`` may also be JSON in a text; they
-    may be left out. A malformed call is returned with its ``error``, so that the model can be told.
+    may be left out. A malformed call is returned with its ``error``, which is meant for the model.
     """
     return [_parse_call(body.strip()) for body in _TOOL_CALL.findall(text)]
 
@@ -134,6 +134,6 @@ def _parse_call(body: str) -> ToolCall:
 
 
 def last_tag(text: str, tag: str) -> str | None:
-    """What is inside the last ``<tag>...</tag>``, without spaces around it; None if there is none."""
+    """Return the text inside the last ``<tag>...</tag>``, stripped; None if there is no such tag."""
     found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
     return found[-1].strip() if found else None

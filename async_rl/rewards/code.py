@@ -1,9 +1,9 @@
-"""The reward for programs: take the program out of the answer, run it on the row's tests, give credit.
+"""The reward for programs: takes the program out of the answer, runs it on the row's tests and counts those it passes.
 
-Enters one finished rollout, leaves its reward parts and accuracy. Built by ``registry``. A judge runs the program:
+One finished rollout enters, its reward parts and accuracy leave. ``registry`` builds it. A judge runs the program:
 ``LocalJudge`` in this machine's sandbox, also for the verifier's server, or ``code_remote.RemoteJudge``. Every test
-runs the program again, in an isolation of its own; the program never gets the expected output, for outputs are
-compared outside the sandbox.
+runs the program again in a new, isolated process. The program never gets the expected output: outputs are compared
+outside the sandbox.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MAX_THREADS = 32
 
 
 class CodeReward:
-    """``correct``: ``scale`` if the program passes all tests and stands in a fence, else 0.
+    """The part ``correct`` is ``scale`` if the program passes all tests and is in a code fence, else 0.
 
-    With ``partial_credit``, ``scale`` times the share of tests passed; accuracy is that share too, for groups are
-    filtered by it. Else accuracy is 1 if all pass, in a fence or not. An answer is a program that passes all tests.
+    With ``partial_credit`` it is ``scale`` times the share of tests passed; accuracy is that share too, because groups
+    are filtered by it. Otherwise accuracy is 1 if all tests pass, with or without a fence.
     """
 
     def __init__(self, judge: Judge, *, scale: float, partial_credit: bool, num_workers: int = 1) -> None:
-        """``num_workers`` programs are judged at a time, however many threads ask."""
+        """At most ``num_workers`` programs are judged at a time, however many threads call."""
         self._judge = judge
         self._workers = threading.BoundedSemaphore(num_workers)
         self._scale = scale
@@ -67,7 +67,7 @@ class CodeReward:
         return RewardOutput(parts, accuracy, (program or "")[:MAX_EXTRACTED_CHARS], has_answer=passed)
 
     def counters(self) -> dict[str, int]:
-        """``code_tests_{verdict}``: tests by how they went."""
+        """Tests by verdict, as ``code_tests_{verdict}``."""
         return self._judge.counters()
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class CodeReward:
 
 
 def extract_program(text: str) -> Extraction:
-    """The text after the last "```python", up to the next fence; without such a fence all of it, the format invalid."""
+    """Return the text between the last "```python" and the next fence; without one all of it, of invalid format."""
     start = text.rfind(_FENCE)
     if start < 0:
         return Extraction(text, False)
@@ -86,7 +86,7 @@ def extract_program(text: str) -> Extraction:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One verdict a test, in the row's order; ``notes`` has the end of each one's standard error."""
+    """One verdict for each test, in the row's order; ``notes`` has the end of each run's standard error."""
 
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
@@ -101,7 +101,7 @@ class Judgement:
 
 
 def judgement_of(verdicts: Sequence[Verdict], notes: Sequence[str], num_tests: int) -> Judgement:
-    """Of ``num_tests`` tests, of which the first few were run."""
+    """The judgement of ``num_tests`` tests, of which only the first may have been run."""
     not_run: list[Verdict] = ["not_run"] * (num_tests - len(verdicts))
     return Judgement((*verdicts, *not_run), (*notes, *[""] * (num_tests - len(notes))))
 
@@ -110,7 +110,7 @@ class Judge(Protocol):
     """Judges programs, from any thread; close it once."""
 
     def judge(self, source: str, tests: CodeTests) -> Judgement:
-        """Raises ``RewardError`` if the program can't be judged; never for a bad program."""
+        """Judge one program. Raises ``RewardError`` if the judge fails, never because the program is wrong."""
         ...
 
     def counters(self) -> dict[str, int]: ...
@@ -119,7 +119,7 @@ class Judge(Protocol):
 
 
 class Runner(Protocol):
-    """What runs programs: ``sandbox.Sandbox``, or a fake in tests."""
+    """Runs programs: ``sandbox.Sandbox``, or a fake in tests."""
 
     def run(self, program: Program, limits: Limits) -> Ran: ...
 
@@ -143,7 +143,7 @@ class LocalJudge:
         self._counts: Counter[str] = Counter()
 
     def with_settings(self, code: CodeRewardConfig) -> LocalJudge:
-        """One that shares this one's runner; close only one of them."""
+        """A judge with other settings and the same runner; close only one of the two."""
         return LocalJudge(self._runner, code, clock=self._clock)
 
     def judge(self, source: str, tests: CodeTests) -> Judgement:
@@ -162,7 +162,7 @@ class LocalJudge:
         return judgement
 
     def counters(self) -> dict[str, int]:
-        """``code_tests_{verdict}``: tests by verdict."""
+        """Tests by verdict, as ``code_tests_{verdict}``."""
         return {f"code_tests_{verdict}": self._counts[verdict] for verdict in VERDICTS}
 
     def close(self) -> None:

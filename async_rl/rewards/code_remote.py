@@ -86,7 +86,7 @@ class RemoteJudge:
         return {f"code_tests_{verdict}": self._counts[verdict] for verdict in VERDICTS}
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no connection stays open."""
 
     def _check(self) -> None:
         tests = CodeTests((CodeTest("", "1\n"),), None)
@@ -102,7 +102,7 @@ class RemoteJudge:
         self._counts.clear()
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        """The verifier's answer. A verifier that fails is no verdict on the program: raises SandboxFailedError."""
+        """Return the verifier's answer. Raises SandboxFailedError if it fails, which says nothing about the program."""
         body = json.dumps(request).encode()
         deadline_s = time.monotonic() + self._total_limit_s
         trouble = ""
@@ -149,7 +149,7 @@ def _is_code(code: Any) -> bool:
 
 
 class VerifierServer(ThreadingHTTPServer):
-    """A thread a request, ``code.num_workers`` of them judging at a time. ``close`` it once.
+    """Serves every request in a thread; at most ``code.num_workers`` of them judge at a time. Close it once.
 
     Args:
         address: host and port to bind; port 0 takes any that is free, see ``server_address``.

@@ -1,4 +1,4 @@
-"""A code row's tests, checked, and whether what a program put out is what a test expects. Pure.
+"""Reads the tests of a code row, and decides whether a program's output is what a test expects. Pure.
 
 Tests are read when data is loaded and when an answer is graded. ``test_cases`` is ``{"inputs": [...], "outputs":
 [...]}``, or that as JSON text, with ``fn_name`` in it or beside it for tests that call a function.
@@ -44,7 +44,7 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """At least one test. ``function`` is the name of the function to call, None for scripts.
+    """The tests of one row, at least one. ``function`` is the name of the function to call; None for scripts.
 
     ``tolerance`` is the largest difference between a number that is no integer and the expected one: absolute, or
     relative to the expected number where that allows more.
@@ -56,7 +56,7 @@ class CodeTests:
 
 
 def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
-    """The tests of one row.
+    """Read the tests of one row.
 
     A script's input and output may be a list of lines. A function's arguments may be a list, or text with one JSON
     value a line; what it returns may be any value but text, or JSON text. ``test_cases.tolerance`` is 1e-6 if unset.
@@ -166,7 +166,7 @@ def values_agree(expected: Any, answer: bytes, *, compare: Compare, tolerance: f
 
 
 def _is_too_long(length: int, expected_length: int) -> bool:
-    """So much longer that it can't be right; comparing megabytes would stall whoever waits for the interpreter."""
+    """Whether the text is too long to be right. Comparing megabytes would block other threads."""
     return length > _MOST_TIMES_LONGER * expected_length + _SPARE_CHARS
 
 

@@ -1,6 +1,6 @@
-"""Checks that any reward must pass, for built-in rewards and functions of your own. Needs no test framework.
+"""The checks that any reward must pass, built-in or your own. Needs no test framework.
 
-Enters a reward and one example row; leaves the list of what is wrong, empty if nothing is. From the command line::
+A reward and one example row enter; a list of problems leaves, empty if there are none. From the command line::
 
     python -m async_rl.rewards.conformance file.py:function '{"gt_answer": "42"}' 'a text with the right answer'
 """
@@ -197,7 +197,7 @@ class _Checks:
 
 
 def check_reward(reward: Reward, example: Example, *, time_limit_s: float = 60.0) -> list[str]:
-    """Run every check on ``reward``; what is wrong, a sentence each.
+    """Run every check on ``reward``. Return a sentence for each problem.
 
     Args:
         time_limit_s: wall-clock seconds that one call may take.
@@ -206,7 +206,7 @@ def check_reward(reward: Reward, example: Example, *, time_limit_s: float = 60.0
 
 
 def _bounded(call: Callable[[], T], time_limit_s: float) -> T:
-    """What ``call`` returns or raises, in a thread of its own, for nothing else can leave a call that hangs."""
+    """Return or raise what ``call`` does. It runs in a thread of its own, so that a call that hangs can be left."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -25,9 +25,9 @@ _FORMS = (("item",), ("items",), ("completions", "solutions"))
 
 
 class FunctionReward:
-    """Calls ``function`` and checks what comes back. A number is a part of the function's name.
+    """Calls ``function`` and checks what it returns. A number becomes a reward part with the function's name.
 
-    As the run's main reward (``is_main``) a number is also the accuracy, so it must lie in [0, 1].
+    If the function is the run's main reward (``is_main``), the number is also the accuracy, so it must be in [0, 1].
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class FunctionReward:
 
 
 def _form(name: str, function: Any) -> str:
-    """``item``, ``items`` or ``completions``."""
+    """The form of ``function``: ``item``, ``items`` or ``completions``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -148,7 +148,7 @@ def _form(name: str, function: Any) -> str:
 
 
 class AsyncCalls:
-    """Runs async calls for threads, in one event loop that lives as long as the reward.
+    """Runs async calls for any number of threads, in one event loop that lives as long as the reward.
 
     At most ``max_concurrent`` calls run at the same time; each is cancelled ``time_limit_s`` after it began (waiting
     for its turn does not count). The loop's thread starts with the first call. What a function keeps between calls,
@@ -163,17 +163,18 @@ class AsyncCalls:
         self._slots: asyncio.Semaphore | None = None
 
     def results(self, calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> list[Any]:
-        """What the calls return, in order; waits for all of them. From any thread.
+        """Wait for all calls and return their results, in order. Any thread may call it.
 
         Raises:
-            TimeoutError: one took too long. Else the first thing that one of them raises; the others are ended.
+            TimeoutError: one took too long.
+            Exception: the first error of a call; the other calls are cancelled.
         """
         with self._lock:
             loop = self._running_loop()
         return asyncio.run_coroutine_threadsafe(self._gathered(calls), loop).result()
 
     def close(self) -> None:
-        """End the calls that run, and the loop."""
+        """Cancel all calls and stop the loop."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is not None and thread is not None:

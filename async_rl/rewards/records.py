@@ -18,7 +18,7 @@ class RewardInput:
 
     Attributes:
         text: the sampled tokens decoded, without special tokens; the prompt is not in it.
-        reward_data: the row's (``gt_answer``).
+        reward_data: the row's fields for the reward, such as ``gt_answer``.
         num_tokens: sampled tokens, end-of-sequence token included.
         max_new_tokens: the lease's limit on ``num_tokens``.
         finish_reason: ``length`` if it was cut.
@@ -46,7 +46,7 @@ class RewardOutput:
 
 
 class Reward(Protocol):
-    """A reward function with what it holds: call it from any thread, close it once."""
+    """A reward function and the processes that it needs. Any thread may call it; close it once."""
 
     def __call__(self, item: RewardInput) -> RewardOutput:
         """Score one rollout.
@@ -71,12 +71,12 @@ class GroupReward(Protocol):
 
     @property
     def is_async(self) -> bool:
-        """Whether it awaits: answers are then to be scored by many threads at a time."""
+        """Whether it awaits. If so, many threads score answers at the same time."""
         ...
 
     @property
     def needs_whole_group(self) -> bool:
-        """Whether it is to be asked once for all rollouts of a lease, instead of as each is finished."""
+        """Whether it scores all rollouts of a lease in one call, instead of each when it is finished."""
         ...
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:

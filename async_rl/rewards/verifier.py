@@ -35,7 +35,7 @@ _WALL_FACTOR = 50.0
 
 
 class _DeadlineError(Exception):
-    """No whole answer came in time."""
+    """The worker sent no complete answer within the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Server:
             ) from error
 
     def fork(self) -> _Worker:
-        """A new worker. Raises ConnectionError: the server is gone, or the machine refuses another process."""
+        """Fork a worker. Raises ConnectionError: the server has ended, or the machine refuses another process."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [RECORD.pack(FORK, 0)], [theirs.fileno()])
@@ -82,7 +82,7 @@ class _Server:
         return _Worker(pid, ours)
 
     def end(self, worker: _Worker) -> int:
-        """End a worker, or see that it has ended. Return the signal that did it, or 0."""
+        """End a worker if it still runs. Return the signal that ended it, or 0."""
         worker.connection.close()
         # The server reaps nothing unasked, so this number is still the worker's.
         os.kill(worker.pid, signal.SIGKILL)
@@ -94,7 +94,7 @@ class _Server:
 
 
 class MathVerifier:
-    """At most ``MAX_WORKERS`` workers, started when needed; questions are asked from any thread.
+    """Compares answers in at most ``MAX_WORKERS`` workers, which it starts when needed. Any thread may call it.
 
     ``counts`` has ``requests``, ``timed_out`` and ``crashed`` (questions without an answer), and ``started``
     (workers).
@@ -135,7 +135,7 @@ class MathVerifier:
         return verdict
 
     def close(self) -> None:
-        """End all processes. Questions under way crash; no others may be asked."""
+        """End all processes. Comparisons under way count as crashed; later ones are not allowed."""
         with self._lock:
             self._is_closed = True
             self._drop_server()

@@ -29,14 +29,14 @@ from async_rl.sandbox import system
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one run of one program.
+    """The limits of one run of one program.
 
     Attributes:
-        time_s: wall-clock seconds, and nearly so of CPU time.
+        time_s: wall-clock seconds; the limit on processor seconds is about the same.
         memory_bytes: address space.
-        output_bytes: of standard output, and of any file it writes.
-        scratch_bytes: of all files in its private directory together.
-        max_threads: the main one included. A program can't start processes.
+        output_bytes: size of standard output, and of any file that it writes.
+        scratch_bytes: size of all files in its private directory together.
+        max_threads: number of threads, the main one included. A program can't start processes.
     """
 
     time_s: float
@@ -103,7 +103,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def load_prelude(packages: Iterable[str]) -> dict[str, Any]:
-    """Import what programs often need, so that they find it ready; returns the prelude's names.
+    """Import the modules that programs often need, and return the names of the prelude.
 
     Raises:
         ImportError: one of ``packages`` is not installed.
@@ -122,8 +122,8 @@ def load_prelude(packages: Iterable[str]) -> dict[str, Any]:
 def run(descriptors: Sequence[int], confine_here: Callable[[], None], prelude: dict[str, Any]) -> NoReturn:
     """Become the program. ``descriptors``: program, standard input, output, standard error, reply.
 
-    ``confine_here`` is called when only the program's own descriptors are left, just before its code. What fails before
-    that is reported on the reply's pipe, which the program never sees.
+    ``confine_here`` is called just before the program's code, when all other descriptors are closed. Earlier errors are
+    reported on the reply's pipe, which the program never sees.
     """
     reply = descriptors[-1]
     try:
@@ -161,7 +161,7 @@ def _take_descriptors(descriptors: Sequence[int]) -> dict[str, Any]:
 
 
 def confine(limits: Limits, seccomp_filter: bytes) -> None:
-    """Its own directory, network and user namespace, limits, no capabilities, no way to gain any, few system calls.
+    """Give the process its own directory, network and user namespace, limits, no capabilities and few system calls.
 
     Raises:
         OSError: the kernel refuses one of them.
@@ -179,7 +179,7 @@ def confine(limits: Limits, seccomp_filter: bytes) -> None:
 
 
 def set_limits(limits: Limits) -> None:
-    """Put ``limits`` on this process and all that it starts, but for their number."""
+    """Set all limits but that on threads, for this process and all that it starts."""
     cpu_s = math.ceil(limits.time_s) + 1
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
@@ -197,7 +197,7 @@ def set_limits(limits: Limits) -> None:
 
 
 def _execute(request: dict[str, Any], prelude: dict[str, Any]) -> int:
-    """Run the program; returns its exit code. Whatever it does to this process, the verdict is made elsewhere."""
+    """Run the program and return its exit code. The verdict is reached outside this process, which it may change."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.setrecursionlimit(_RECURSION_LIMIT)
     importlib.import_module("random").seed(0)
@@ -242,7 +242,7 @@ def _guarded(body: Any, module: types.ModuleType, request: dict[str, Any]) -> in
 
 
 def _print_end_of_trace(error: BaseException) -> None:
-    """The innermost frames. Formatting all 600,000 of an endless recursion would take seconds."""
+    """Print the innermost frames. Formatting all 600,000 frames of an endless recursion would take seconds."""
     last: deque[types.TracebackType] = deque(maxlen=_SHOWN_FRAMES)
     trace = error.__traceback__
     while trace is not None:
@@ -284,7 +284,7 @@ def _call(module: types.ModuleType, request: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it: tuples are lists. Other objects are refused, whatever they claim to equal."""
+    """Convert ``value`` to the types of JSON, tuples to lists. Objects of other types are refused."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):

@@ -2,16 +2,16 @@
 
     python -m async_rl.sandbox.launcher SOCKET_FD SETTINGS_JSON
 
-Two processes. The *outer* one isolates itself from the machine: namespaces (user, mount, network, IPC, host name,
-process ids), a root with nothing in it but the interpreter's libraries, an unprivileged user. It then forks the *inner*
-one, which is process 1 of its process namespace, serves the socket, and takes everything with it when it ends.
+The launcher is two processes. The *outer* one isolates itself from the machine: namespaces (user, mount, network, IPC,
+host name, process ids), a root that holds only the interpreter's libraries, an unprivileged user. It then forks the
+*inner* one, which is process 1 of its process namespace and serves the socket. When it ends, all programs end.
 
-On the socket (SOCK_SEQPACKET): first ``{"ready": true}`` or ``{"refused": step, "error": ...}`` from here; then one
-request per program from there, ``limits`` as JSON beside five descriptors: program, standard input, output, standard
-error, reply. The launcher never reads a program: its memory, which all children inherit, stays clean. The reply, on
-its own pipe: ``{"ended": ...}`` or ``{"failed": ...}`` (the sandbox's fault), then end of file.
+On the socket (SOCK_SEQPACKET) the launcher first sends ``{"ready": true}`` or ``{"refused": step, "error": ...}``. Then
+it receives one request for each program: ``limits`` as JSON, with five descriptors: program, standard input, output,
+standard error, reply. It never reads a program, so no program is in the memory that children inherit. On the reply's
+pipe it sends ``{"ended": ...}``, or ``{"failed": ...}`` if the sandbox failed, and closes it.
 
-With ``"unsafe": true`` among the settings nothing is isolated: programs get limits and a session of their own, no more.
+With ``"unsafe": true`` among the settings nothing is isolated: programs only get limits and a session of their own.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Steps:
 
 
 def _isolate(visible: list[str], steps: _Steps) -> None:
-    """Namespaces, root and user of this process and all that it will start."""
+    """Give this process, and all that it will start, new namespaces, root and user."""
     spaces = system.CLONE_NEWUSER | system.CLONE_NEWNS | system.CLONE_NEWNET | system.CLONE_NEWIPC
     spaces |= system.CLONE_NEWUTS | system.CLONE_NEWCGROUP | system.CLONE_NEWPID
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
@@ -123,7 +123,7 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
 
 
 def _take_mount_namespace_as_root() -> None:
-    """A mount namespace to build the root in; the root of a container needs a user namespace around it."""
+    """Enter a mount namespace to build the root in. The root user of a container needs a user namespace around it."""
     try:
         return system.unshare(system.CLONE_NEWNS)
     except PermissionError:
@@ -152,7 +152,7 @@ def _take_mount_namespace_as_root() -> None:
 
 
 def _new_user_namespace(spaces: int, proc: int) -> None:
-    """Every namespace of ``spaces``, this user and group being themselves in it."""
+    """Enter new namespaces, of the kinds in ``spaces``, in which user and group keep their ids."""
     uid, gid = os.geteuid(), os.getegid()
     system.unshare(spaces)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -179,7 +179,7 @@ def _wait_for(inner: int, parent_pid: int) -> None:
 
 
 def _serve(control: int, seccomp_filter: bytes, prelude: dict[str, Any]) -> NoReturn:
-    """The inner process: serve until the socket's other end is closed."""
+    """Serve as the inner process until the socket's other end is closed."""
     system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
     gc.freeze()  # children share these objects' pages as long as no collection touches them
@@ -193,7 +193,7 @@ def _serve(control: int, seccomp_filter: bytes, prelude: dict[str, Any]) -> NoRe
 
 
 class _Isolation:
-    """How a program is started and cleaned up after, inside namespaces."""
+    """Starts programs inside namespaces."""
 
     def __init__(self, seccomp_filter: bytes) -> None:
         self._filter = seccomp_filter
@@ -215,11 +215,11 @@ class _Isolation:
         child.confine(limits, self._filter)
 
     def clean_up(self, pid: int) -> None:
-        """Nothing to do: the kernel did it."""
+        """Do nothing: the kernel has cleaned up."""
 
 
 class _Unprotected:
-    """The same without isolation (``allow_unsafe``): a directory and a session for each program."""
+    """Starts programs without isolation (``allow_unsafe``): each has a directory and a session."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -245,7 +245,7 @@ class _Unprotected:
 
 @dataclass(slots=True)
 class _Running:
-    """A program: its process, where its end is reported, when it started and when it must have ended."""
+    """A running program: its process, the pipe for its reply, its start and its deadline."""
 
     pid: int
     reply: int
@@ -255,7 +255,7 @@ class _Running:
 
 
 class _Server:
-    """The inner process's state: what runs now."""
+    """Serves requests in the inner process, and ends programs at their deadline."""
 
     def __init__(self, control: int, mode: _Isolation | _Unprotected, prelude: dict[str, Any]) -> None:
         self._control = control
@@ -279,7 +279,7 @@ class _Server:
         return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1 if deadlines else None
 
     def _start_next(self) -> bool:
-        """Start the program of the next request; False when there will be none."""
+        """Start the program of the next request. Return False if the socket was closed."""
         request, descriptors = receive(self._control)
         if not request:
             return False
@@ -325,7 +325,7 @@ class _Server:
 
 
 def receive(control: int) -> tuple[bytes, list[int]]:
-    """The next message on the socket ``control`` and the descriptors beside it; empty at its end."""
+    """Receive the next message on the socket ``control`` and its descriptors; both are empty at the socket's end."""
     with socket.socket(fileno=os.dup(control)) as end:
         message, descriptors, _, _ = socket.recv_fds(end, REQUEST_BYTES, NUM_DESCRIPTORS)
     return message, descriptors

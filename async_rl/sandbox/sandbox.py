@@ -1,8 +1,8 @@
-"""Runs untrusted programs, each in an isolation of its own. Called by the code reward, from any thread.
+"""Runs untrusted programs, each of them isolated. Called by the code reward, from any thread.
 
-The launcher process does the isolating (``launcher``); this side starts it, hands it one program at a time from each
-thread, and kills and replaces it if it fails. A program's expected output never leaves this side. Before programs are
-trusted to the sandbox it runs ``PROBE`` once: a harmless program that tries what must not work.
+The launcher process isolates them (``launcher``). This side starts it, gives it one program at a time from each thread,
+and kills and replaces it if it fails. A program's expected output never leaves this side. Before any other program the
+sandbox runs ``PROBE``, a harmless program that tries to break out.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ Outcome = Literal["ended", "timed_out"]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python program and what it is asked once.
+    """A Python program and the input of one run.
 
     With ``function``, the program is run as a module, then its function of that name (or the method of its class
     ``Solution``) is called with ``arguments``, a JSON list; what it returns is the output, as JSON. Without, it is run
@@ -102,15 +102,15 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of one run.
+    """The result of one run.
 
     Attributes:
         outcome: ``timed_out`` if it was killed at its time limit.
         exit_code: 0 if all went well; negative: killed by that signal. The program can choose it.
         output: standard output, or the JSON of what was returned; cut at ``output_bytes``.
         stderr_tail: the end of standard error, for people.
-        wall_s: from the request to the end of its last process.
-        cpu_s: of all its processes that were waited for.
+        wall_s: seconds from the request to its end.
+        cpu_s: processor seconds.
     """
 
     outcome: Outcome
@@ -122,14 +122,14 @@ class Ran:
 
 
 class Sandbox:
-    """One launcher, started at once, and checked to isolate; programs run side by side, as many as threads ask.
+    """Runs programs with one launcher, which is started and checked at once. Any number of threads may run programs.
 
     ``counts`` has ``programs``, ``timed_out``, and ``launchers`` (started).
 
     Args:
         packages: installed packages that programs may import beyond the standard library, such as ``numpy``.
-        allow_unsafe: where programs can't be isolated, run them with limits only, and log that. ``is_isolated`` says
-            which it is.
+        allow_unsafe: if programs can't be isolated, run them with limits only, and log a warning. ``is_isolated`` says
+            whether they are.
 
     Raises:
         SandboxError: this machine can't isolate programs; the message says what to do.
@@ -156,10 +156,10 @@ class Sandbox:
         return None if self._launcher is None else self._launcher.process.pid
 
     def run(self, program: Program, limits: Limits) -> Ran:
-        """Run ``program`` once and wait for its end, at most ``limits.time_s`` (and ``GRACE_S`` for a sick launcher).
+        """Run ``program`` once and wait for its end, at most ``limits.time_s`` (and ``GRACE_S`` if the launcher hangs).
 
         Raises:
-            SandboxFailedError: the sandbox itself fails, twice; never for what a program does.
+            SandboxFailedError: the sandbox itself failed twice. A program can't cause it.
         """
         for attempt in (1, 2):
             launcher = self._running()
@@ -199,7 +199,7 @@ class Sandbox:
         launcher.kill()
 
     def _start_checked(self) -> None:
-        """The first start: a program that tries to break out must fail to."""
+        """Start the launcher for the first time, and check that ``PROBE`` can't break out."""
         launcher = self._running()
         limits = Limits(
             time_s=START_LIMIT_S, memory_bytes=1 << 30, output_bytes=1 << 16, scratch_bytes=1 << 16,
@@ -263,7 +263,7 @@ class _Launcher:
             raise SandboxError(f"programs can't be isolated here ({step}): {cause}; {remedy}")
 
     def run(self, program: Program, limits: Limits) -> Ran:
-        """Raises ``_LauncherLostError`` or ``SandboxFailedError``; another launcher may do better."""
+        """Run one program. Raises ``_LauncherLostError`` or ``SandboxFailedError``; a new launcher may succeed."""
         with ExitStack() as stack:
             files = [stack.enter_context(_memory_file(data)) for data in (_encoded(program), program.stdin)]
             output, errors = (stack.enter_context(_memory_file(None)) for _ in range(2))
@@ -306,7 +306,7 @@ def _start_process(control: int, settings: dict[str, Any]) -> subprocess.Popen[b
 
 
 def _loader_environment() -> dict[str, str]:
-    """Some interpreters find their own shared library only through it."""
+    """Keep ``LD_LIBRARY_PATH``: some interpreters need it to find their own shared library."""
     return {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
 
 
@@ -338,10 +338,10 @@ def _memory_file(content: bytes | None) -> Iterator[int]:
 
 
 def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
-    """The launcher's report, read to its end.
+    """Read the launcher's report.
 
     Raises:
-        _LauncherLostError: there is none by ``deadline_s``, or no whole one.
+        _LauncherLostError: no complete report came by ``deadline_s``.
         SandboxFailedError: the launcher could not run the program.
     """
     data = b""
