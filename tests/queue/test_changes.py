@@ -1,38 +1,27 @@
 """Changes: only the last state of a record is written, and only if somebody could have read another before."""
 
-from dataclasses import dataclass
-from typing import Any
-
 from async_rl.queue.storage.journal import Changes
 
 
-@dataclass
-class Record:
-    value: int = 0
-
-    def record(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-
 def test_a_record_is_written_as_it_is_at_the_drain_and_once():
-    changes, record = Changes(), Record()
+    changes, record = Changes(), {"value": 0}
     changes.put("evaluation", "a", record)
     changes.put("evaluation", "a", record)
-    record.value = 7
+    record["value"] = 7
     assert [tuple(change) for change in changes.drain()] == [("evaluation", "a", {"value": 7})]
     assert changes.drain() == []
 
 
 def test_a_record_that_came_and_went_in_between_is_never_written():
     changes = Changes()
-    changes.put("lease", "a", Record(), is_new=True)
+    changes.put("lease", "a", {"value": 0}, is_new=True)
     changes.delete("lease", "a")
     assert changes.drain() == []
 
 
 def test_a_record_that_was_written_is_crossed_out():
     changes = Changes()
-    changes.put("lease", "a", Record(), is_new=True)
+    changes.put("lease", "a", {"value": 0}, is_new=True)
     changes.drain()
     changes.delete("lease", "a")
     assert [tuple(change) for change in changes.drain()] == [("lease", "a", None)]
@@ -40,21 +29,21 @@ def test_a_record_that_was_written_is_crossed_out():
 
 def test_a_record_that_may_have_been_written_before_is_crossed_out():
     changes = Changes()
-    changes.put("group", "a", Record())
+    changes.put("group", "a", {"value": 0})
     changes.delete("group", "a")
     assert [tuple(change) for change in changes.drain()] == [("group", "a", None)]
 
 
 def test_records_of_one_key_and_two_kinds_are_apart():
     changes = Changes()
-    changes.put("lease", "a", Record(1), is_new=True)
-    changes.put("closed_lease", "a", Record(2))
+    changes.put("lease", "a", {"value": 1}, is_new=True)
+    changes.put("closed_lease", "a", {"value": 2})
     changes.delete("lease", "a")
     assert [tuple(change) for change in changes.drain()] == [("closed_lease", "a", {"value": 2})]
 
 
 def test_nothing_is_noted_where_nobody_writes():
     changes = Changes(is_wanted=False)
-    changes.put("lease", "a", Record())
+    changes.put("lease", "a", {"value": 0})
     changes.delete("lease", "b")
     assert changes.drain() == []

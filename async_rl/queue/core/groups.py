@@ -201,9 +201,6 @@ class GroupRecord(msgspec.Struct, frozen=True, gc=False):
     group: StoredGroup
     is_live: bool = True
 
-    def record(self) -> GroupRecord:
-        return self
-
 
 class ReadyGroups:
     """Groups by lease id, with one heap by order of delivery and one by age. Adding and removing cost log n.
@@ -275,9 +272,6 @@ class SnapshotRecord(msgspec.Struct, frozen=True, gc=False):
     """The groups that one snapshot refers to."""
 
     lease_ids: tuple[str, ...]
-
-    def record(self) -> SnapshotRecord:
-        return self
 
 
 class SnapshotRefs:

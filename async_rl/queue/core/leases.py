@@ -72,9 +72,6 @@ class ClosedLease(msgspec.Struct, frozen=True, gc=False):
     status: str
     number: int
 
-    def record(self) -> ClosedLease:
-        return self
-
 
 class LeaseTable:
     """Leases by id. A lease expires when its progress has not grown for ``timeout_s``."""
@@ -101,7 +98,7 @@ class LeaseTable:
     def add(self, active: ActiveLease) -> None:
         lease_id = active.lease.lease_id
         self._active[lease_id] = active
-        self._changes.put("lease", lease_id, active, is_new=True)
+        self._changes.put("lease", lease_id, active.record(), is_new=True)
         self.reserved += active.reserved
         if active.evaluation is None:
             self.num_training += 1

@@ -134,9 +134,6 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     rollouts: int = 0
     tokens: int = 0
 
-    def record(self) -> Answer:
-        return self
-
 
 class EvaluationRecord(msgspec.Struct):
     """An evaluation in the journal, with the number of failed attempts by row.
@@ -186,9 +183,6 @@ class Evaluation:
             return False
         return True
 
-    def record(self) -> EvaluationRecord:
-        return self.request
-
     @property
     def progress_line(self) -> str:
         return f"{self.key[0]} at step {self.key[1]}: {len(self.answers)} of {len(self.rows)} rows"
@@ -224,7 +218,7 @@ class EvalBook:
 
     def note(self, evaluation: Evaluation) -> None:
         """Record the evaluation's attempts in the journal."""
-        self._changes.put("evaluation", entry_key(evaluation.key), evaluation)
+        self._changes.put("evaluation", entry_key(evaluation.key), evaluation.request)
 
     def answer(self, evaluation: Evaluation, row: int, answer: Answer) -> None:
         """Store a row's answer, which may say that the row was given up."""

@@ -77,8 +77,7 @@ class Deferred:
     attempt: Callable[[float, bool], Reply | None]
 
 
-@dataclass(frozen=True, slots=True)
-class WelcomePack:
+class WelcomePack(msgspec.Struct, frozen=True):
     """The data for generators that the learner sent when it attached."""
 
     config_toml: str
@@ -325,14 +324,8 @@ class Handlers:
         }
         return {"run_id": self.run_id, "granted": granted, "learner_gone": self.learner_gone}
 
-    def save_welcome(self) -> dict[str, Any]:
-        """The data for generators that the learner sent when it attached, as plain data."""
-        pack = self.welcome
-        assert pack is not None
-        return {"config_toml": pack.config_toml, "names": list(pack.names), "files": list(pack.files)}
-
     def load(self, plain: Mapping[str, Any], welcome: Mapping[str, Any] | None, now: float) -> None:
-        """Restore the results of ``save`` and ``save_welcome``. Call it after the queue's state is loaded."""
+        """Restore the result of ``save``, and the ``welcome``. Call it after the queue's state is loaded."""
         self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
         for generator_id, (request_id, lease_ids) in plain["granted"].items():
             leases = tuple(
@@ -341,7 +334,7 @@ class Handlers:
             if leases:
                 self.registry.grant(self.registry.seen(generator_id, now), request_id, LeasesGranted(leases))
         if welcome is not None:
-            self.welcome = WelcomePack(welcome["config_toml"], tuple(welcome["names"]), tuple(welcome["files"]))
+            self.welcome = msgspec.convert(welcome, WelcomePack)
 
     # Notices.
 

@@ -285,7 +285,7 @@ class QueueServer:
             blobs["handlers"] = pack_plain(self._handlers.save())
         if self._handlers.welcome is not self._saved_welcome:
             self._saved_welcome = self._handlers.welcome
-            blobs["welcome"] = pack_plain(self._handlers.save_welcome())
+            blobs["welcome"] = pack_plain(self._handlers.welcome)
         self._journal.commit(self._changes.drain(), blobs)
         self._committed = self._state.revision
         fault_point("queue.journaled")

@@ -87,15 +87,15 @@ class Changes:
         self._noted: dict[tuple[Kind, str], Any] = {}
         self._fresh: set[tuple[Kind, str]] = set()
 
-    def put(self, kind: Kind, key: str, source: Any, *, is_new: bool = False) -> None:
-        """Add or replace a record. The next ``drain`` calls ``source.record()`` to get its fields.
+    def put(self, kind: Kind, key: str, fields: Any, *, is_new: bool = False) -> None:
+        """Add or replace a record. If ``fields`` is mutable, it is written as it is when the server drains.
 
         ``is_new``: no earlier commit holds this key, so deleting the record before the drain writes nothing.
         """
         if self._is_wanted:
             if is_new:
                 self._fresh.add((kind, key))
-            self._noted[kind, key] = source
+            self._noted[kind, key] = fields
 
     def delete(self, kind: Kind, key: str) -> None:
         """Delete a record."""
@@ -111,7 +111,7 @@ class Changes:
         """Return and clear the changes since the last drain."""
         noted, self._noted = self._noted, {}
         self._fresh.clear()
-        return [Change(kind, key, None if s is None else s.record()) for (kind, key), s in noted.items()]
+        return [Change(kind, key, fields) for (kind, key), fields in noted.items()]
 
 
 @dataclass(frozen=True, slots=True)
