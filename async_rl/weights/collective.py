@@ -76,7 +76,7 @@ class CollectiveSender:
                 manifest=manifest,
             )
             send(member.member_id, start)
-        # Only now: the members take longer to come than the sending thread takes to start.
+        # Start sending last: members take longer to connect than the sending thread takes to start.
         listener, self._listener = self._listener, None
         self._jobs.submit(lambda: self._send(delivery, listener, size))
 
@@ -85,10 +85,10 @@ class CollectiveSender:
         if not intact:
             self._jobs.submit(self._disconnect)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float) -> None:
         if self._listener is not None:
             self._listener.close()
-        return self._jobs.close(self._disconnect, timeout_s)
+        self._jobs.close(self._disconnect, timeout_s)
 
     def _listen(self) -> int:
         """Return the port of a new store, over which the next send creates a communicator."""

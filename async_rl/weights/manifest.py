@@ -8,7 +8,7 @@ against them. Digests are xxh3_128 in hex: they detect accidents, not attackers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as record_field
 from typing import Any
@@ -124,18 +124,6 @@ class LayoutPlan:
         """The layout of all tensors placed so far."""
         sizes = [*self._closed_sizes, self._end] if self._tensors else []
         return Layout(tuple(self._tensors), tuple(sizes))
-
-
-def plan_layout(specs: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Layout:
-    """Return the layout of tensors given as (name, dtype, shape), in this order.
-
-    Raises:
-        WeightsError: a dtype is not in ``ITEM_SIZES``.
-    """
-    plan = LayoutPlan(bucket_bytes)
-    for name, dtype, shape in specs:
-        plan.place(name, dtype, shape)
-    return plan.layout
 
 
 def digest_bytes(data: memoryview | bytes) -> str:

@@ -57,8 +57,8 @@ class TransportSender(Protocol):
         """End an attempt: every member has answered, or is not waited for. ``intact``: everything went well."""
         ...
 
-    def close(self, timeout_s: float) -> bool:
-        """Release everything. Returns whether what was in progress ended within ``timeout_s``."""
+    def close(self, timeout_s: float) -> None:
+        """Release everything. Wait for at most ``timeout_s`` for what is in progress."""
         ...
 
 
@@ -146,12 +146,11 @@ class JobThread:
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def close(self, last: Callable[[], None], timeout_s: float) -> bool:
-        """Run the jobs that are left, then ``last``, and end. Returns whether that took at most ``timeout_s``."""
+    def close(self, last: Callable[[], None], timeout_s: float) -> None:
+        """Run the remaining jobs, then ``last``, and end. Wait for that for at most ``timeout_s``."""
         self._jobs.put(last)
         self._jobs.put(None)
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

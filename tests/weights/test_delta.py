@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WeightsError
-from async_rl.weights.manifest import plan_layout
 from async_rl.weights.tcp import delta
 from async_rl.weights.tcp.delta import apply_delta, element_runs, encode_delta
 from tests.examples import examples
+from tests.weights.layouts import plan_layout
 
 
 def applied(base: np.ndarray, encoded: bytes, runs) -> np.ndarray:

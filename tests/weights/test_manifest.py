@@ -16,8 +16,8 @@ from async_rl.weights.manifest import (
     digest_bytes,
     manifest_fields,
     manifest_from_fields,
-    plan_layout,
 )
+from tests.weights.layouts import plan_layout
 
 SPECS = st.lists(
     st.tuples(st.sampled_from(sorted(ITEM_SIZES)), st.lists(st.integers(0, 40), max_size=3)), max_size=30

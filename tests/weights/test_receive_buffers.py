@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from async_rl.errors import WeightsError
-from async_rl.weights.manifest import Manifest, digest_bytes, plan_layout
+from async_rl.weights.manifest import Manifest, digest_bytes
 from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers, ReceivedWeights
 from tests.examples import examples
+from tests.weights.layouts import plan_layout
 
 LAYOUT = plan_layout([("a", "float32", [4]), ("b", "uint8", [3])], 64)
 

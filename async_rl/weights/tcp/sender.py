@@ -153,9 +153,8 @@ class StreamSender:
         token, _ = self._sessions.pop(attempt)
         self._server.send(EndSession(token))
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float) -> None:
         self._server.close()
-        return True
 
     def _links_from(self, base: str, digest: str) -> list[_DeltaLink] | None:
         """Return the chain from one to the other; None if there is none."""

@@ -29,7 +29,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError
 from async_rl.net.streams import listening_socket, shut_down
 from async_rl.weights.tcp import protocol
-from async_rl.weights.tcp.delta import Runs, encode_delta
+from async_rl.weights.tcp.delta import encode_delta
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request, read_header, read_items
 
 logger = logging.getLogger(__name__)
@@ -192,15 +192,11 @@ class StreamServer:
             if order.job != self._newest_job:
                 self._send(protocol.DeltaEncoded(order.job, [], 0.0))
                 return
-            deltas.append(_bucket_delta(base, target, index, runs))
+            deltas.append(encode_delta(base.bucket(index), target.bucket(index), runs))
         with self._lock:
             self._deltas[order.job] = deltas
         sizes = [-1 if delta is None else len(delta) for delta in deltas]
         self._send(protocol.DeltaEncoded(order.job, sizes, time.monotonic() - start))
-
-
-def _bucket_delta(base: _Slot, target: _Slot, index: int, runs: Runs) -> bytes | None:
-    return encode_delta(base.bucket(index), target.bucket(index), runs)
 
 
 def _answer(connection: socket.socket, session: _Session, request: Request) -> None:
