@@ -34,16 +34,16 @@ WILDCARDS = ("*", "0.0.0.0", "::")
 
 TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=64, max_depth=3)
 TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
-"""Larger, since the queue vouches for the publisher's key. Each field is checked against its type all the same."""
+"""Larger, because the queue announces the publisher's key. Each field is still checked against its type."""
 _MAX_REASON = 2000
 _LINGER_MS = 500
 
 
 class Join(msgspec.Struct, frozen=True):
-    """This generator wants every version.
+    """This generator asks for every version.
 
-    ``host`` is where its collectives listen; ``collectives`` names those that it can take part in. ``digest`` is of
-    the newest weights that it holds, or empty.
+    Its collectives listen at ``host``. It can take part in the collectives named in ``collectives``. ``digest`` is that
+    of the newest weights that it holds, or empty.
     """
 
     generator_id: str
@@ -62,15 +62,15 @@ class Leave(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """This member has memory for the attempt; ``StartCollective`` may follow."""
+    """This member has allocated memory for the attempt; ``StartCollective`` may follow."""
 
     attempt: int
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """This member holds every byte of the version, verified (perhaps from before the attempt).
+    """This member holds the whole version, verified; perhaps it held it before the attempt.
 
-    ``wire_bytes`` were received for it. ``num_corrupt`` buckets were received again, because they did not match.
+    It received ``wire_bytes`` for it, and received ``num_corrupt`` buckets again because they did not match.
     """
 
     attempt: int
@@ -81,7 +81,7 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """This attempt did not bring the version. ``corrupt``: bytes arrived that do not match the manifest."""
+    """This member did not get the version by the attempt. ``corrupt``: received bytes do not match the manifest."""
 
     attempt: int
     reason: str
@@ -104,7 +104,7 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class PrepareCollective(msgspec.Struct, frozen=True):
-    """Allocate memory for this version. ``manifest`` as in ``manifest_fields``."""
+    """Allocate memory for the version of ``manifest``, which has the form of ``manifest_fields``."""
 
     attempt: int
     manifest: Mapping[str, Any]
@@ -113,10 +113,10 @@ class PrepareCollective(msgspec.Struct, frozen=True):
 class StartCollective(msgspec.Struct, frozen=True):
     """Receive now, as ``rank`` of ``size``, by the collective ``transport``.
 
-    A new ``epoch`` is built over the store at ``store_port`` of the publisher's host; port 0: use the communicator
-    that exists. ``stall_s`` bounds every single collective, ``deadline_s`` all of them; buckets travel in chunks of
-    ``chunk_bytes``. If ``manifest`` is not empty, there was no ``PrepareCollective``. A member that does not take
-    part closes its communicator, so that the others fail at once.
+    The ranks of a new ``epoch`` connect through the store at ``store_port`` of the publisher's host. If the port is 0,
+    they use the existing communicator. ``stall_s`` limits each collective, ``deadline_s`` all of them. Buckets travel
+    in chunks of ``chunk_bytes``. If ``manifest`` is not empty, no ``PrepareCollective`` came before. A member that does
+    not take part closes its communicator, so that the others fail at once.
     """
 
     attempt: int
@@ -260,7 +260,7 @@ class MemberSocket:
         try:
             self._socket.send_multipart([member_id, encode_message(message)], zmq.NOBLOCK)
         except zmq.Again:
-            pass  # The scheduler drops a member that stays silent.
+            pass  # The member does not read. The scheduler drops it if it stays silent.
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -274,7 +274,7 @@ class MemberSocket:
 
 
 class PublisherSocket:
-    """A generator's socket: connects to the publisher at ``address`` in the background, again and again.
+    """A generator's socket. It connects to the publisher at ``address`` in the background, and reconnects.
 
     ``is_ipv6``: the address names an IPv6 host.
     """
@@ -339,7 +339,7 @@ class Wake:
         return self._reader.fileno()
 
     def set(self) -> None:
-        # A full pipe means that the flag is set; a closed one that nobody waits for it.
+        # If the pipe is full, the flag is set. If it is closed, no thread waits for it.
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
 

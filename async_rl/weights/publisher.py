@@ -262,9 +262,9 @@ class Publisher:
             for member_id, message in self._socket.receive():
                 self._handle(member_id, message)
         if len(ready) > is_message + (self._wake.fileno() in ready):
-            # What is left was registered by the pull transport.
+            # The pull transport registered the others.
             self._pull.poll()
-        # Before further actions, so that a thread that waits for a version is woken first.
+        # Do this before further actions, to wake first a thread that waits for a version.
         self._update_stats()
         self._ping_awaited()
         self._manager.act()
@@ -326,7 +326,7 @@ class Publisher:
         self._scheduler.mark_sent(delivery.attempt, ok=error is None)
 
     def _ping_awaited(self) -> None:
-        """Send something to every member whose answer is awaited: if its connection is gone, that fails at once."""
+        """Send ``Ping`` to every member whose answer is awaited: if its connection is gone, the send fails at once."""
         now = time.monotonic()
         if now >= self._next_ping:
             self._next_ping = now + _PING_S

@@ -80,7 +80,7 @@ class ReceiveBuffers:
             buffer = self._pick()
             self._writing = buffer
             buffer.manifest = None
-        # Outside the lock: allocating may take long, and nobody else uses this buffer now.
+        # Allocate outside the lock: it may take long, and no other thread uses this buffer now.
         if [bucket.numel() for bucket in buffer.buckets] != list(manifest.bucket_sizes):
             import torch
 
@@ -104,7 +104,7 @@ class ReceiveBuffers:
         if len(self._all) < self.MAX_BUFFERS:
             self._all.append(ReceiveBuffer([]))
             return self._all[-1]
-        # All three hold a version, so one of them is the waiting one, and only it may be overwritten.
+        # All three hold a version, so one of them waits, and only that may be overwritten.
         assert self._waiting is not None
         waiting, self._waiting = self._waiting, None
         return waiting._buffer

@@ -66,7 +66,7 @@ def _anonymous_file() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Buffers for one version, and who still needs them. Guarded by the staging's condition."""
+    """The buffers of one version and their state. The staging's condition guards it."""
 
     number: int
     memory: SharedBuckets
@@ -110,7 +110,7 @@ class StagedVersion:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the bytes are still this version's. Readers that pin nothing ask after they have read."""
+        """Whether the buffer still holds this version. Check it after reading without a pin."""
         with self._changed:
             return self._slot.order == self._order and not self._slot.busy
 
@@ -128,7 +128,7 @@ class StagedVersion:
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """Free the buffer as soon as it is not pinned, because a newer version is published."""
+        """Allow reuse of the buffer once it is not pinned, because a newer version is published."""
         with self._changed:
             if self._slot.order == self._order:
                 self._slot.retired = True
@@ -224,7 +224,7 @@ class Staging:
         )  # fmt: skip
 
     def _claim(self, tick: Callable[[], None] | None) -> _Slot:
-        """Return a slot whose bytes nobody needs; after the deadline, the oldest that is not being sent."""
+        """Return a slot that is free; after the deadline, the oldest that is not being sent."""
         give_up = time.monotonic() + self._deadline_s
         # A send has the same deadline, which may have begun just before this one.
         fail_at = give_up + self._deadline_s
@@ -275,7 +275,7 @@ class Staging:
 
     def _hand_back(self, slot: _Slot) -> None:
         with self._changed:
-            # A new order: no StagedVersion refers to this slot any more.
+            # With a new order, no StagedVersion refers to this slot any more.
             self._order += 1
             slot.order, slot.busy, slot.retired = self._order, False, True
             if self._layout is None:

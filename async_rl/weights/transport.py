@@ -54,7 +54,7 @@ class TransportSender(Protocol):
         ...
 
     def end(self, attempt: int, *, intact: bool) -> None:
-        """End an attempt: every member has answered, or is not waited for. ``intact``: everything went well."""
+        """End an attempt: no answer of a member is awaited any more. ``intact``: every member got the version."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class PullSender(TransportSender, Protocol):
         ...
 
     def can_offer(self, staged: StagedVersion, member: Member) -> bool:
-        """Whether ``member`` can be offered this version, the newest, now rather than soon."""
+        """Whether to offer ``member`` this version, the newest, now. If not, ask again later."""
         ...
 
     def poll(self) -> None:
@@ -110,7 +110,7 @@ class ReceiveOrder(Generic[MessageT]):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """A buffer holds its version. ``num_corrupt`` buckets were received again, because they did not match at first."""
+    """The result of a received version. ``num_corrupt`` buckets were received again, because they did not match."""
 
     wire_bytes: int
     num_corrupt: int = 0
@@ -122,7 +122,7 @@ class TransportReceiver(Protocol, Generic[OrderT]):
     def receive(self, order: OrderT, buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
         """Receive the version into ``buffer``, whole and verified. ``buffers`` may hold the base of a delta.
 
-        Call the fault point ``generator.receiving`` after each bucket, where tests let a generator die.
+        Call the fault point ``generator.receiving`` after each bucket; tests kill generators there.
 
         Raises:
             CorruptWeightsError: the received bytes do not match their digests.

@@ -2,8 +2,7 @@
 
 ``python -m async_rl.weights.tcp.server FD``: the learner starts it and instructs it over the Unix socket ``FD``: which
 memory holds which buckets, which sessions may pull from it, which deltas to compute. It only reads that memory. Every
-connection has a thread that waits in the kernel. The process knows nothing of versions and decides nothing; it ends
-when the learner does.
+connection has a thread that waits in the kernel. The process makes no decisions. It ends when the learner ends.
 
 Unencrypted bytes are sent from the mapped memory by ``send``, not by ``sendfile``: that would save a copy here, and
 cost the receiver more, which is the slower side (it would copy from cold pages of 4 KiB).
@@ -166,7 +165,7 @@ class StreamServer:
                         with self._lock:
                             session.connections.discard(connection)
         except (OSError, AsyncRLError) as error:
-            # It concerns this peer alone. A generator that is alive reports the failure to the publisher.
+            # It affects this peer alone. A generator that is alive reports the failure to the publisher.
             logger.info("a weights connection ended: %s", error)
         finally:
             with self._lock:
