@@ -430,7 +430,7 @@ def test_batches_with_nothing_to_train_on_count_as_skipped(tmp_path: Path):
         return group(lease, version, accuracies=[1.0, 0.0][: lease.group_size], finish_reason="length")
 
     run = make_run(tmp_path, experimental={"max_skipped_steps": 2})
-    with pytest.raises(TrainingError, match="every token of it was masked"):
+    with pytest.raises(TrainingError, match="every token was masked"):
         run.start(answer=cut_short)
     assert run.steps == [1, 2, 3]
 
