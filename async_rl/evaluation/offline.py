@@ -199,7 +199,7 @@ def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, deco
 
 
 def _model_directory(model: str, stack: ExitStack) -> Path:
-    """The directory of the model's files; a checkpoint is exported to one that is removed when ``stack`` closes."""
+    """The directory of the model's files. A checkpoint is exported to one that ``stack`` removes when it closes."""
     path = Path(model)
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
         raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none")
@@ -228,7 +228,7 @@ class EvalOptions:
         datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``. If empty, the config's ``data.eval`` holds.
         config: a config file. If unset, that of the run that the first model belongs to, if any.
         overrides: ``section.key=value``, in the form of ``--set``.
-        values: config key -> the value of its own option (``--samples`` for ``eval.num_samples``). They win over
+        values: config key -> the value of the key's option (``--samples`` for ``eval.num_samples``). They win over
             ``overrides`` and over the keys of single sets.
     """
 

@@ -52,7 +52,7 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
 
     Args:
         prepared: the batch, scored by the reference model (``batch.with_scores``) if the KL needs it.
-        loss: of it ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement``.
+        loss: its keys ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement`` are read.
 
     Raises:
         ValueError: a reward is not finite.

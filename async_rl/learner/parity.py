@@ -115,16 +115,18 @@ class ParityGate:
         ``take_probe`` returns the probe to announce. A generator that does not answer gets another probe a few versions
         later, since it may have skipped this version.
         """
-        if not self._material or not any(self._is_due(self._checked, who, version) for who in self._alive_generators):
+        if not self._material or not any(
+            self._is_due(self._checked, generator_id, version) for generator_id in self._alive_generators
+        ):
             return
         if self._sent and version - max(self._sent) < _REPEAT_AFTER_VERSIONS and not self._suspects:
             return
         temperature = self._material[0].temperature
-        given = [probe_sequence_of(sequence) for sequence in self._material]
-        sequences = [to_train(index, one, version, temperature) for index, one in enumerate(given)]
+        probes = [probe_sequence_of(sequence) for sequence in self._material]
+        sequences = [to_train(index, one, version, temperature) for index, one in enumerate(probes)]
         scored = self._engine.score(sequences, of="policy")
         logprobs = tuple(np.asarray(scored[s.sequence_id], np.float32) for s in sequences)
-        probe = Probe(lineage, version, temperature, tuple(given), logprobs, self._dtype, self._limit)
+        probe = Probe(lineage, version, temperature, tuple(probes), logprobs, self._dtype, self._limit)
         self._probes[version] = encode_probe(probe)
         self._sent[version] = np.concatenate(logprobs)
         for old in sorted(self._sent)[:-_MAX_OPEN_PROBES]:
@@ -148,7 +150,7 @@ class ParityGate:
         self._alive_generators = tuple(alive_generators)
         if self._sent:
             self._collect(self._queue.parity_answers(lineage, min(self._sent)))
-            if not any(self._is_due(self._checked, who, version) for who in self._alive_generators):
+            if not any(self._is_due(self._checked, generator_id, version) for generator_id in self._alive_generators):
                 self._sent.clear()
         row, self._row = self._row, {}
         return row
@@ -160,30 +162,32 @@ class ParityGate:
 
     def _collect(self, answers: Mapping[str, Answer]) -> None:
         compared: list[tuple[np.ndarray, np.ndarray]] = []
-        for who, answer in answers.items():
+        for generator_id, answer in answers.items():
             sent = self._sent.get(answer.version)
-            if sent is None or self._checked.get(who, -1) >= answer.version:
+            if sent is None or self._checked.get(generator_id, -1) >= answer.version:
                 continue
-            self._checked[who] = answer.version
-            suspicion = self._suspects.pop(who, None)
+            self._checked[generator_id] = answer.version
+            suspicion = self._suspects.pop(generator_id, None)
             if answer.logprobs is None:
-                self._judge_unscored(who, answer, suspicion)
+                self._judge_unscored(generator_id, answer, suspicion)
                 continue
             if answer.logprobs.shape != sent.shape:
                 raise ParityError(
-                    f"expected {sent.shape} log-probabilities of generator {who} at version {answer.version}, got "
-                    f"{answer.logprobs.shape}; does it run the learner's version of async-rl?"
+                    f"expected {sent.shape} log-probabilities of generator {generator_id} at version {answer.version}, "
+                    f"got {answer.logprobs.shape}; does it run the learner's version of async-rl?"
                 )
             compared.append((answer.logprobs, sent))
             self._row["parity/version"] = answer.version
-            self._judge_given(who, answer, compare(*compared[-1]), suspicion)
+            self._judge_scored(generator_id, answer, compare(*compared[-1]), suspicion)
         if compared:
             engine, learner = (np.concatenate(side) for side in zip(*compared, strict=True))
             self._row |= {**compare(engine, learner).metrics("parity/"), "parity/generators": len(compared)}
 
-    def _judge_given(self, who: str, answer: Answer, difference: Difference, suspicion: _Suspicion | None) -> None:
+    def _judge_scored(
+        self, generator_id: str, answer: Answer, difference: Difference, suspicion: _Suspicion | None
+    ) -> None:
         limit = parity_limit(self._limit, (self._dtype, answer.dtype))
-        sides = f"generator {who} ({answer.backend}, {answer.dtype})"
+        sides = f"generator {generator_id} ({answer.backend}, {answer.dtype})"
         if difference.mean <= limit:
             if suspicion is not None and suspicion.mean > limit:
                 self._fail(
@@ -203,16 +207,18 @@ class ParityGate:
             f"{answer.version}: {difference}, limit {limit:g}. Likely cause: {cause}{excluded}"
         )
 
-    def _judge_unscored(self, who: str, answer: Answer, suspicion: _Suspicion | None) -> None:
+    def _judge_unscored(self, generator_id: str, answer: Answer, suspicion: _Suspicion | None) -> None:
         """Skip a generator that can't score. A backend without a model (and so without a dtype) is never suspect."""
-        logger.info("parity: generator %s (%s) can't score probe sequences; not compared", who, answer.backend)
+        logger.info("parity: generator %s (%s) can't score probe sequences; not compared", generator_id, answer.backend)
         limit = parity_limit(self._limit, (self._dtype, answer.dtype))
         if answer.dtype and suspicion is not None and suspicion.mean > limit:
             self._fail(
                 f"{suspicion.text}, limit {limit:g}. Cause not found: {answer.backend} can't score probe sequences"
             )
 
-    def _judge_sampled(self, who: str, mine: Sequence[TrainSequence], scored: np.ndarray, version: int) -> None:
+    def _judge_sampled(
+        self, generator_id: str, mine: Sequence[TrainSequence], scored: np.ndarray, version: int
+    ) -> None:
         behavior = _behavior(mine)
         difference = compare(behavior, scored)
         # Only the generator's answer shows its dtype, and so which of the two limits holds.
@@ -220,15 +226,15 @@ class ParityGate:
         if difference.mean <= strict:
             return
         text = (
-            f"generator {who} and the learner ({self._dtype}) disagree about what it sampled at version {version}: "
-            f"{difference}"
+            f"generator {generator_id} and the learner ({self._dtype}) disagree about what it sampled at version "
+            f"{version}: {difference}"
         )
         cause = cause_of_sampled(self._engine, mine, behavior, difference, lax) if difference.mean > lax else ""
         if cause:
             self._fail(f"{text}, limit {lax:g}. Likely cause: {cause}")
             return
         logger.info("%s; a probe to the generator follows, to find the cause", text)
-        self._suspects[who] = _Suspicion(text, difference.mean)
+        self._suspects[generator_id] = _Suspicion(text, difference.mean)
 
     def _fail(self, text: str) -> None:
         text += (
@@ -289,13 +295,13 @@ def probe_sequence_of(sequence: TrainSequence) -> ProbeSequence:
     return ProbeSequence(np.array(window, np.int32), len(window) - min(first, MAX_CONTEXT))
 
 
-def to_train(index: int, given: ProbeSequence, version: int, temperature: float) -> TrainSequence:
-    """Convert ``given`` into a sequence for ``Engine.score``."""
-    size = len(given.token_ids)
+def to_train(index: int, probe: ProbeSequence, version: int, temperature: float) -> TrainSequence:
+    """Convert ``probe`` into a sequence for ``Engine.score``."""
+    size = len(probe.token_ids)
     return TrainSequence(
         sequence_id=index,
-        token_ids=given.token_ids,
-        loss_mask=np.arange(size) >= size - given.num_scored,
+        token_ids=probe.token_ids,
+        loss_mask=np.arange(size) >= size - probe.num_scored,
         behavior_logprobs=np.zeros(size, np.float32),
         versions=np.full(size, version, np.int32),
         advantages=np.zeros(size, np.float32),

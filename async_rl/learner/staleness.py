@@ -1,9 +1,9 @@
 """What staleness does to a run: how old trained tokens are, what is lost to staleness, and the adaptive bound.
 
 - ``check_staleness`` and ``staleness_summary`` are about the tokens of one batch.
-- ``DropBias`` compares the groups that were kept in the last steps with all that ended: does what is lost skew what is
-  trained? Kept are trained and filtered groups, because the filter chooses on purpose. A cancelled answer was never
-  received in full. It counts with the length that its generator had reported, so the true skew is rather larger.
+- ``DropBias`` compares the groups that were kept in the last steps with all groups that ended, to show whether the lost
+  ones skew the training. Filtered groups count as kept, because the filter chooses on purpose. A cancelled answer was
+  never received in full. It counts with the length that its generator had reported, so the true skew is larger.
 - ``update_bound`` implements ``queue.adaptive``. After every step the trainer gives it the effective sample size, the
   KL and the age of the oldest token, and sends the new bound with its ack (``queue/core/admission.py`` applies it). The
   bound rises by one and falls by half, as TCP's window does (Chiu and Jain 1989): samples that are too old hurt
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int) -> None:
-    """Check that no trained token is above the staleness bound. ``version`` is the one that trains last on the batch.
+    """Check that no trained token is above the staleness bound. ``version`` is the last one that trains on the batch.
 
     Raises:
         StaleRolloutError: a token is above the bound. The queue never hands one over, so this is a bug of ours.
@@ -49,7 +49,7 @@ def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int
 
 @dataclass(frozen=True, slots=True)
 class StalenessSummary:
-    """Staleness of the trained tokens, in versions: at training, and its parts before and after arrival."""
+    """Staleness of the trained tokens, in versions; the mean has a part before and a part after arrival."""
 
     mean: float = 0.0
     max: int = 0
@@ -58,7 +58,7 @@ class StalenessSummary:
 
 
 def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> StalenessSummary:
-    """Token-weighted staleness of what ``prepared`` trains on, each update at its own of ``versions``."""
+    """Token-weighted staleness of the trained tokens. ``versions`` has the learner's version before each update."""
     ages, waits = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for sequences, version in zip(prepared.updates, versions, strict=True):
         counts = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
@@ -117,7 +117,7 @@ class DropBias:
 
 
 def drop_bias(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """The ``bias/...`` metrics of what ended between two ledgers (as in ``QueueStats``); none if nothing was kept."""
+    """The ``bias/...`` metrics of the groups that ended between two ledgers (``QueueStats``); none if none was kept."""
     first, last = _sums(before), _sums(after)
     sums = {key: value - first.get(key, 0.0) for key, value in last.items()}
     if sums.get("kept/rollouts", 0.0) <= 0:
@@ -137,7 +137,7 @@ def drop_bias(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 
 def _sums(ledger: Mapping[str, Any]) -> dict[str, float]:
-    """``NAME/UNIT`` -> sum since the run began, by the names of ``_COUNTS_IN``."""
+    """``NAME/UNIT`` -> sum since the run began, with the names in ``_COUNTS_IN``."""
     sums: defaultdict[str, float] = defaultdict(float)
     for outcome, names in _COUNTS_IN.items():
         for unit, amount in ledger["outcomes"].get(outcome, {}).items():
@@ -181,7 +181,7 @@ class BoundState:
 
 @dataclass(frozen=True, slots=True)
 class BoundLimits:
-    """The range of the bound, and the limits of a step: ``experimental.adaptive_{min_ess,max_kl}``."""
+    """The range of the bound, and the limits of a healthy step (``experimental.adaptive_{min_ess,max_kl}``)."""
 
     lowest: int
     highest: int
@@ -213,7 +213,7 @@ def reading_of(updates: Sequence[UpdateStats | None], *, oldest: int) -> Reading
 
 
 def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits) -> BoundState:
-    """The state after a step that showed ``reading``.
+    """The state after a step that measured ``reading``.
 
     After ``OVERLOADED_STEPS`` steps past a limit, the bound becomes half of itself or half of the measured age,
     whichever is less. After ``HEALTHY_STEPS`` healthy steps it rises by one. After a change it stays for as many steps
@@ -236,7 +236,7 @@ def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits
 
 
 def _verdict(reading: Reading, limits: BoundLimits) -> int:
-    """-1 overloaded, 1 healthy, 0 neither. NaN is neither, since staleness does not cause it."""
+    """-1 for an overloaded step, 1 for a healthy one, else 0. NaN gives 0, since staleness does not cause it."""
     if reading.ess < limits.min_ess or reading.kl > limits.max_kl:
         # If samples are as young as they can be, a lower bound does not help.
         return -1 if reading.oldest > limits.lowest else 0

@@ -60,7 +60,7 @@ class StepResult:
 def step_result(
     groups: tuple[TakenGroup, ...], prepared: PreparedBatch, updates: Sequence[UpdateStats | None], *, version: int
 ) -> StepResult:
-    """Summarise ``updates`` on ``prepared``; ``version`` is the learner's before the first of them."""
+    """Summarise ``updates`` on ``prepared``. ``version`` is the learner's version before the first update."""
     measured = [update for update in updates if update is not None]
     return StepResult(
         groups=groups,
@@ -264,7 +264,7 @@ def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _weight_update_metrics(rows: np.ndarray) -> dict[str, float]:
-    """What keys and values from before a weight update add to the mismatch, apart from staleness.
+    """Metrics of the mismatch that keys and values from before a weight update add, apart from staleness.
 
     It compares tokens after a weight update within their answer with other tokens of the same lag.
     """

@@ -43,7 +43,7 @@ def eval_metrics(
 
 
 def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None = None) -> dict[str, float]:
-    """The figures of a set; ``metrics.EVAL_FIGURES`` describes them.
+    """The figures of a set, as ``metrics.EVAL_FIGURES`` describes them.
 
     Args:
         rows: each row's rollouts, in the order of their index.
@@ -110,7 +110,7 @@ Decode = Callable[[np.ndarray], str]
 
 
 def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, Any]]:
-    """One line per answer to one row of an evaluation; a row without an answer gets one line that says so."""
+    """One line per answer to a row of an evaluation. A row without an answer gets one line that says so."""
     if not group.rollouts:
         asked = {"row": prompt.row, "messages": [dict(m) for m in prompt.messages], **_expected(prompt)}
         return [{**asked, "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}]

@@ -93,7 +93,7 @@ class Engine(Protocol):
         ...
 
     def tick(self) -> None:
-        """Send the other ranks a sign of life while rank 0 waits, so that they do not time out."""
+        """Notify the other ranks that rank 0 is alive, so that they do not time out while it waits."""
         ...
 
     def close(self) -> None:

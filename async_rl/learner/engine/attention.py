@@ -53,7 +53,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """Where the sequences of a packed row lie.
+    """The places of the sequences in a packed row.
 
     Attributes:
         cu_seqlens: int32 [S + 1], on the model's device.

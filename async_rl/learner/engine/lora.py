@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): low-rank adapters beside frozen weights, W x + alpha / rank * B (A x), made by peft.
+"""LoRA (arXiv:2106.09685): low-rank adapters on frozen weights, W x + alpha / rank * B (A x), made by peft.
 
 peft puts the adapters into the model's linear layers. Generators and exports get *merged* weights, W + alpha / rank * B
 A, under the model's own names, so for them a version of a LoRA run is like any other. Checkpoints hold only the

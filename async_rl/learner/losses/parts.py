@@ -148,7 +148,7 @@ def skipped_sequences(
         finite_N: bool, the behavior logprob is finite.
         sequence_index_N: int64, in [0, num_sequences).
         num_sequences: S.
-        loss: the ``skip_*`` keys of it are read.
+        loss: its ``skip_*`` keys are read.
     """
     nonfinite_S = sum_by(sequence_index_N, (~finite_N).long(), num_sequences) > 0
     if loss.skip_threshold is None:

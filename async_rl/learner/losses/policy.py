@@ -81,7 +81,7 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> PolicyLoss:
-    """The sum of the losses of one micro-batch, and what became of its tokens.
+    """The sum of the losses of one micro-batch, and which of its tokens count.
 
     A NaN in a token that is left out (behavior logprob or advantage) does not reach the gradient of the others: its log
     ratio and advantage are replaced, not multiplied by 0. A *learner* logprob that is not finite stays in, so that the
