@@ -226,6 +226,7 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
     backend = stack.enter_context(closing(build_backend(engine_config, directory)))
     ranks = init_ranks(config)
     learner = stack.enter_context(closing(FsdpEngine(config, ranks)))
+    learner.self_test()
     dtype = str(compute_dtype(config, ranks.device)).removeprefix("torch.")
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in learner.gather()}
     backend.activate(0, weights)

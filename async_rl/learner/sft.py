@@ -74,6 +74,7 @@ def run_sft(config: Config) -> None:
     try:
         engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
         if ranks.is_leader:
+            engine.self_test()
             _lead(config, engine, run_dir, done)
         else:
             engine.follow()

@@ -108,6 +108,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
     engine = FsdpEngine(config, ranks)
     cause = ""
     try:
+        engine.self_test()
         train_with(config, engine, context)
     except BaseException as error:
         cause = f"{type(error).__name__}: {error}"

@@ -32,6 +32,7 @@ from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
 from async_rl.learner.engine.ranks import Ranks, compute_dtype
+from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_packing
 from async_rl.learner.losses.objective import Objective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays
 from async_rl.net.wire import Message, decode, encode
@@ -52,6 +53,13 @@ def policy_schedule(config: Config) -> Schedule:
     )
 
 
+def _max_length(config: Config, *, is_supervised: bool) -> int:
+    """Tokens of the longest sequence of a run."""
+    return (
+        config.sft.max_length if is_supervised else config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    )
+
+
 class FsdpEngine:
     """Model, optimizer and schedule on this rank. Rank 0 calls the protocol's methods, the others ``follow``."""
 
@@ -63,7 +71,7 @@ class FsdpEngine:
         ``objective`` and ``schedule`` are those of a reinforcement learning run if unset.
 
         Raises:
-            ModelError: the model is missing or unfit.
+            ModelError: the model is missing or unfit, or computes other values for packed sequences.
         """
         self._config, self._ranks = config, ranks
         self._objective = objective or policy_objective(config)
@@ -72,6 +80,8 @@ class FsdpEngine:
             self._dtype = compute_dtype(config, ranks.device)
             torch.manual_seed(config.run.seed + ranks.rank)
             self._model = PolicyModel(load_model(config.model))
+            if ranks.is_leader:
+                check_packing(self._model, max_length=_max_length(config, is_supervised=objective is not None))
             self._names = self._model.tensor_names()
             self._adapters: Adapters | None = None
             if config.lora.is_set:
@@ -95,6 +105,17 @@ class FsdpEngine:
             self._files = model_files(config.model.path) if ranks.is_leader else {}
             self._gathering = False
             self._is_closed = False
+
+    def self_test(self) -> None:
+        """Check, on rank 0 while the others follow, that packed sequences do not change each other's values.
+
+        Rows that are shorter than the test's sequences together are not checked.
+
+        Raises:
+            ModelError: they do.
+        """
+        if self._config.learner.max_tokens >= NEIGHBOURS_TOKENS:
+            check_neighbours(self, self._model.causal_lm.config, num_ranks=self._ranks.world_size)
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         """See ``Engine.update``.

@@ -174,15 +174,8 @@ class PolicyModel(nn.Module):
 
         Hidden states are computed for the whole row, logits only at ``predict_index``.
         """
-        hidden_1Td = self.causal_lm.base_model(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            use_cache=False,
-            packed_layout=batch.layout,
-        ).last_hidden_state
         return token_logprobs(
-            hidden_1Td[0].index_select(0, batch.predict_index),
+            self.hidden_states(batch).index_select(0, batch.predict_index),
             cast(nn.Linear, self.causal_lm.get_output_embeddings()),
             batch.targets,
             batch.temperatures,
@@ -190,6 +183,16 @@ class PolicyModel(nn.Module):
             sampling_mask=batch.sampling_mask,
             entropy_grad=entropy_grad,
         )
+
+    def hidden_states(self, batch: DeviceBatch) -> Tensor:
+        """The decoder's output for every token of the row, [T, d]."""
+        return self.causal_lm.base_model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            packed_layout=batch.layout,
+        ).last_hidden_state[0]
 
 
 @dataclass(frozen=True, slots=True)

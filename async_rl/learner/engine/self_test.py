@@ -1,0 +1,322 @@
+"""Does a model compute the same for packed sequences as for each of them alone? Asked before anything is trained.
+
+``check_packing`` runs one packed row of short sequences, two of which share their prompt, in float32. It compares every
+module's output and the gradient at the embeddings with those of each sequence alone. Alone, the model attends with
+transformers' own code and masks, so a model that packs wrongly differs: short convolutions, linear attention or other
+state along the row, a window that only exists in the mask. Called by ``fsdp_engine`` on rank 0, with whole weights.
+
+``check_neighbours`` asks the built engine, in the dtype and with the kernels that will train, whether a sequence's
+values change with its neighbours' tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from async_rl.errors import ModelError
+from async_rl.learner.engine import Engine
+from async_rl.learner.engine.attention import ATTENTION_NAME
+from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
+from async_rl.learner.packing import TrainSequence, pack
+
+VALUE_TOLERANCE = 1e-4
+"""Largest difference of a module's outputs, over their largest absolute value: far above float32 rounding in a sum of
+thousands, and far below what a leak does."""
+GRADIENT_TOLERANCE = 1e-3
+_NATIVE_ATTENTION = "eager"
+_WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+_NARROW_WINDOW = 4
+_MIXED_LENGTH_ROPES = ("longrope", "dynamic")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_PROMPT_TOKENS, _ANSWER_TOKENS = 5, (9, 4)
+_LONE_TOKENS = 11
+NEIGHBOURS_TOKENS = 64
+"""Tokens of a row that holds all sequences of the test on one rank."""
+_FEW_PARAMETERS = 500_000_000
+"""Of larger models only the first layers run, as many as there are kinds."""
+
+Outputs = dict[str, Tensor]
+"""By module name, in the order in which modules end: float32 [T, ...]."""
+
+
+def check_packing(policy: PolicyModel, *, max_length: int) -> None:
+    """Compare a packed row with its sequences alone, in float32.
+
+    Args:
+        policy: on the host, whole, with packed attention. Its parameters and settings are as before afterwards.
+        max_length: tokens of the longest sequence that will be trained on.
+
+    Raises:
+        ModelError: they differ, or the model fails; the message names the first module that does.
+    """
+    model = policy.causal_lm
+    _refuse_mixed_lengths(model, max_length)
+    sequences = _sequences(min(policy.vocab_size, model.config.get_text_config().vocab_size))
+    batch = to_device(pack(sequences, max_tokens=1 << 20, num_ranks=1)[0][0], torch.device("cpu"))
+    with ExitStack() as changed:
+        changed.enter_context(_frozen(model))
+        changed.enter_context(_few_layers(policy))
+        changed.enter_context(_narrow_windows(model, max_length))
+        packed, gradient = _run_packed(policy, batch)
+        alone = [_run_alone(policy, ids, index) for index, ids in enumerate(_laid_out(batch))]
+    places = _places(batch)
+    _compare_values(type(model).__name__, packed, [outputs for outputs, _ in alone], places)
+    expected = torch.zeros_like(gradient)
+    for place, (_, part) in zip(places, alone, strict=True):
+        expected.index_add_(0, place, part)
+    if (difference := _difference(gradient, expected)) > GRADIENT_TOLERANCE:
+        raise _refused(
+            type(model).__name__,
+            f"the gradient at its embeddings differs by {difference:.1e} of its largest value from that of each "
+            f"sequence alone (at most {GRADIENT_TOLERANCE:g})",
+        )
+
+
+def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> None:
+    """Change the tokens of a sequence's neighbours in a packed row. Its logprobs must stay the same, bit for bit.
+
+    Models with experts are not asked: which tokens an expert computes together depends on the neighbours, and so does
+    rounding. ``check_packing`` compares them in float32.
+
+    Args:
+        model_config: the model's transformers config.
+        num_ranks: the more ranks, the more neighbours it takes for some to share a row with the sequence.
+
+    Raises:
+        ModelError: they change.
+    """
+    text = model_config.get_text_config()
+    if any((getattr(text, key, None) or 0) > 1 for key in _EXPERT_KEYS):
+        return
+    before, after = (_sequences(text.vocab_size, neighbours_seed=seed, copies=num_ranks) for seed in (1, 2))
+    values = [engine.score(sequences, of="policy")[0] for sequences in (before, after)]
+    if not np.array_equal(*values):
+        raise _refused(
+            ", ".join(model_config.architectures or ["the model"]),
+            f"in the dtype and on the device of training, a sequence's logprobs change by up to "
+            f"{np.abs(values[0] - values[1]).max():.1e} nats with the tokens of its neighbours",
+        )
+
+
+def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) -> list[TrainSequence]:
+    """Sequence 0 is always the same; the others, which are longer, have random tokens of ``neighbours_seed``."""
+    own, others = np.random.default_rng(0), np.random.default_rng(neighbours_seed)
+
+    def tokens(generator: np.random.Generator, count: int) -> np.ndarray:
+        return generator.integers(vocab_size, size=count, dtype=np.int32)
+
+    texts = [(tokens(own, _NARROW_WINDOW * 2), 1)]
+    for _ in range(copies):
+        prompt = tokens(others, _PROMPT_TOKENS)
+        texts.append((tokens(others, _LONE_TOKENS), 1))
+        texts += [(np.concatenate([prompt, tokens(others, count)]), _PROMPT_TOKENS) for count in _ANSWER_TOKENS]
+    return [_sequence(index, ids, start) for index, (ids, start) in enumerate(texts)]
+
+
+def _sequence(index: int, token_ids: np.ndarray, start: int) -> TrainSequence:
+    zeros = np.zeros(len(token_ids), dtype=np.float32)
+    return TrainSequence(
+        sequence_id=index,
+        token_ids=token_ids,
+        loss_mask=np.arange(len(token_ids)) >= start,
+        behavior_logprobs=zeros,
+        versions=zeros.astype(np.int32),
+        advantages=zeros,
+        temperature=1.0,
+    )
+
+
+# The two runs.
+
+
+def _places(batch: DeviceBatch) -> list[Tensor]:
+    """Where in the row each sequence's tokens lie: int64 [its tokens]."""
+    bounds = batch.layout.cu_seqlens.tolist()
+    expand = batch.layout.expand
+    index = torch.arange(bounds[-1]) if expand is None else expand
+    return [index[start:end] for start, end in pairwise(bounds)]
+
+
+def _laid_out(batch: DeviceBatch) -> list[Tensor]:
+    return [batch.token_ids[place] for place in _places(batch)]
+
+
+def _run_packed(policy: PolicyModel, batch: DeviceBatch) -> tuple[Outputs, Tensor]:
+    def run() -> Tensor:
+        return policy.hidden_states(batch)
+
+    def loss(hidden_Td: Tensor) -> Tensor:
+        parts = [hidden_Td[place] * _loss_weights(i, *hidden_Td[place].shape) for i, place in enumerate(_places(batch))]
+        return torch.cat(parts).sum()
+
+    return _recorded(policy, run, loss, "packed in a row", len(batch.token_ids))
+
+
+def _run_alone(policy: PolicyModel, token_ids: Tensor, index: int) -> tuple[Outputs, Tensor]:
+    model = policy.causal_lm
+
+    def run() -> Tensor:
+        return model.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
+
+    model.set_attn_implementation(_NATIVE_ATTENTION)
+    try:
+        return _recorded(policy, run, lambda h: (h * _loss_weights(index, *h.shape)).sum(), "alone", len(token_ids))
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _loss_weights(index: int, num_tokens: int, width: int) -> Tensor:
+    """[num_tokens, width]: a weight for each number of a hidden state, other ones for each sequence and token."""
+    return torch.cos(torch.arange(num_tokens)[:, None] * 0.7 + torch.arange(width) * 1.3 + index)
+
+
+def _recorded(
+    policy: PolicyModel, run: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], how: str, num_tokens: int
+) -> tuple[Outputs, Tensor]:
+    """Every module's output and the gradient at the embeddings, [T, d], of ``loss`` of the hidden states."""
+    outputs: Outputs = {}
+    embedded: list[Tensor] = []
+    base = policy.causal_lm.base_model
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, num_tokens):
+                outputs[name] = value[0].detach().clone()
+
+        return hook
+
+    def embed(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in base.named_modules() if name]
+    hooks.append(cast(nn.Module, base.get_input_embeddings()).register_forward_hook(embed))
+    try:
+        hidden_Td = run()
+        outputs["the decoder's output"] = hidden_Td.detach()
+        loss(hidden_Td).backward()
+    except Exception as error:  # whatever a model raises when it is called in a way that it does not know
+        raise _refused(
+            type(policy.causal_lm).__name__, f"it fails on sequences {how}: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    (gradient,) = [e.grad for e in embedded[:1]] or [None]
+    if gradient is None:
+        raise _refused(type(policy.causal_lm).__name__, "its output does not depend on its input embeddings")
+    return outputs, gradient[0]
+
+
+# The comparison.
+
+
+def _compare_values(name: str, packed: Outputs, alone: list[Outputs], places: list[Tensor]) -> None:
+    """Raises ModelError at the first module, in the order in which they end, whose outputs differ."""
+    for module, value in packed.items():
+        for outputs, place in zip(alone, places, strict=True):
+            other = outputs.get(module)
+            if other is None or other.shape[1:] != value.shape[1:]:
+                continue
+            if (difference := _difference(value[place], other)) > VALUE_TOLERANCE:
+                raise _refused(
+                    name,
+                    f"the output of {module} differs by {difference:.1e} of its largest value from that for each "
+                    f"sequence alone (at most {VALUE_TOLERANCE:g})",
+                )
+
+
+def _difference(value: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest expected absolute value; infinite if either is not finite."""
+    difference = float((value - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return difference if difference == difference else float("inf")
+
+
+def _refused(name: str, finding: str) -> ModelError:
+    return ModelError(
+        f"model.path: {name} can't be trained on packed rows: {finding}; choose a model such as Qwen2, Qwen3 or Llama"
+    )
+
+
+# What is changed for the runs.
+
+
+def _refuse_mixed_lengths(model: nn.Module, max_length: int) -> None:
+    """Positional scales that depend on the longest sequence of a row are right only below the original context."""
+    text = cast(Any, model).config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    if kind not in _MIXED_LENGTH_ROPES:
+        return
+    original = rope.get("original_max_position_embeddings")
+    original = original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+    if max_length > original:
+        raise _refused(
+            type(model).__name__,
+            f"its {kind} positions depend on the longest sequence of a row above {original} tokens, and sequences may "
+            f"have {max_length} (sampling.max_prompt_tokens + sampling.max_new_tokens, or sft.max_length)",
+        )
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients of parameters: the one at the embeddings passes through every layer and needs far less memory."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _few_layers(policy: PolicyModel) -> Iterator[None]:
+    """Of a large model, leave the shortest beginning of its layers that has every kind of layer."""
+    layers, base = policy.decoder_layers, cast(Any, policy.causal_lm.base_model)
+    kinds = [_kind(layer) for layer in layers]
+    first_of_kind = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    num_layers = 1 + max(first_of_kind.values())
+    if sum(p.numel() for p in policy.parameters()) <= _FEW_PARAMETERS or num_layers == len(layers):
+        yield
+        return
+    base.layers = nn.ModuleList(list(layers)[:num_layers])
+    try:
+        yield
+    finally:
+        base.layers = layers
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    names = ("attention_type", "layer_type", "is_sliding", "sliding_window")
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    settings = tuple(repr(getattr(module, name, None)) for module in layer.modules() for name in names)
+    return modules, settings, tuple(parameter.shape for parameter in layer.parameters())
+
+
+@contextmanager
+def _narrow_windows(model: nn.Module, max_length: int) -> Iterator[None]:
+    """Make attention windows that the run's sequences pass so narrow that the test's sequences pass them, too."""
+    text = cast(Any, model).config.get_text_config()
+    windows = {key: getattr(text, key, None) for key in _WINDOW_KEYS}
+    windows = {key: width for key, width in windows.items() if isinstance(width, int) and 0 < width < max_length}
+    changed: list[tuple[Any, str, Any]] = []
+    for key, width in windows.items():
+        for owner in (text, *model.modules()):
+            if getattr(owner, key, None) == width and type(width) is int:
+                changed.append((owner, key, width))
+                setattr(owner, key, _NARROW_WINDOW)
+    try:
+        yield
+    finally:
+        for owner, key, width in changed:
+            setattr(owner, key, width)

@@ -1,0 +1,185 @@
+"""Which models may be trained on packed rows: each family computes the same as alone, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from async_rl.errors import ModelError
+from async_rl.learner.engine import Engine
+from async_rl.learner.engine import self_test as module
+from async_rl.learner.engine.attention import use_packed_attention
+from async_rl.learner.engine.model import PolicyModel
+from async_rl.learner.engine.self_test import check_neighbours, check_packing
+from async_rl.learner.packing import TrainSequence
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT: dict[str, Any] = {
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+SPARSE: dict[str, Any] = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+WINDOW: dict[str, Any] = {"sliding_window": 8}
+HALF_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+                            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
+CONVOLUTION: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+
+RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2 with windows": ("Qwen2", HALF_WINDOW),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8}),
+    "mistral with windows": ("Mistral", WINDOW),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "gemma3": ("Gemma3Text", {"head_dim": 8, **WINDOW}),
+    "cohere2": ("Cohere2", WINDOW),
+    "deepseek v3": ("DeepseekV3", LATENT),
+    "phi3": ("Phi3", {}),
+    "olmo3": ("Olmo3", WINDOW),
+    "granite": ("Granite", {}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "lfm2": ("Lfm2", CONVOLUTION, r"layers\.0\.conv\.out_proj differs by"),
+    "lfm2 moe": ("Lfm2Moe", {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}, r"layers\.0\.conv\.out_proj differs by"),
+    "minimax": (
+        "MiniMax",
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 4},
+        r"layers\.0\.self_attn\.\S+ differs by",
+    ),
+    "windows of qwen2 moe": (
+        "Qwen2Moe", {**HALF_WINDOW, **EXPERTS, "shared_expert_intermediate_size": 16}, r"self_attn\.o_proj differs by",
+    ),
+    "windows of phimoe": ("Phimoe", {**WINDOW, "num_local_experts": 4}, r"self_attn\.o_proj differs by"),
+    "longrope": ("Phi3", {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE}, "longrope positions"),
+    "dynamic rope": (
+        "Llama",
+        {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "dynamic positions depend on the longest sequence of a row above 64 tokens, and sequences may have 200",
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 8, **WINDOW}, "does not support s_aux"),
+    "mimo v2 flash": ("MiMoV2Flash", {}, "does not support s_aux"),
+    "granite swa": ("GraniteSWA", WINDOW, "does not support s_aux"),
+    "doge": ("Doge", {}, "does not support attention_mask"),
+    "gemma2": ("Gemma2", {"head_dim": 8}, "does not support softcap"),
+    "deepseek v3.2": ("DeepseekV32", SPARSE, "it fails on sequences packed in a row: TypeError"),
+    "glm dsa": ("GlmMoeDsa", SPARSE, "it fails on sequences packed in a row: TypeError"),
+    "nemotron": ("Nemotron", {}, "expected packed_layout"),
+    "llama 4": ("Llama4", {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 48}, "decoder layers"),
+}  # fmt: skip
+
+
+def build(family: str, settings: dict[str, Any]) -> PolicyModel:
+    torch.manual_seed(0)
+    config: Any = getattr(transformers, f"{family}TextConfig" if family == "Llama4" else f"{family}Config")
+    causal_lm: Any = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
+    model = causal_lm(config(**{**SHAPE, **settings})).float()
+    use_packed_attention(model)
+    return PolicyModel(model)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_families_that_compute_the_same_are_accepted(name: str):
+    check_packing(build(*RIGHT[name]), max_length=200)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_do_not_are_refused_with_what_differs(name: str):
+    family, settings, found = REFUSED[name]
+    with pytest.raises(ModelError, match=found):
+        check_packing(build(family, settings), max_length=200)
+
+
+def test_what_only_long_sequences_meet_is_accepted_for_short_ones():
+    family, settings, _ = REFUSED["longrope"]
+    check_packing(build(family, settings), max_length=32)
+    family, settings, _ = REFUSED["windows of qwen2 moe"]
+    wider = build(family, {**settings, "sliding_window": 64})
+    check_packing(wider, max_length=64)
+    with pytest.raises(ModelError, match="o_proj differs by"):
+        check_packing(wider, max_length=65)
+
+
+class Leaks(nn.Module):
+    """Adds a little of the token before, whose sequence may be another."""
+
+    def __init__(self, inner: nn.Module, share: float, *, only_backward: bool = False) -> None:
+        super().__init__()
+        self.inner, self.share, self.only_backward = inner, share, only_backward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.inner(hidden)
+        before = torch.cat([torch.zeros_like(out[:, :1]), out[:, :-1]], dim=1)
+        return out + self.share * (before - before.detach() if self.only_backward else before)
+
+
+@pytest.mark.parametrize(
+    ("only_backward", "found"), [(False, r"layers\.1\.mlp differs"), (True, "the gradient at its")]
+)
+def test_a_leak_of_a_thousandth_along_the_row_is_found(only_backward: bool, found: str):
+    policy = build("Llama", {})
+    layer: Any = policy.decoder_layers[1]
+    layer.mlp = Leaks(layer.mlp, 1e-3 if not only_backward else 0.1, only_backward=only_backward)
+    with pytest.raises(ModelError, match=found):
+        check_packing(policy, max_length=200)
+
+
+def test_the_model_is_as_before_afterwards():
+    policy = build("Qwen2", HALF_WINDOW)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    check_packing(policy, max_length=200)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in policy.parameters())
+    config: Any = policy.causal_lm.config
+    assert (config.sliding_window, config._attn_implementation) == (8, "async_rl_packed")
+    assert [layer.self_attn.sliding_window for layer in cast(Any, policy.decoder_layers)] == [None, 8]
+    assert not any(submodule._forward_hooks for submodule in policy.modules())
+
+
+def test_of_a_large_model_only_layers_up_to_the_last_new_kind_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_FEW_PARAMETERS", 0)
+    policy = build("Llama", {"num_hidden_layers": 5})
+    layers = policy.decoder_layers
+    run: list[int] = []
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: run.append(index))
+    check_packing(policy, max_length=200)
+    assert set(run) == {0}
+    cast(Any, layers[3]).mlp = Leaks(cast(Any, layers[3]).mlp, 1e-3)
+    with pytest.raises(ModelError, match=r"layers\.3\.mlp"):
+        check_packing(policy, max_length=200)
+    assert policy.decoder_layers is layers
+
+
+class ScoringEngine:
+    """An engine whose logprobs of a sequence are a function of it and of the row's tokens."""
+
+    def __init__(self, score: Callable[[np.ndarray, int], float]) -> None:
+        self._score = score
+
+    def score(self, sequences: Sequence[TrainSequence], *, of: str) -> dict[int, np.ndarray]:
+        total = sum(int(sequence.token_ids.sum()) for sequence in sequences)
+        return {s.sequence_id: np.array([self._score(s.token_ids, total)], np.float32) for s in sequences}
+
+
+def test_values_that_change_with_the_neighbours_are_refused():
+    config = transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"])
+    independent = ScoringEngine(lambda ids, total: float(ids.sum()))
+    leaking = ScoringEngine(lambda ids, total: float(ids.sum()) + 1e-3 * total)
+    check_neighbours(cast(Engine, independent), config, num_ranks=2)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM .* logprobs change by up to"):
+        check_neighbours(cast(Engine, leaking), config, num_ranks=2)
+    # Experts compute tokens of several sequences together, so rounding may change.
+    check_neighbours(cast(Engine, leaking), transformers.MixtralConfig(**SHAPE), num_ranks=2)
