@@ -263,8 +263,6 @@ def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules |
         DataError: the source can't be read or has no good row; or, under ``refuse``, a row is not UTF-8, not JSON, not
             of the right shape, or lacks what its reward needs. The message names ``file:line``.
     """
-    if on_bad_row not in ("refuse", "skip"):
-        raise ValueError(f"on_bad_row: expected 'refuse' or 'skip', got {on_bad_row!r}")
     opened, rules = Source(source), rules or RowRules()
     rows: list[Row] = []
     num_skipped, first_skipped = 0, ""

@@ -43,7 +43,8 @@ class CodeReward:
     """The part ``correct`` is ``scale`` if the program passes all tests and is in a code fence, else 0.
 
     With ``partial_credit`` it is ``scale`` times the share of tests passed; accuracy is that share too, because groups
-    are filtered by it. Otherwise accuracy is 1 if all tests pass, with or without a fence.
+    are filtered by it. Otherwise accuracy is 1 if all tests pass, with or without a fence. For the penalty on long
+    answers, only a program that passes all tests counts as an answer.
     """
 
     def __init__(self, judge: Judge, *, scale: float, partial_credit: bool, num_workers: int = 1) -> None:
@@ -52,6 +53,7 @@ class CodeReward:
         self._workers = threading.BoundedSemaphore(num_workers)
         self._scale = scale
         self._partial_credit = partial_credit
+        self._counts: Counter[str] = Counter()
 
     def __call__(self, item: RewardInput) -> RewardOutput:
         try:
@@ -61,6 +63,7 @@ class CodeReward:
         program, format_valid = extract_program(item.text)
         with self._workers:
             judgement = self._judge.judge(program or "", tests)
+        self._counts.update(judgement.verdicts)
         passed = judgement.all_passed
         accuracy = judgement.share_passed if self._partial_credit else float(passed)
         parts = {"correct": self._scale * accuracy if format_valid else 0.0}
@@ -68,7 +71,7 @@ class CodeReward:
 
     def counters(self) -> dict[str, int]:
         """Tests by verdict, as ``code_tests_{verdict}``."""
-        return self._judge.counters()
+        return {f"code_tests_{verdict}": self._counts[verdict] for verdict in VERDICTS}
 
     def close(self) -> None:
         self._judge.close()
@@ -113,8 +116,6 @@ class Judge(Protocol):
         """Judge one program. Raises ``RewardError`` if the judge fails, never because the program is wrong."""
         ...
 
-    def counters(self) -> dict[str, int]: ...
-
     def close(self) -> None: ...
 
 
@@ -140,7 +141,6 @@ class LocalJudge:
         self._runner = runner
         self._code = code
         self._clock = clock
-        self._counts: Counter[str] = Counter()
 
     def with_settings(self, code: CodeRewardConfig) -> LocalJudge:
         """A judge with other settings and the same runner; close only one of the two."""
@@ -156,14 +156,7 @@ class LocalJudge:
             notes.append(note)
             if verdict == "unusable" or (verdict != "passed" and not self._code.partial_credit):
                 break
-        judgement = judgement_of(verdicts, notes, len(tests.tests))
-        for verdict in judgement.verdicts:
-            self._counts[verdict] += 1
-        return judgement
-
-    def counters(self) -> dict[str, int]:
-        """Tests by verdict, as ``code_tests_{verdict}``."""
-        return {f"code_tests_{verdict}": self._counts[verdict] for verdict in VERDICTS}
+        return judgement_of(verdicts, notes, len(tests.tests))
 
     def close(self) -> None:
         self._runner.close()

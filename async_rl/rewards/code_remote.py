@@ -17,7 +17,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,7 +25,7 @@ from async_rl.config.loading import apply_override, parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, RewardError, SandboxError, SandboxFailedError
 from async_rl.net.address import check_address, is_loopback
-from async_rl.rewards.code import VERDICTS, Judgement, Verdict, judgement_of, local_judge
+from async_rl.rewards.code import Judgement, Verdict, judgement_of, local_judge
 from async_rl.rewards.code_tests import CodeTest, CodeTests, parse_tests
 
 PATH = "/check_correctness"
@@ -64,7 +63,6 @@ class RemoteJudge:
         }  # fmt: skip
         self._total_limit_s = total_limit_s
         self._pause_s = pause_s
-        self._counts: Counter[str] = Counter()
         self._check()
 
     def judge(self, source: str, tests: CodeTests) -> Judgement:
@@ -77,13 +75,7 @@ class RemoteJudge:
             in_outs["fn_name"] = tests.function
         request = {"in_outs": in_outs, "generation": source, "timeout": self._timeout_s, "debug": False}
         answer = self._ask({**request, "settings": self._settings})
-        judgement = _judgement(answer, len(tests.tests), self._url)
-        for verdict in judgement.verdicts:
-            self._counts[verdict] += 1
-        return judgement
-
-    def counters(self) -> dict[str, int]:
-        return {f"code_tests_{verdict}": self._counts[verdict] for verdict in VERDICTS}
+        return _judgement(answer, len(tests.tests), self._url)
 
     def close(self) -> None:
         """Do nothing: no connection stays open."""
@@ -99,7 +91,6 @@ class RemoteJudge:
                 f"reward.code.endpoint: expected {self._url} to pass print(1) and not print(2) where 1 is the answer, "
                 f"got {found}"
             )
-        self._counts.clear()
 
     def _ask(self, request: dict[str, Any]) -> Any:
         """Return the verifier's answer. Raises SandboxFailedError if it fails, which says nothing about the program."""

@@ -80,8 +80,6 @@ def test_the_asker_says_how_to_judge_and_for_how_long(endpoint: str):
     asker = judge(endpoint, partial_credit=True, time_limit_s=0.5)
     source = "n = int(input())\nwhile n == 2: pass\nprint(2 * n)"
     assert asker.judge(source, SCRIPT).verdicts == ("passed", "failed", "passed")  # -1 has no cause
-    counts = {name: count for name, count in asker.counters().items() if count}
-    assert counts == {"code_tests_passed": 2, "code_tests_failed": 1}
 
 
 def post(endpoint: str, body: bytes, path: str = PATH) -> tuple[int, Any]:
