@@ -21,13 +21,18 @@ for name in (QUICK, FULL):
     settings.register_profile(name, derandomize=True, deadline=None, max_examples=100 if name == FULL else 20)
 
 
+def is_full() -> bool:
+    """Whether the full profile is loaded."""
+    return settings().max_examples == 100
+
+
 def examples(num_full: int, *, num_quick: int | None = None, **others: Any) -> settings:
     """Settings of a test that draws ``num_full`` examples in the full profile. ``others`` are hypothesis's own."""
-    if settings.get_current_profile_name() != FULL:
+    if not is_full():
         num_full = num_quick or max(5, num_full // SHARE)
     return settings(max_examples=num_full, **others)
 
 
 def some(items: Sequence[T]) -> Sequence[T]:
     """All of ``items`` in the full profile, else one in ``SHARE``."""
-    return items if settings.get_current_profile_name() == FULL else items[::SHARE]
+    return items if is_full() else items[::SHARE]

@@ -1,7 +1,8 @@
 """Child processes forked from one that has imported what they need: a start of Python with torch takes seconds.
 
 ``preload`` names the modules. Those named before the first child starts are imported once; each child then takes
-milliseconds. A child has this process's environment, working directory and import path, and a Popen's methods.
+milliseconds. A child has this process's environment, working directory and import path. ``Forked`` has the methods of
+``subprocess.Popen`` that tests need.
 """
 
 from __future__ import annotations
