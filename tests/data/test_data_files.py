@@ -185,7 +185,7 @@ def test_a_split_of_a_saved_dataset_is_honoured_or_refused(tmp_path: Path):
     rows = [{"prompt": f"{number}+1?", "gt_answer": str(number + 1)} for number in range(10)]
     saved = datasets.Dataset.from_list(rows)
     saved.save_to_disk(str(tmp_path / "unnamed"))
-    datasets.DatasetDict(train=saved).save_to_disk(str(tmp_path / "named"))
+    datasets.DatasetDict({"train": saved}).save_to_disk(str(tmp_path / "named"))
 
     def answers(source: str) -> list[str]:
         return [str(row.reward_data["gt_answer"]) for row in load_rows(source).rows]

@@ -39,7 +39,7 @@ from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.sft import run_sft
 from async_rl.net.keys import make_keys
-from async_rl.queue.core.admission import QueueSettings, train_sampling
+from async_rl.queue.core.admission import lease_seed, train_sampling
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
@@ -126,7 +126,7 @@ def plain_loop(config: Config) -> Trained:
     def sampled_group(position: int) -> tuple[Prompt, list[Rollout]]:
         row, epoch = stream.locate(position)
         prompt = Prompt(position, row, epoch, rows[row].messages, rows[row].reward_data)
-        seed = QueueSettings.from_config(config, vocab_size=None).lease_seed("train", "", position)
+        seed = lease_seed(config.run.seed, "train", "", position)
         lease = Lease(
             str(position), "train", prompt, config.sampling.group_size, train_sampling(config), "", 0, 0, 1, seed
         )

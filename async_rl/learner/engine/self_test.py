@@ -96,12 +96,12 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> No
     if any((getattr(text, key, None) or 0) > 1 for key in _EXPERT_KEYS):
         return
     before, after = (_sequences(text.vocab_size, neighbours_seed=seed, copies=num_ranks) for seed in (1, 2))
-    values = [engine.score(sequences, of="policy")[0] for sequences in (before, after)]
-    if not np.array_equal(*values):
+    value, changed = (engine.score(sequences, of="policy")[0] for sequences in (before, after))
+    if not np.array_equal(value, changed):
         raise _refused(
             ", ".join(model_config.architectures or ["the model"]),
             f"in the dtype and on the device of training, a sequence's logprobs change by up to "
-            f"{np.abs(values[0] - values[1]).max():.1e} nats with the tokens of its neighbours",
+            f"{np.abs(value - changed).max():.1e} nats with the tokens of its neighbours",
         )
 
 
@@ -183,7 +183,7 @@ def _recorded(
     """Every module's output and the gradient at the embeddings, [T, d], of ``loss`` of the hidden states."""
     outputs: Outputs = {}
     embedded: list[Tensor] = []
-    base = policy.causal_lm.base_model
+    base = cast(Any, policy.causal_lm.base_model)
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -198,7 +198,7 @@ def _recorded(
         return embedded[0]
 
     hooks = [module.register_forward_hook(keep(name)) for name, module in base.named_modules() if name]
-    hooks.append(cast(nn.Module, base.get_input_embeddings()).register_forward_hook(embed))
+    hooks.append(base.get_input_embeddings().register_forward_hook(embed))
     try:
         hidden_Td = run()
         outputs["the decoder's output"] = hidden_Td.detach()
