@@ -92,7 +92,11 @@ def heartbeat(
 def receive(
     state: QueueState, generator_id: str, group: GroupSummary, payload: Payload, now: float
 ) -> tuple[Verdict, str]:
-    """Take in a group: its summary and its ``payload``. Return the verdict, and the reason if it was refused."""
+    """Take in a group: its summary and its ``payload``. Return the verdict, and the reason if it was refused.
+
+    Raises:
+        QueueError: the payload can't be kept. Nothing has changed; the generator may return the group again.
+    """
     _seen(state, generator_id, now)
     active, learner = state.leases.get(group.lease_id), state.learner
     if active is None or learner is None or active.generator_id != generator_id:
@@ -320,8 +324,9 @@ def _receive_answer(state: QueueState, active: ActiveLease, group: GroupSummary,
     if group.num_tokens and group.oldest_version < evaluation.request.min_version:
         _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
-    state.leases.close(active.lease.lease_id, _RETURNED)
+    # Keep before any change: the disk may refuse it, and the generator then returns the group again.
     answer = Answer(state.payloads.keep(payload), group.num_rollouts, group.num_tokens)
+    state.leases.close(active.lease.lease_id, _RETURNED)
     state.evals.answer(evaluation, active.lease.prompt.row, answer)
     state.eval_ledger.arrive("queued", group.num_rollouts, group.num_tokens)
     state.revision += 1
@@ -335,14 +340,15 @@ def _receive_training(
     accuracy = group.accuracy / group.num_rollouts
     fits_filter = _inside(settings.filter_range, accuracy)
     bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version
-    state.count_outcome("received", group)
     if bound_version < settings.oldest_trainable(learner.version):
+        state.count_outcome("received", group)
         state.count_outcome("dropped", group)
         _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
-    state.leases.close(active.lease.lease_id, _RETURNED)
-    state.revision += 1
     if not fits_filter and settings.refill:
+        state.leases.close(active.lease.lease_id, _RETURNED)
+        state.revision += 1
+        state.count_outcome("received", group)
         state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
         state.count_outcome("filtered", group)
         state.attempts.pop(group.position, None)
@@ -350,6 +356,10 @@ def _receive_training(
         assert settings.filter_range is not None
         state.filtered_right_since_step += accuracy >= settings.filter_range[1]
         return "filtered"
+    # Keep before any change: the disk may refuse it, and the generator then returns the group again.
+    ref = state.payloads.keep(payload)
+    state.leases.close(active.lease.lease_id, _RETURNED)
+    state.count_outcome("received", group)
     state.ledger.arrive("queued", group.num_rollouts, group.num_tokens)
     announced = learner.announced_version
     state.add_group(
@@ -367,7 +377,7 @@ def _receive_training(
             arrived_at=state.now,
             arrival_version=learner.version if announced is None else announced,
             masked=not fits_filter,
-            ref=state.payloads.keep(payload),
+            ref=ref,
         )
     )
     return "queued"
