@@ -23,6 +23,7 @@ from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.process.child import exit_on_sigterm, watch_parent
+from async_rl.terminal import log_visibly, visible
 
 app = typer.Typer(
     name="async-rl",
@@ -295,7 +296,7 @@ def _role() -> Iterator[bool]:
     is_launched = watch_parent()
     # Torch's rendezvous warns about every address without a reverse name. Its errors still show.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_visibly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         yield is_launched
     except BrokenPipeError:
@@ -309,5 +310,5 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         app(arguments)
     except UserError as error:
-        sys.stderr.write(f"async-rl: {error}\n")
+        sys.stderr.write(visible(f"async-rl: {error}\n"))
         raise SystemExit(2) from None

@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from async_rl.config.config import Config
 from async_rl.errors import AddressError, AsyncRLError
 from async_rl.process.child import module_command, package_environment
+from async_rl.terminal import visible
 
 State = Literal["OK", "WARN", "FAIL", "skip"]
 """``skip``: not checked, and ``found`` says why."""
@@ -79,14 +80,14 @@ def print_table(rows: Sequence[Finding]) -> None:
     table = Table(show_lines=False)
     for column in ("check", "", "found"):
         table.add_column(column, no_wrap=column != "found", overflow="fold")
-    for row in rows:
+    for row in (replace(row, found=visible(row.found), fix=visible(row.fix)) for row in rows):
         fix = f"\n[bold]fix:[/bold] {escape(row.fix)}" if row.fix else ""
         table.add_row(escape(row.check), f"[{_COLOURS[row.state]}]{row.state}[/]", escape(row.found) + fix)
     console.print(table)
     for row in rows:
         if row.details:
             console.print(f"{row.check}:", style="bold")
-            console.print(row.details, markup=False, highlight=False)
+            console.print(visible(row.details), markup=False, highlight=False)
     red, yellow = (sum(row.state == state for row in rows) for state in ("FAIL", "WARN"))
     verdict = "no check failed" if not red else f"{red} {'check' if red == 1 else 'checks'} failed"
     console.print(

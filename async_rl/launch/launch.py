@@ -31,6 +31,7 @@ from async_rl.process.child import module_command, package_path
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
 from async_rl.run.step_log import read_rows
+from async_rl.terminal import visible
 
 _DAY_S = 86400
 
@@ -48,7 +49,7 @@ def launch(
     Raises:
         UserError: the run can't start for a reason that the user can fix; nothing was written or started.
     """
-    console = Console(stderr=False)
+    console = Console(stderr=False, markup=False)
     run_dir = check_run_dir(config, fresh=fresh)
     if run_dir.is_finished and not fresh:
         _print_line(
@@ -158,7 +159,7 @@ def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -
     for line in summary(run_dir, time.monotonic() - started):
         _print_line(console, line)
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in explain(outcome, checkpoint=run_dir.latest_checkpoint)))
+    sys.stderr.write("".join(f"{visible(line)}\n" for line in explain(outcome, checkpoint=run_dir.latest_checkpoint)))
     return outcome.exit_code
 
 
@@ -208,7 +209,7 @@ def explain(outcome: Outcome, *, checkpoint: str | None = None) -> list[str]:
 
 
 def _print_line(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
 
 class RunCommands:

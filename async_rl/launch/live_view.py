@@ -23,6 +23,7 @@ from async_rl.launch.status import ask_status, awaited_by
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.run.step_log import Row, StepLogTail
+from async_rl.terminal import visible, visible_values
 
 POLL_S = 1.0
 STATUS_TIMEOUT_S = 2.0
@@ -150,7 +151,7 @@ class PlainView:
                 self.note(step_line(row, self._progress.num_steps, self._progress.eta_s))
 
     def note(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
     def watch_queue(self, address: str) -> None:
         self.note(f"queue server at {address}")
@@ -180,11 +181,11 @@ class LiveView:
         self._live.update(self._draw(processes), refresh=True)
 
     def note(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
+        self._console.print(visible(line), markup=False, highlight=False)
 
     def watch_queue(self, address: str) -> None:
         self.note(f"queue server at {address}")
-        self._poller = StatusPoller(lambda: ask_status(address, STATUS_TIMEOUT_S, self._keys))
+        self._poller = StatusPoller(lambda: visible_values(ask_status(address, STATUS_TIMEOUT_S, self._keys)))
 
     def close(self) -> None:
         """Leave the last table on the screen."""

@@ -19,6 +19,7 @@ from async_rl.errors import AddressError, QueueError, RunError
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.run.directory import RunDir
 from async_rl.run.queue_files import read_record
+from async_rl.terminal import visible_values
 
 _LABELS = {
     "lineage": "lineage",
@@ -111,8 +112,8 @@ def print_status(status: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")
         return
-    console = Console()
-    for table in status_tables(status):
+    console = Console(markup=False)
+    for table in status_tables(visible_values(status)):
         console.print(table)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from async_rl.errors import AsyncRLError
 from async_rl.net.streams import listening_socket, shut_down
+from async_rl.terminal import log_visibly
 from async_rl.weights.tcp import protocol
 from async_rl.weights.tcp.delta import encode_delta
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request, read_header, read_items
@@ -228,7 +229,7 @@ def main(
     arguments: Sequence[str], environment: Mapping[str, str] = os.environ, leave: Callable[[int], None] = os._exit
 ):
     """Serve until the learner closes the pipe; then exit at once, even if generators still pull."""
-    logging.basicConfig(level=environment.get("ASYNC_RL_LOG", "WARNING"), format="stream server: %(message)s")
+    log_visibly(environment.get("ASYNC_RL_LOG", "WARNING"), "stream server: %(message)s")
     # Ctrl-C in the terminal reaches the whole process group, but only the learner ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(arguments[0])) as learner:
