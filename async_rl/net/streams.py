@@ -8,8 +8,12 @@ until a deadline first. Called by environments, rewards, doctor and the weights'
 from __future__ import annotations
 
 import contextlib
+import errno
+import resource
 import socket
 import struct
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from async_rl.errors import WireError
@@ -38,6 +42,56 @@ def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = Fal
             raise StreamEndedError(f"the stream ended after {len(data)} of {size} bytes")
         data += chunk
     return bytes(data)
+
+
+def until(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
+    """A ``read`` for the functions above that ends at ``deadline`` (``time.monotonic``), however the bytes trickle in.
+
+    It changes the connection's timeout. Raises TimeoutError (an OSError): the deadline has passed.
+    """
+
+    def read(size: int) -> bytes:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("the peer did not finish its request in time")
+        connection.settimeout(remaining_s)
+        return connection.recv(size)
+
+    return read
+
+
+class UnauthenticatedPeers:
+    """How many connections have not authenticated themselves yet, in all and by address. Not thread-safe."""
+
+    def __init__(self, *, most: int, most_of_address: int) -> None:
+        self._most, self._most_of_address = most, most_of_address
+        self._counts: Counter[str] = Counter()
+
+    def admit(self, address: str) -> bool:
+        """Count a new connection from ``address``; False, and nothing is counted, if there are too many."""
+        if self._counts.total() >= self._most or self._counts[address] >= self._most_of_address:
+            return False
+        self._counts[address] += 1
+        return True
+
+    def release(self, address: str) -> None:
+        """The connection has authenticated itself, or ended."""
+        self._counts[address] -= 1
+        if not self._counts[address]:
+            del self._counts[address]
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit on open files as far as it may. Return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def is_out_of_resources(error: OSError) -> bool:
+    """Whether ``accept`` failed because the process or machine has no room for another connection right now."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def receive_into(connection: socket.socket, into: memoryview) -> None:

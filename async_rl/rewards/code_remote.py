@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from async_rl.config.loading import apply_override, parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, RewardError, SandboxError, SandboxFailedError
 from async_rl.net.address import check_address, is_loopback
+from async_rl.net.streams import is_out_of_resources, raise_descriptor_limit, shut_down
 from async_rl.rewards.code import Judgement, Verdict, judgement_of, local_judge
 from async_rl.rewards.code_tests import CodeTest, CodeTests, parse_tests
 
@@ -39,7 +41,13 @@ _PAUSE_S = 1.0
 _LARGEST_ANSWER_BYTES = 16 << 20
 
 MAX_REQUEST_BYTES = 64 << 20
+MAX_CONNECTIONS = 256
+"""More are closed at once: each has a thread, and may send a request of ``MAX_REQUEST_BYTES``."""
+_LENGTH = re.compile(r"[0-9]{1,12}")
 _SOCKET_TIMEOUT_S = 60.0
+_REQUEST_S = 120.0
+"""From a connection's begin to the end of its request."""
+_FULL_S = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +160,7 @@ class VerifierServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], code: CodeRewardConfig) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -159,6 +168,26 @@ class VerifierServer(ThreadingHTTPServer):
         self._code = code
         self._judge = local_judge(code)
         self._free = threading.BoundedSemaphore(code.num_workers)
+        self._connections = threading.BoundedSemaphore(min(MAX_CONNECTIONS, raise_descriptor_limit() // 4))
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if is_out_of_resources(error):
+                # The connection is still in the queue: without a pause the server would ask for it again at once.
+                logger.warning("can't accept a connection: %s", error)
+                time.sleep(_FULL_S)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._connections.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
 
     def judge(self, request: Any) -> dict[str, Any]:
         """The answer to one request.
@@ -212,15 +241,32 @@ def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:
 class _Handler(BaseHTTPRequestHandler):
     timeout = _SOCKET_TIMEOUT_S
 
+    def setup(self) -> None:
+        super().setup()
+        # However the bytes of a request trickle in: its connection ends when it has not arrived in time.
+        self._deadline = threading.Timer(_REQUEST_S, shut_down, (self.connection,))
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def finish(self) -> None:
+        self._deadline.cancel()
+        super().finish()
+
     def do_POST(self) -> None:
         if self.path != PATH:
             return self._reply(404, {"error": f"expected POST {PATH}, got POST {self.path}"})
+        if "Origin" in self.headers:
+            return self._reply(403, {"error": "expected no Origin: web pages may not ask the verifier"})
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_REQUEST_BYTES:
-            return self._reply(413, {"error": f"expected a Content-Length up to {MAX_REQUEST_BYTES}, got {length!r}"})
+        if not _LENGTH.fullmatch(length) or int(length) > MAX_REQUEST_BYTES:
+            return self._reply(
+                413, {"error": f"expected a Content-Length up to {MAX_REQUEST_BYTES}, got {length[:20]!r}"}
+            )
         try:
             assert isinstance(self.server, VerifierServer)
-            return self._reply(200, self.server.judge(json.loads(self.rfile.read(int(length)))))
+            body = self.rfile.read(int(length))
+            self._deadline.cancel()
+            return self._reply(200, self.server.judge(json.loads(body)))
         except (ValueError, RecursionError) as error:
             return self._reply(400, {"error": str(error)})
         except RewardError as error:

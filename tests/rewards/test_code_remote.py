@@ -1,11 +1,13 @@
 """The verifier's server and its client, over real sockets; and what is made of verifiers that fail."""
 
+import contextlib
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, SandboxError, SandboxFailedError
+from async_rl.rewards import code_remote
 from async_rl.rewards.code_remote import PATH, RemoteJudge, VerifierServer, serve
 from async_rl.rewards.code_tests import CodeTests, parse_tests
 
@@ -119,6 +122,45 @@ def test_a_malformed_request_is_told_what_was_expected(endpoint: str, body: byte
 
 def test_another_path_is_not_found(endpoint: str):
     assert post(endpoint, b"{}", "/other")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("header", "status"), [("Origin: http://evil.example", 403), (f"Content-Length: {'9' * 5000}", 413)]
+)
+def test_web_pages_and_absurd_lengths_are_refused(endpoint: str, header: str, status: int):
+    host, port = endpoint.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\n{header}\r\n\r\n".encode())
+        assert connection.makefile().readline().split()[1] == str(status)
+
+
+def test_connections_that_send_nothing_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code_remote, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(code_remote, "_REQUEST_S", 1.0)
+    server = VerifierServer(("127.0.0.1", 0), SERVER)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    with ExitStack() as opened:
+        peers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.server_port), 30)) for _ in range(6)
+        ]
+        # Whatever trickles in: three are closed at once, the others when their request has not come in time.
+        for peer in peers:
+            with contextlib.suppress(ConnectionError):
+                peer.sendall(b"P")
+        for peer in peers:
+            with contextlib.suppress(ConnectionError):
+                while peer.recv(1000):
+                    pass
+        # A connection is closed just before it is counted as ended.
+        for _ in range(3):
+            assert server._connections.acquire(timeout=30)
+        for _ in range(3):
+            server._connections.release()
+        assert judge(f"http://127.0.0.1:{server.server_address[1]}").judge("print(input())", SCRIPT).verdicts
+    server.shutdown()
+    thread.join()
+    server.close()
 
 
 def test_a_verifier_that_fails_is_never_a_wrong_answer():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import signal
 import socket
 import time
@@ -15,14 +17,17 @@ import torch
 
 from async_rl.errors import AddressError, WireError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.net.streams import read_exactly, until
 from async_rl.queue.messages import Announcement
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.receive_worker import ReceivedWeights
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.tcp import receiver as tcp_receiver
+from async_rl.weights.tcp import server as server_module
 from async_rl.weights.tcp.protocol import HEADER_BYTES, make_request, read_header, read_items
 from async_rl.weights.tcp.sender import StreamSender, StreamServerProcess
+from async_rl.weights.tcp.server import MAX_UNAUTHENTICATED_OF_ADDRESS, StreamServer
 from tests.weights.conftest import ReceiverProcess
 
 DEADLINE_S = 20.0
@@ -298,10 +303,58 @@ def test_a_request_for_more_items_than_its_session_has_is_refused():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(make_request(bytes(16), [0, 1, 2]).encode())
-        header = read_header(theirs)
+        header = read_header(theirs.recv)
         assert header is not None
         with pytest.raises(WireError, match="at most 2 items, got 3"):
             read_items(theirs, header, 2)
+
+
+def test_idle_connections_of_one_address_shut_nobody_else_out():
+    with a_plane() as plane, ExitStack() as opened:
+        early, late = (opened.enter_context(closing(Receiver(name, insecure=False))) for name in ("early", "late"))
+        early.follow(plane.announcement(plane.publish(0, model(0))))
+        arrived(early, 0)
+        address = ("127.0.0.1", stream_server(plane).port)
+        peers = [
+            opened.enter_context(socket.create_connection(address, DEADLINE_S, source_address=("127.0.0.2", 0)))
+            for _ in range(2 * MAX_UNAUTHENTICATED_OF_ADDRESS)
+        ]
+        # The last was accepted last, so all others have been accepted or closed before it is closed.
+        assert peers[-1].recv(1) == b""
+        assert len(select.select(peers, [], [], 0)[0]) >= MAX_UNAUTHENTICATED_OF_ADDRESS
+        late.follow(plane.announcement(plane.publish(1, model(1))))
+        assert_same(arrived(late, 1), model(1))
+        # Those that were admitted have sent no header in time, however long they would wait.
+        assert peers[0].recv(1) == b""
+
+
+def test_a_header_that_trickles_in_is_not_waited_for():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"A")
+        with pytest.raises(TimeoutError):
+            read_exactly(until(theirs, time.monotonic() + 0.05), 2)
+        with pytest.raises(TimeoutError):
+            until(theirs, time.monotonic() - 1)(1)
+
+
+def test_accept_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "_FULL_S", 0.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(listener.getsockname())
+    failures = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, None, errno.EBADF]
+
+    class Listener:
+        def accept(self) -> tuple[socket.socket, object]:
+            failure = failures.pop(0)
+            if failure is not None:
+                raise OSError(failure, os.strerror(failure))
+            return listener.accept()
+
+    learner, other = socket.socketpair()
+    with listener, ours, learner, other, pytest.raises(OSError, match="Bad file descriptor"):
+        StreamServer(learner)._accept(Listener())  # pyright: ignore[reportArgumentType]
+    assert failures == []
 
 
 @pytest.mark.slow

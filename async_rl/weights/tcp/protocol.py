@@ -20,7 +20,7 @@ import hashlib
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -74,14 +74,14 @@ def make_request(token: bytes, items: Sequence[int]) -> Request:
     return Request(token, os.urandom(NONCE_BYTES), tuple(items))
 
 
-def read_header(connection: socket.socket) -> RequestHeader | None:
-    """Read the header of the next request; None if the peer has closed the connection.
+def read_header(read: Callable[[int], bytes]) -> RequestHeader | None:
+    """Read the header of the next request with ``read`` (``net.streams``); None if the peer has closed the connection.
 
     Raises:
         WireError: it is no request.
         OSError: the connection broke, or the peer was silent for too long.
     """
-    header = read_exactly(connection.recv, HEADER_BYTES, may_end=True)
+    header = read_exactly(read, HEADER_BYTES, may_end=True)
     if not header:
         return None
     magic, token, nonce, num_items = _HEADER.unpack(header)

@@ -11,6 +11,7 @@ cost the receiver more, which is the slower side (it would copy from cold pages 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -26,7 +27,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rl.errors import AsyncRLError
-from async_rl.net.streams import listening_socket, shut_down
+from async_rl.net.streams import (
+    UnauthenticatedPeers,
+    is_out_of_resources,
+    listening_socket,
+    raise_descriptor_limit,
+    shut_down,
+    until,
+)
 from async_rl.terminal import log_visibly
 from async_rl.weights.tcp import protocol
 from async_rl.weights.tcp.delta import encode_delta
@@ -35,6 +43,13 @@ from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCiphe
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
+_SPARE_DESCRIPTORS = 64
+MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED_OF_ADDRESS = 256, 128
+"""More connections than this are closed at once while they have not sent the token of a session."""
+_HEADER_S = 5.0
+"""Time from a connection's begin to the end of its first request's header."""
+_FULL_S = 1.0
+"""Without descriptors for another connection, wait for one to end, at most this long at a time."""
 _STALL_S = 30
 """A connection on which nothing moves for this long is closed."""
 _SESSION_S = 3.0
@@ -80,7 +95,11 @@ class StreamServer:
         self._slots: dict[int, _Slot] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._deltas: dict[int, list[bytes | None]] = {}
+        self._max_connections = min(MAX_CONNECTIONS, raise_descriptor_limit() - _SPARE_DESCRIPTORS)
         self._num_connections = 0
+        self._unauthenticated = UnauthenticatedPeers(
+            most=MAX_UNAUTHENTICATED, most_of_address=MAX_UNAUTHENTICATED_OF_ADDRESS
+        )
         self._newest_job = -1
 
     def run(self) -> None:
@@ -138,27 +157,43 @@ class StreamServer:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = listener.accept()
+            try:
+                connection, (address, *_) = listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                    raise
+                if is_out_of_resources(error):
+                    logger.warning("can't accept a connection for weights: %s; waiting for one to end", error)
+                    with self._lock:
+                        self._lock.wait(_FULL_S)
+                # Otherwise that one peer was gone before it was accepted.
+                continue
             with self._lock:
-                is_full = self._num_connections >= MAX_CONNECTIONS
-                self._num_connections += not is_full
-            if is_full:
+                is_admitted = self._num_connections < self._max_connections and self._unauthenticated.admit(address)
+                self._num_connections += is_admitted
+            if not is_admitted:
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, address: str) -> None:
         timeout = struct.pack("ll", _STALL_S, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Until the first token is checked, nothing but a header is read, and not for long.
+        read, is_known = until(connection, time.monotonic() + _HEADER_S), False
         try:
             with connection:
-                while (header := read_header(connection)) is not None:
-                    # Check the token first: nothing but the header is read from an unauthenticated peer.
+                while (header := read_header(read)) is not None:
                     session = self._find_session(header.token, connection)
                     if session is None:
                         return
+                    if not is_known:
+                        read, is_known = connection.recv, True
+                        connection.settimeout(None)
+                        with self._lock:
+                            self._unauthenticated.release(address)
                     try:
                         request = read_items(connection, header, session.num_items)
                         _answer(connection, session, request)
@@ -171,6 +206,9 @@ class StreamServer:
         finally:
             with self._lock:
                 self._num_connections -= 1
+                if not is_known:
+                    self._unauthenticated.release(address)
+                self._lock.notify_all()
 
     def _find_session(self, token: bytes, connection: socket.socket) -> _Session | None:
         """Return the session of this token; None if there is none within ``_SESSION_S``."""
