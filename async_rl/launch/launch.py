@@ -7,13 +7,11 @@ the command line of each role: it assigns devices, threads and the ranks' rendez
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from async_rl.config.config import Config
-from async_rl.errors import ConfigError, RunError, UserError
+from async_rl.errors import ConfigError, UserError
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor
@@ -29,7 +27,8 @@ from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, client_keys_of
 from async_rl.process.child import module_command, package_path
 from async_rl.run.curve import write_curve
-from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
+from async_rl.run.directory import RunDir, check_run_dir
+from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible
 
@@ -65,8 +64,8 @@ def launch(
         return 0
     with console.status("checking data, model and address"):  # seconds; shown on a terminal only
         preflight(config, insecure=insecure)
-    with _owned_run_dir(config, fresh=fresh) as run_dir:
-        return _run(config, run_dir, console, insecure=insecure)
+    with locked_run_dir(config, role="launch", fresh=fresh) as (run_dir, lock):
+        return _run(config, run_dir, lock, console, insecure=insecure)
 
 
 def preflight(config: Config, *, insecure: bool) -> None:
@@ -114,31 +113,7 @@ def _has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
-@contextmanager
-def _owned_run_dir(config: Config, *, fresh: bool) -> Iterator[RunDir]:
-    """The prepared run directory, locked against other launches on this machine until the block ends.
-
-    Raises:
-        RunError: another launch uses it.
-    """
-    run_dir = RunDir(Path(config.run.dir))
-    if run_dir.lock.exists():
-        with run_dir.lock.open("r") as old:  # before --fresh moves a directory away from under its owner
-            _lock(old.fileno(), run_dir)
-    run_dir = prepare_run_dir(config, fresh=fresh)
-    with run_dir.lock.open("a") as held:
-        _lock(held.fileno(), run_dir)
-        yield run_dir
-
-
-def _lock(fd: int, run_dir: RunDir) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunError(f"another `async-rl launch` uses {run_dir.path}; stop it, or choose another run.dir") from None
-
-
-def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -> int:
+def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, insecure: bool) -> int:
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
@@ -150,11 +125,11 @@ def _run(config: Config, run_dir: RunDir, console: Console, *, insecure: bool) -
     try:
         # The roles read the resolved copy, so an edit of the source file can't affect a restarted process.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
-        supervisor = Supervisor(commands, run_dir, environment=dict(os.environ), view=view)
+        supervisor = Supervisor(commands, run_dir, environment=dict(os.environ), view=view, lock=lock)
         outcome = supervisor.run()
     finally:
         view.close()
-    if outcome.exit_code <= 1:
+    if outcome.exit_code <= 1 and lock.is_current:
         write_curve(run_dir)
     for line in summary(run_dir, time.monotonic() - started):
         _print_line(console, line)

@@ -25,6 +25,7 @@ from typing import Protocol
 from async_rl.net.address import check_address
 from async_rl.process.child import ParentWatch, kill_group
 from async_rl.run.directory import RunDir
+from async_rl.run.lock import LOCK_FD, RunLock
 from async_rl.run.queue_files import QueueRecord, read_record
 
 MAX_RESTARTS = 5
@@ -187,10 +188,12 @@ class Supervisor:
         environment: dict[str, str],
         view: View,
         timing: Timing | None = None,
+        lock: RunLock | None = None,
     ) -> None:
-        """``environment`` is what every child process inherits."""
+        """``environment`` is what every child process inherits; the learner inherits ``lock``, too."""
         self._commands, self._run_dir = commands, run_dir
         self._environment, self._view, self._timing = environment, view, timing or Timing()
+        self._lock = lock
         self._parent_watch = ParentWatch()
         self._wake = threading.Event()
         self._signals: list[int] = []
@@ -255,9 +258,10 @@ class Supervisor:
             with log.open("ab") as out:
                 out.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {command.shell_line()}\n".encode())
             offset = log.stat().st_size
-            popen = self._parent_watch.spawn(
-                command.argv, environment={**self._environment, **command.environment}, log=log
-            )
+            environment, pass_fds = {**self._environment, **command.environment}, ()
+            if unit is self._learner and self._lock is not None:
+                environment[LOCK_FD], pass_fds = str(self._lock.fd), (self._lock.fd,)
+            popen = self._parent_watch.spawn(command.argv, environment=environment, log=log, pass_fds=pass_fds)
             if command.cores:
                 os.sched_setaffinity(popen.pid, command.cores)
             unit.processes.append(_Process(command, popen, log, offset))

@@ -72,8 +72,12 @@ class ParentWatch:
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()  # both close on exec: only ``spawn`` hands one on
 
-    def spawn(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    def spawn(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
         """Start ``command`` in a process group of its own; it ends with this parent. Append its output to ``log``.
+
+        It inherits the descriptors ``pass_fds``.
 
         Raises:
             OSError: the command can't be started.
@@ -85,7 +89,7 @@ class ParentWatch:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=(self.read_fd,),
+                pass_fds=(self.read_fd, *pass_fds),
                 start_new_session=True,
             )
 
@@ -136,6 +140,20 @@ def exit_on_sigterm() -> None:
         raise SystemExit(128 + signum)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine lives. A dead process that nobody has waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return True
 
 
 def kill_group(leader: int, signum: int) -> None:

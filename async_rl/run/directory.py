@@ -38,7 +38,7 @@ records, not what it learns."""
 
 _ENTRIES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
-    "checkpoints", "export", "curve.png", "logs", "finished.json", "launch.lock", "wandb", "wandb_id", "run_id", "sft",
+    "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "run_id", "sft",
 })  # fmt: skip
 """Names that a run directory may hold before ``config.toml``: the queue server may have started first."""
 
@@ -112,8 +112,8 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Lock file, locked by the ``launch`` that owns the directory."""
-        return self.path / "launch.lock"
+        """Lock file, locked by the ``launch`` or ``learner`` that uses the directory (``lock.py``)."""
+        return self.path / "run.lock"
 
     @property
     def is_finished(self) -> bool:

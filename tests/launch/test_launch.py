@@ -19,8 +19,8 @@ from rich.console import Console
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.errors import AddressError, ConfigError, RunError
-from async_rl.launch.launch import RunCommands, _owned_run_dir, describe_commands, explain, ledger_line, summary
+from async_rl.errors import AddressError, ConfigError
+from async_rl.launch.launch import RunCommands, describe_commands, explain, ledger_line, summary
 from async_rl.launch.live_view import (
     LiveView,
     PlainView,
@@ -168,19 +168,6 @@ def test_an_open_address_is_refused_unless_insecure():
     with pytest.raises(AddressError, match="--insecure"):
         check_bindable("tcp://0.0.0.0:0", insecure=False)
     check_bindable("tcp://0.0.0.0:0", insecure=True)
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_second_launch_in_the_same_run_directory_is_refused(tmp_path: Path, fresh: bool):
-    config = a_config(tmp_path / "run")
-    with (
-        _owned_run_dir(config, fresh=False),
-        pytest.raises(RunError, match="another `async-rl launch`"),
-        _owned_run_dir(config, fresh=fresh),
-    ):
-        pytest.fail("two launches in one run directory")
-    with _owned_run_dir(config, fresh=fresh) as run_dir:
-        assert run_dir.config.exists()
 
 
 # --- the parent watch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from async_rl.config.loading import config_to_toml
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys, client_keys_of
-from async_rl.process.child import module_command, package_environment, reuse_freed_memory
+from async_rl.process.child import is_alive, module_command, package_environment, reuse_freed_memory
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.server import QueueServer
 from async_rl.queue.storage.journal import Journal
@@ -139,7 +138,7 @@ class QueueRestarter:
             QueueError: the server ended at once, or its port was taken.
         """
         record = read_record(Path(self._config.run.dir))
-        if record is None or record.address != self._address or _is_alive(record.pid):
+        if record is None or record.address != self._address or is_alive(record.pid):
             return False
         logger.warning("the queue server, process %d, is gone; starting it again from its journal", record.pid)
         found = ensure_queue(self._config, self._run_id, self._insecure, self._log_path, command=self._command)
@@ -184,7 +183,7 @@ def _running(config: Config, run_id: str) -> str | None:
     Try the recorded address, then a fixed ``queue.address``.
     """
     record, keys = read_record(Path(config.run.dir)), client_keys_of(config.queue.keys)
-    if record is not None and _is_alive(record.pid) and answering_run(record.address, _PING_S, keys) in (run_id, ""):
+    if record is not None and is_alive(record.pid) and answering_run(record.address, _PING_S, keys) in (run_id, ""):
         return record.address
     fixed = config.queue.address
     if fixed is None or not check_address(fixed)[1] or _can_bind(fixed):
@@ -226,20 +225,6 @@ def _start(
 
 def _tail(path: Path) -> str:
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    # A dead process that nobody has waited for still has its id: our own child, or an orphan in a container.
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return True
 
 
 def _is_local(host: str) -> bool:

@@ -1,0 +1,169 @@
+"""One run directory, several processes: one of them wins, the others are told who has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.errors import LineageError, RunError
+from async_rl.process.child import ParentWatch
+from async_rl.run import lock as lock_module
+from async_rl.run.directory import RunDir
+from async_rl.run.lock import LOCK_FD, RunLock, locked_run_dir
+from tests.forked import Forked, preload
+
+preload("async_rl.run.lock")
+DEADLINE_S = 60.0
+NUM_ATTEMPTS = 20
+CONTENDERS = 3
+
+
+def a_config(directory: Path) -> Config:
+    return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}}, "test")
+
+
+def poll(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        threading.Event().wait(0.01)
+
+
+def contend(directory: Path, fresh: bool, notes: Path, hold: str = "") -> None:
+    """Try to own ``directory``; write how that went to ``notes``. Stop before the function ``hold``, until SIGCONT."""
+    if hold:
+        held = getattr(lock_module, hold)
+
+        def stop_first(*arguments: object, **options: object) -> object:
+            signal.raise_signal(signal.SIGSTOP)
+            return held(*arguments, **options)
+
+        setattr(lock_module, hold, stop_first)
+    lock_module.ENDING_S = 5.0
+    try:
+        with locked_run_dir(a_config(directory), role="launch", fresh=fresh) as (run_dir, lock):
+            run_id = run_dir.run_id
+            (notes / f"{os.getpid()}.won").write_text(run_id)
+            poll((notes / "end").exists, "the end")
+            assert (run_dir.run_id, lock.is_current) == (run_id, True)
+    except RunError as error:
+        (notes / f"{os.getpid()}.lost").write_text(str(error))
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def outcome(notes: Path, process: Forked) -> str | None:
+    return next((p.suffix for p in notes.glob(f"{process.pid}.*")), None)
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    (tmp_path / "notes").mkdir()
+    return tmp_path / "notes"
+
+
+@pytest.mark.parametrize("hold", ["acquire", "move_aside", "prepare_run_dir"])
+def test_of_two_launches_one_wins_wherever_the_other_is_held(tmp_path: Path, notes: Path, hold: str):
+    directory = tmp_path / "run"
+    with locked_run_dir(a_config(directory), role="launch", fresh=False) as (run_dir, _):
+        old = run_dir.run_id
+    first = Forked(contend, directory, True, notes, hold)
+    poll(lambda: is_stopped(first.pid), "the first launch")
+    second = Forked(contend, directory, True, notes)
+    poll(lambda: outcome(notes, second), "the second launch")
+    first.send_signal(signal.SIGCONT)
+    poll(lambda: outcome(notes, first), "the first launch")
+    winner, loser = (second, first) if hold == "acquire" else (first, second)
+    assert (outcome(notes, winner), outcome(notes, loser)) == (".won", ".lost")
+    assert f"process {winner.pid} (async-rl launch) uses" in (notes / f"{loser.pid}.lost").read_text()
+    (notes / "end").touch()
+    assert (first.wait(DEADLINE_S), second.wait(DEADLINE_S)) == (0, 0)
+    assert (tmp_path / "run.old-1" / "run_id").read_text().strip() == old
+    assert not (tmp_path / "run.old-2").exists()
+    assert (directory / "run_id").read_text().strip() == (notes / f"{winner.pid}.won").read_text()
+
+
+def test_launches_that_race_with_fresh_have_one_winner_each_time(tmp_path: Path):
+    for attempt in range(NUM_ATTEMPTS):
+        notes = tmp_path / f"notes-{attempt}"
+        notes.mkdir()
+        several = [Forked(contend, tmp_path / "run", True, notes) for _ in range(CONTENDERS)]
+        poll(lambda: all(outcome(notes, process) for process in several), "every launch")  # noqa: B023
+        outcomes = sorted(str(outcome(notes, process)) for process in several)
+        (notes / "end").touch()
+        assert [process.wait(DEADLINE_S) for process in several] == [0] * CONTENDERS
+        assert outcomes == [".lost", ".lost", ".won"], attempt
+
+
+def test_a_takeover_supersedes_a_holder_which_then_knows(tmp_path: Path):
+    config = a_config(tmp_path / "run")
+    with locked_run_dir(config, role="learner", fresh=False) as (_, old):
+        with pytest.raises(RunError, match=rf"process {os.getpid()} \(async-rl learner\)"):
+            lock_module.acquire(RunDir(tmp_path / "run"), "learner")
+        with locked_run_dir(config, role="learner", fresh=False, takeover=True) as (_, new):
+            assert (old.is_current, new.is_current) == (False, True)
+            with pytest.raises(LineageError, match="has taken over"):
+                old.check()
+            with pytest.raises(RunError, match="uses"):
+                lock_module.acquire(RunDir(tmp_path / "run"), "launch")
+    with locked_run_dir(config, role="launch", fresh=False):
+        pass
+
+
+def test_a_lock_lasts_as_long_as_a_child_that_inherited_it_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lock_module, "ENDING_S", 0.0)
+    run_dir = RunDir(tmp_path / "run")
+    lock = lock_module.acquire(run_dir, "launch")
+    child = (
+        "import sys, signal\nfrom pathlib import Path\nfrom async_rl.run.directory import RunDir\n"
+        "from async_rl.run.lock import RunLock\nlock = RunLock.inherit(RunDir(Path(sys.argv[1])), 'learner')\n"
+        "print('inherited', lock is not None, flush=True)\nsignal.pause()\n"
+    )
+    watch, log = ParentWatch(), tmp_path / "log"
+    process: subprocess.Popen[bytes] = watch.spawn(
+        [sys.executable, "-c", child, str(run_dir.path)],
+        environment={**os.environ, LOCK_FD: str(lock.fd)}, log=log, pass_fds=[lock.fd],
+    )  # fmt: skip
+    try:
+        poll(lambda: "inherited True" in log.read_text(), "the child")
+        # As if launch had died: its name is the first in the file.
+        lines = run_dir.lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999').encode()
+        os.pwrite(lock.fd, lines, 0)
+        lock.close()
+        with pytest.raises(RunError, match=rf"process {process.pid} \(async-rl learner\)"):
+            lock_module.acquire(run_dir, "launch")
+    finally:
+        process.kill()
+        process.wait()
+        watch.close()
+    lock_module.acquire(run_dir, "launch").close()
+
+
+def test_a_learner_whose_launch_was_superseded_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir = RunDir(tmp_path / "run")
+    lock = lock_module.acquire(run_dir, "launch")
+    newer = lock_module.acquire(run_dir, "learner", takeover=True)
+    monkeypatch.setenv(LOCK_FD, str(lock.fd))
+    with pytest.raises(RunError, match=rf"process {os.getpid()} \(async-rl learner\) has taken over"):
+        RunLock.inherit(run_dir, "learner")
+    lock.close()
+    newer.close()
+
+
+def test_a_process_that_was_handed_no_lock_inherits_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(LOCK_FD, raising=False)
+    assert RunLock.inherit(RunDir(tmp_path), "learner") is None
