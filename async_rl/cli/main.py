@@ -52,7 +52,11 @@ def launch(
     config: ConfigPath,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the commands that would be run, write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything, print the commands and what is missing, write nothing. Exit code 0.",
+        ),
     ] = False,
     fresh: Fresh = False,
     insecure: Insecure = False,

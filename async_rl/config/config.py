@@ -176,7 +176,9 @@ class Config(Section):
                 f"got {', '.join(self.reward.names)}; leave them out, or environment.name"
             )
         if environment.rows is not None and self.data.train:
-            raise ValueError(f"environment.rows: expected none with data.train, got {environment.rows}")
+            raise ValueError(
+                f"environment.rows: expected none with data.train, got {environment.rows}; set only one of the two"
+            )
         if self.data.on_long_prompt == "truncate":
             raise ValueError(
                 'data.on_long_prompt: expected "drop" with an environment, got "truncate"; its states are '

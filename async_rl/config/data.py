@@ -107,7 +107,7 @@ class EvalSetConfig(Section):
     max_rows: int | None = Field(
         default=None,
         ge=1,
-        description="Number of rows that an evaluation answers of each set, from the first on; if unset, all rows.",
+        description="Evaluate only this many rows of each set, the first ones; if unset, all rows.",
     )
 
 

@@ -3,7 +3,7 @@
 The sections say which engine samples, where and how much at a time; with which settings; and which environment plays
 rollouts of several turns. Evaluations have sampling keys of their own, in ``eval``.
 
-``BACKENDS`` describes the built-in backends; ``generator.backends`` builds them. Config checks, the doctor and launch
+``BACKENDS`` describes the built-in backends; ``generator.backend`` builds them. Config checks, the doctor and launch
 read the table before a backend is built. The name of a user's own backend (``module:Class`` or ``file.py:Class``) is
 not in it: its class declares ``capabilities``, which are checked on the machine that imports it.
 """
@@ -184,8 +184,8 @@ class GeneratorConfig(Section):
 
     backend: str = Field(
         default=AUTO,
-        description="Inference engine: transformers, vllm, fake (for tests), or your own as module:Class or "
-        "file.py:Class; auto is vllm on CUDA if vLLM is installed, else transformers.",
+        description=f"Inference engine: {', '.join(BACKENDS)}, or your own as module:Class or file.py:Class; auto is "
+        "vllm on CUDA if vLLM is installed, else transformers.",
     )
     count: int = Field(default=1, ge=0, description="Number of generators that launch starts.")
     devices: tuple[int, ...] | None = Field(

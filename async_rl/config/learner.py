@@ -114,7 +114,9 @@ class LearnerConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    lr: float = Field(default=1e-6, gt=0, description="Learning rate of AdamW after the warm-up.")
+    lr: float = Field(
+        default=1e-6, gt=0, description="Highest learning rate of AdamW, reached at the end of the warm-up."
+    )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay of AdamW.")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999),
@@ -136,7 +138,7 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(
         default=0,
         ge=0,
-        description="Optimizer steps over which the learning rate rises linearly from 0 to optimizer.lr.",
+        description="Optimizer steps over which the learning rate rises linearly to optimizer.lr.",
     )
 
     @field_validator("betas")
@@ -167,5 +169,5 @@ class SftConfig(Section):
         description="How the learning rate of `async-rl sft` changes from the end of the warm-up to the last step.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0 to sft.lr."
+        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly to sft.lr."
     )

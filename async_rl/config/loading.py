@@ -60,13 +60,22 @@ def _explain(detail: Mapping[str, Any]) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":
-        return f"{key}: needed, but not set"
+        return f"{_first_missing(key)}: expected a value, got none; set it in the file or with --set"
     message = str(detail["msg"]).removeprefix("Value error, ")
     if not key:
         return message
     if "got " in message:
         return f"{key}: {message}"
     return f"{key}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
+
+
+def _first_missing(key: str) -> str:
+    """``key``; for a section that is missing as a whole, its first key without a default."""
+    field = Config.model_fields.get(key)
+    section = None if field is None else field.annotation
+    if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        return key
+    return next((f"{key}.{name}" for name, inner in section.model_fields.items() if inner.is_required()), key)
 
 
 def _suggestion(location: Sequence[Any]) -> str:

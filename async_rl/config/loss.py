@@ -24,12 +24,13 @@ from async_rl.config.section import Section
 class Surrogate(NamedTuple):
     """A policy objective per token.
 
-    ``has_ratio``: it compares pi with the anchor, so it corrects for staleness itself, and may read ``clip_low``
-    and ``clip_high``. ``has_dual_clip``: it reads ``dual_clip``.
+    ``has_ratio``: it compares pi with the anchor, so it corrects for staleness itself. ``has_clip``: it reads
+    ``clip_low`` or ``clip_high``. ``has_dual_clip``: it reads ``dual_clip``.
     """
 
     description: str
     has_ratio: bool = True
+    has_clip: bool = True
     has_dual_clip: bool = False
 
 
@@ -66,7 +67,7 @@ class KlEstimator(NamedTuple):
 SURROGATES: Mapping[str, Surrogate] = {
     "clip": Surrogate("PPO's clipped ratio", has_dual_clip=True),
     "cispo": Surrogate("clipped ratio as a detached weight"),
-    "plain": Surrogate("REINFORCE, without a ratio", has_ratio=False),
+    "plain": Surrogate("REINFORCE, without a ratio", has_ratio=False, has_clip=False),
 }
 
 ADVANTAGES: Mapping[str, Advantage] = {
@@ -193,7 +194,7 @@ class LossConfig(Section):
     best_k: int | None = Field(
         default=None,
         ge=1,
-        description="Number of rollouts of each group that are trained on, those of highest advantage; 0 means all.",
+        description="Train only on this many rollouts of each group, those with the highest advantage; 0 means all.",
     )
     length_bonus: float = Field(
         default=0.0,
@@ -369,8 +370,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         keys=("dual_clip", "surrogate"),
         holds=lambda c: c.dual_clip is not None and not SURROGATES[c.surrogate].has_dual_clip,
         expected="expected no loss.dual_clip but with surrogate = \"clip\"",
-        reason="the weight of the other surrogates is bounded by clip_high (cispo) or importance_cap (plain); set "
-        "dual_clip = 0",
+        reason="only clip reads it; set dual_clip = 0",
         example={"preset": "cispo", "dual_clip": 3.0},
     ),
     Contradiction(
@@ -378,7 +378,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         holds=lambda c: (
             c.skip_threshold is not None
             and SKIP_STATISTICS[c.skip_statistic].is_ratio
-            and SURROGATES[c.surrogate].has_ratio
+            and SURROGATES[c.surrogate].has_clip
             and c.skip_threshold <= 1 + c.clip_high
         ),
         expected="expected loss.skip_threshold above 1 + loss.clip_high",

@@ -106,7 +106,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "tcp", "gloo", "nccl"] = Field(
         default="auto",
-        description="How weights travel; auto is nccl (on CUDA) or gloo on one host or a trusted network, else tcp.",
+        description="How weights travel. auto is tcp, unless all runs on one host or a trusted network: then it is "
+        "nccl if the learner has CUDA, else gloo.",
     )
     deltas: Literal["auto", "on", "off"] = Field(
         default="auto",

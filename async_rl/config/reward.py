@@ -24,7 +24,7 @@ from async_rl.process.user_code import is_code_name
 
 @dataclass(frozen=True, slots=True)
 class RewardType:
-    """What the rest of the program may ask about a reward before it is built.
+    """What is known about a reward before it is built.
 
     Attributes:
         row_fields: the fields that every row must have.
@@ -33,8 +33,8 @@ class RewardType:
         is_user_code: the user's own function, allowed by name and compared by digest; ``reward.time_limit_s`` bounds
             its async calls.
         system_prompt: the default system message of a row that has none; empty for none.
-        answer_form: the text in which ``{answer}`` earns the reward; ``{thoughts}`` stands where the form has them.
-            Doctor and the fake backend write answers with it.
+        answer_form: template of an answer that earns the reward: ``{answer}`` and, if present, ``{thoughts}`` are
+            replaced. Doctor and the fake backend write answers with it.
     """
 
     row_fields: tuple[RowField, ...] = ()

@@ -43,7 +43,10 @@ class Source:
         path = Path(self._place)
         self._is_dataset = path.is_dir() or (not path.exists() and _HUB_ID.fullmatch(self._place) is not None)
         if not path.exists() and (not self._is_dataset or path.suffix in _READERS):
-            raise DataError(f"no dataset at {name}")
+            raise DataError(
+                f"no dataset at {name}; check the path, or the split before @ (the quickstart's data is made by "
+                f"`make quickstart`)"
+            )
         if self._split is not None and not self._is_dataset and self._split != "train":
             raise DataError(f"expected no split before a single file, which is all 'train', got {name}")
 

@@ -256,7 +256,10 @@ def _machine_checks(config: Config, connect: str | None, keys_file: Path | None,
 
 
 def _child(function: str) -> None:
-    """Body of the process: write findings to the original standard output; libraries print to standard error."""
+    """Run one check in this process: arguments as JSON on standard input, findings as JSON on standard output.
+
+    What libraries print to standard output goes to standard error.
+    """
     from async_rl.process.child import exit_on_sigterm
 
     exit_on_sigterm()

@@ -49,7 +49,9 @@ class Gem:
     async def reset(self, extra_info: dict[str, Any]) -> Messages:
         """Raises ValueError: ``env_id`` or ``prompt`` is missing or unknown."""
         if "env_id" not in extra_info:
-            raise ValueError("environment.extra.env_id: needed, but not set; for example game:GuessTheNumber-v0-easy")
+            raise ValueError(
+                "environment.extra.env_id: expected a value, got none; for example game:GuessTheNumber-v0-easy"
+            )
         prompt = extra_info.get("prompt", "game")
         if prompt not in PROMPTS:
             raise ValueError(f"environment.extra.prompt: expected one of {sorted(PROMPTS)}, got {prompt!r}")

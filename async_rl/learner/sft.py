@@ -61,7 +61,7 @@ def run_sft(config: Config) -> None:
     """
     for key in ("data", "out"):
         if not getattr(config.sft, key):
-            raise ConfigError(f"sft.{key}: needed, but not set")
+            raise ConfigError(f"sft.{key}: expected a value, got none; set it in the file or with --set")
     run_dir = Path(config.run.dir) / "sft"
     done = _steps_done(config, run_dir)
     out = Path(config.sft.out)

@@ -201,7 +201,10 @@ def decode_answer(data: bytes) -> Answer:
     if not all(isinstance(text, str) for text in excluded):
         raise WireError("expected what was excluded to be text")
     if message.arrays and (message.arrays[0].dtype != np.float32 or message.arrays[0].ndim != 1):
-        raise WireError(f"expected float32 [N], got {message.arrays[0].dtype} {list(message.arrays[0].shape)}")
+        logprobs = message.arrays[0]
+        raise WireError(
+            f"expected the logprobs of a probe's answer as float32 [N], got {logprobs.dtype} {list(logprobs.shape)}"
+        )
     return Answer(
         version=field(fields, "version", int),
         backend=field(fields, "backend", str),

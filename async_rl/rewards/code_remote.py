@@ -135,7 +135,8 @@ def _judgement(answer: Any, num_tests: int, url: str) -> Judgement:
     missing = num_tests - len(codes)
     if missing and all(verdict == "passed" for verdict in codes):
         raise SandboxFailedError(
-            f"the verifier at {url} passed {len(codes)} tests and left out {missing} without a cause"
+            f"the verifier at {url} judged only {len(codes)} of {num_tests} tests; it may stop early only after a test "
+            f"that did not pass"
         )
     return judgement_of(codes, [], num_tests)
 

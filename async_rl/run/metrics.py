@@ -206,7 +206,10 @@ def check_wandb(config: Config) -> None:
     try:
         found = path.exists() and netrc.netrc(path).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError) as error:
-        raise ConfigError(f'log.wandb = "online": can\'t read {path}: {error}') from error
+        raise ConfigError(
+            f'log.wandb = "online" needs an API key, but {path} can\'t be read: {error}; set WANDB_API_KEY, or correct '
+            f"that file"
+        ) from error
     if not found:
         raise ConfigError(
             f'log.wandb = "online", but there is no API key for {host}: set WANDB_API_KEY, run `wandb login`, or set '

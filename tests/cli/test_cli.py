@@ -375,8 +375,8 @@ def test_export_refuses_what_is_no_checkpoint_and_what_is_not_empty(tmp_path: Pa
 
 def test_sft_names_the_keys_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = str(write_config(tmp_path))
-    assert "sft.data: needed, but not set" in refusal(capsys, "sft", config)
-    assert "sft.out: needed, but not set" in refusal(capsys, "sft", config, "--set", "sft.data=x.jsonl")
+    assert "sft.data: expected a value, got none" in refusal(capsys, "sft", config)
+    assert "sft.out: expected a value, got none" in refusal(capsys, "sft", config, "--set", "sft.data=x.jsonl")
     assert not (tmp_path / "run").exists()
 
 

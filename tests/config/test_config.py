@@ -40,9 +40,9 @@ def test_missing_and_unknown_keys_and_sections_are_named_all_at_once():
     lines = str(refused.value).splitlines()
     assert lines[0] == "f.toml is not a valid config:"
     assert {line.strip() for line in lines[1:]} == {
-        "run.dir: needed, but not set",
+        "run.dir: expected a value, got none; set it in the file or with --set",
         "run.dirr: unknown key; did you mean run.dir?",
-        "model: needed, but not set",
+        "model.path: expected a value, got none; set it in the file or with --set",
         "modle: unknown key; did you mean model?",
     }
 

@@ -81,7 +81,7 @@ def test_a_failure_is_told_once_all_have_reported_and_the_next_preparation_is_fr
     workers[1].report(1, "MemoryError: " + 'ä"\n' * 10_000)
     assert channel.wait(1.0)
     workers[0].report(1)
-    with pytest.raises(WeightsError, match=r'keeps the one it has: worker 1: MemoryError: \?"'):
+    with pytest.raises(WeightsError, match=r'keeps its current version: worker 1: MemoryError: \?"'):
         channel.wait(1.0)
     channel.prepare()
     for worker in workers:

@@ -381,7 +381,7 @@ def test_a_directory_has_one_owner(tmp_path: Path):
     assert child.stdout is not None
     child.stdout.readline()
     # The child goes on until its pipe is full, and waits there.
-    with pytest.raises(QueueError, match=rf"process {child.pid} owns it"):
+    with pytest.raises(QueueError, match=rf"in use by process {child.pid}"):
         Journal(tmp_path)
     child.kill()
     child.wait()
@@ -390,7 +390,10 @@ def test_a_directory_has_one_owner(tmp_path: Path):
 
 
 def test_a_closed_journal_gives_its_directory_back_and_a_refused_one_holds_nothing(tmp_path: Path):
-    with closing(Journal(tmp_path, identity="run 1")), pytest.raises(QueueError, match=f"process {os.getpid()} owns"):
+    with (
+        closing(Journal(tmp_path, identity="run 1")),
+        pytest.raises(QueueError, match=f"in use by process {os.getpid()}"),
+    ):
         Journal(tmp_path, identity="run 1")
     with pytest.raises(QueueError, match=r"expected the journal of 'run 2', got that of 'run 1'; .*--fresh"):
         Journal(tmp_path, identity="run 2")

@@ -306,7 +306,7 @@ def kill(server) -> None:
 
 
 def test_a_restarted_server_goes_on_on_its_old_port_with_every_group_and_lease(servers, tmp_path):
-    config = make_config(str(tmp_path / "run"))
+    config = make_config(str(tmp_path / "run"), queue={"max_staleness": 4})
     first = servers.start(config, "--run-id", "run")
     learner, generator = servers.learner(first.address), servers.generator(first.address)
     attach(learner)

@@ -110,7 +110,7 @@ def test_a_failed_preparation_leaves_the_old_weights_whole_and_says_why(backend,
     transfer = {"path": staging.path, "size_bytes": staging.size_bytes, "rows": staging.rows}
     backend._engine.set_up_transfer({**transfer, "rows": [r for r in staging.rows if r[0] != "model.norm.weight"]})
     try:
-        with pytest.raises(WeightsError, match=r"keeps the one it has: worker 0: .*missing \['model.norm.weight'\]"):
+        with pytest.raises(WeightsError, match=r"current version: worker 0: .*missing \['model.norm.weight'\]"):
             backend.activate(4, weights[1])
     finally:
         backend._engine.set_up_transfer(transfer)

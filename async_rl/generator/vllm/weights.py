@@ -252,10 +252,10 @@ class Preparer:
 
 
 def obstacle(model: Any, device: torch.device) -> str:
-    """Why ``model`` can't be double-buffered; empty: it can.
+    """The reason why ``model`` can't be double-buffered; empty if it can.
 
-    What vLLM makes of the weights of other kinds of layers (mixtures of experts, latent attention, quantised ones) is
-    kept in places that the double buffer does not know.
+    For some layers (mixtures of experts, latent attention, quantised ones) vLLM stores processed weights where the
+    double buffer does not look.
     """
     if device.type != "cpu":
         return f"the model is on {device.type}, where a version is copied into the tensors that are there"

@@ -166,7 +166,9 @@ class PrepareChannel:
                 raise WeightsError(f"vLLM's workers {missing} did not prepare a version within {self._limit_s:.0f} s")
             return True
         if failed := [f"worker {rank}: {error}" for rank, error in sorted(self._errors.items()) if error]:
-            raise WeightsError(f"vLLM could not prepare a version, and keeps the one it has: {'; '.join(failed)}")
+            raise WeightsError(
+                f"vLLM could not prepare the new weights and keeps its current version: {'; '.join(failed)}"
+            )
         return False
 
     def close(self) -> None:

@@ -58,7 +58,9 @@ class Place:
         except ValueError:
             raise ConfigError(f"expected numbers in the environment, got {texts}; start ranks by torchrun") from None
         if not 0 <= rank < world_size or local_rank < 0:
-            raise ConfigError(f"expected 0 <= RANK < WORLD_SIZE, got {texts}; start ranks by torchrun")
+            raise ConfigError(
+                f"expected 0 <= RANK < WORLD_SIZE and LOCAL_RANK >= 0, got {texts}; start ranks by torchrun"
+            )
         return cls(rank, local_rank, world_size)
 
 

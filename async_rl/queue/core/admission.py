@@ -233,7 +233,7 @@ class LearnerSide(msgspec.Struct):
 
 
 def lease_seed(run_seed: int, kind: LeaseKind, dataset: str, position: int) -> int:
-    """A seed of 63 bits that depends only on the run's seed and on the prompt's position."""
+    """A lease's seed, 63 bits: a hash of the run's seed, the lease's kind, the data set and the prompt's position."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}/{kind}/{dataset}/{position}".encode()) >> 1
 
 

@@ -30,7 +30,7 @@ _NAMED = 100
 
 
 class Attempts(msgspec.Struct):
-    """How often a prompt failed (poison at the limit), and how often it was too late (too slow at the limit)."""
+    """Failed and late attempts of a prompt. At ``queue.max_attempts`` of either it is excluded: poison, or too slow."""
 
     failed: int = 0
     stale: int = 0

@@ -323,8 +323,8 @@ def _lock(directory: Path) -> int:
             os.pwrite(file, str(os.getpid()).encode(), 0)
         except BlockingIOError as error:
             raise QueueError(
-                f"expected {directory} to be free, but process {(directory / 'lock').read_text() or 'unknown'} owns "
-                f"it, as another queue server of this run; stop that one, or choose another queue.journal_dir"
+                f"{directory} is in use by process {(directory / 'lock').read_text() or 'unknown'}, probably another "
+                f"queue server of this run; stop it, or set another queue.journal_dir"
             ) from error
         except OSError as error:
             raise ConfigError(f"queue.journal_dir: can't use {directory}: {error}") from error

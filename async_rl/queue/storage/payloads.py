@@ -184,7 +184,7 @@ class Segments:
 
     @property
     def last(self) -> int:
-        """The highest number in use so far."""
+        """The highest file number used so far, those of removed files included."""
         return self._last
 
     def keep(self, payload: Payload) -> PayloadRef:

@@ -107,7 +107,9 @@ def _has_ended(connection: socket.socket) -> bool:
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
     remaining_s = min(_STALL_S, deadline - time.monotonic())
     if remaining_s <= 0:
-        raise WeightsError("the deadline of this version has passed (weights.deadline_s)")
+        raise WeightsError(
+            "this version of the weights was not received within weights.deadline_s; raise it, or check the network"
+        )
     connection = socket.create_connection((host, port), timeout=remaining_s)
     # Blocking, with the kernel's clock: Python's own would poll before every read.
     connection.settimeout(None)
@@ -144,7 +146,7 @@ class _VersionPull:
             try:
                 missing, reason = self._request(missing, by_delta)
             except (OSError, struct.error) as error:
-                raise WeightsError(f"the stream from {self._host}:{self._pull.port} broke: {error}") from error
+                raise WeightsError(f"receiving weights from {self._host}:{self._pull.port} failed: {error}") from error
             if not missing:
                 return ReceiveResult(self._wire_bytes, self._num_corrupt)
             self._num_corrupt += len(missing)

@@ -66,7 +66,7 @@ def test_every_surrogate_is_the_policy_gradient_on_policy(name: str, advantage: 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_surrogate_that_says_it_has_a_ratio_depends_on_it_and_no_other_does(name: str):
-    # Far outside every clip range, with log pi held at -1: the same token but for its ratio.
+    # log pi is -1 both times: the tokens differ only in their ratio, which lies inside every clip range.
     held = torch.tensor([-1.0], dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
     run = parts.SURROGATE_FUNCTIONS[name]
