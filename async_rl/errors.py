@@ -46,6 +46,10 @@ class QueueError(AsyncRLError):
     """The queue server refused a request, or did not answer in time."""
 
 
+class StorageFullError(QueueError):
+    """The disk is full, or no file descriptor is left. The queue waits for room and tries again."""
+
+
 class LineageError(QueueError):
     """A learner of an older lineage sent a request, but a newer learner owns the queue."""
 

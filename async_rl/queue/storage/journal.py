@@ -43,6 +43,8 @@ _PRAGMAS = (
     "journal_mode = WAL",
     # The log is in the operating system's hands at COMMIT. Syncing it would help against power loss alone.
     "synchronous = OFF",
+    # No files besides the index and its log, so that a commit needs no new descriptor.
+    "temp_store = MEMORY",
     # The log is emptied into the index at this many pages, and cut back after a larger transaction.
     "wal_autocheckpoint = 1000",
     "journal_size_limit = 8388608",
@@ -145,10 +147,12 @@ class Journal:
                 row = self._index.execute("SELECT value FROM meta WHERE name = 'last_segment'").fetchone()
             self._last_segment: int | None = None if row is None else row[0]
             self._segments = Segments(directory, segment_bytes, after=self._last_segment or 0)
-            opened.callback(self._segments.close)
+            opened.callback(lambda: self._segments.close())
             self._opened = opened.pop_all()
+        self._segment_bytes = segment_bytes
         self._is_adopted = self._last_segment is None
         self._obsolete: list[tuple[int, int]] = []
+        self._moves: list[Move] = []
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +170,7 @@ class Journal:
         """Append a payload. After a restart it is present if a committed record refers to it.
 
         Raises:
-            QueueError: the disk refuses it, for example because it is full.
+            StorageFullError: there is no room now. QueueError: the disk fails.
         """
         return self._segments.keep(payload)
 
@@ -192,19 +196,33 @@ class Journal:
         bytes, or to two segments if that is more.
 
         Raises:
-            QueueError: the disk refuses (full, say). The last commit stands; before anything else is committed, the
-                same changes must be, or the journal be opened anew.
+            StorageFullError: there is no room now. QueueError: the disk fails. The last commit stands; before anything
+                else is committed, the same changes must be, or ``revert`` be called.
         """
         assert self._is_adopted, "commit before adopt would free the payloads of an earlier process"
-        moves = self._segments.copy_forward()
+        # A commit that is tried again must not copy again: that would fill the disk.
+        self._moves = self._moves or self._segments.copy_forward()
         with _database_errors(self._directory), _transaction(self._index):
             self._write_entries(changes)
             if state:
                 self._index.executemany(_PUT_STATE, state.items())
-            self._write_refs(moves)
+            self._write_refs(self._moves)
         self._obsolete.clear()
         self._last_segment = self._segments.last
+        moves, self._moves = self._moves, []
         self._segments.settle(moves)
+
+    def revert(self) -> None:
+        """Go back to the last commit: forget the payloads that were kept or released since. Then ``load`` again.
+
+        Raises:
+            QueueError: the disk fails.
+        """
+        self._segments.close()
+        self._segments = Segments(self._directory, self._segment_bytes, after=self._last_segment or 0)
+        self._obsolete.clear()
+        self._moves.clear()
+        self._is_adopted = self._last_segment is None
 
     def load(self) -> Saved | None:
         """Load everything as of the last commit; None if there never was one."""

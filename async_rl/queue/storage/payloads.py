@@ -7,11 +7,15 @@ recent payloads of another store in memory, too.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
+import sqlite3
 import struct
+import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -19,13 +23,16 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from async_rl.errors import QueueError
+from async_rl.errors import QueueError, StorageFullError
 
 Payload = bytes | bytearray | memoryview
 _COPY_BELOW_BYTES = 32 << 10
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
 _DAMAGED = "the journal is damaged: restart the queue with a new queue.journal_dir"
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
+"""Errors that end without anybody's doing, or when space is freed: the disk, a quota, descriptors."""
+_PROBE_BYTES = 1 << 20
 _NAME = re.compile(r"segment-(\d{8,})")
 _SPARE = "spare"
 
@@ -43,7 +50,11 @@ class PayloadStore(Protocol):
     """Keeps payloads until they are released."""
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Store ``payload``, which must not change any more."""
+        """Store ``payload``, which must not change any more.
+
+        Raises:
+            StorageFullError: there is no room now. QueueError: the disk fails.
+        """
         ...
 
     def read(self, ref: PayloadRef) -> Payload:
@@ -163,8 +174,9 @@ class Segments:
     A ref has the place where its payload was *first* written, and never changes. A few long-lived payloads would keep
     every file that contains them, so they are copied into the open file, and ``moved`` has their new places.
 
-    ``after`` is the highest file number that the caller knows to have been used. Every method raises QueueError,
-    naming the directory, if the disk fails; payloads that were kept before stay as they were.
+    ``after`` is the highest file number that the caller knows to have been used. If the disk fails, every method raises
+    QueueError, naming the directory; if it is full, StorageFullError. Payloads that were kept before stay as they were,
+    and the same call may be made again.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, after: int = 0) -> None:
@@ -241,7 +253,8 @@ class Segments:
     def copy_forward(self) -> list[Move]:
         """Copy live payloads out of the emptiest files: dead bytes are at most the live ones, or two files' size.
 
-        The moves take effect with ``settle``; before that both copies are there, and the new ones count as dead.
+        The moves take effect with ``settle``; before that both copies are there, and the new ones count as dead. On a
+        full disk it copies what it can: the commit that follows may free more.
         Bytes are copied without a check. Damage is reported when the payload is read.
         """
         excess = self.num_bytes - self.live_bytes - max(2 * self._segment_bytes, self.live_bytes)
@@ -255,7 +268,10 @@ class Segments:
             excess -= segment.num_bytes - segment.live_bytes
             for ref in segment.live:
                 _, offset = self._find(ref)
-                moves.append(Move(ref, self._append(self._pread(segment, _size(ref), offset))))
+                try:
+                    moves.append(Move(ref, self._append(self._pread(segment, _size(ref), offset))))
+                except StorageFullError:
+                    return moves
         return moves
 
     def settle(self, moves: Iterable[Move]) -> None:
@@ -312,7 +328,9 @@ class Segments:
             if written != size:
                 _write_rest(segment.file, b"".join(parts), written, start)
         except OSError as error:
-            os.ftruncate(segment.file, start)
+            # The next payload is written at ``start``, whether or not the file can be cut there.
+            with suppress(OSError):
+                os.ftruncate(segment.file, start)
             raise disk_error(self._directory, error) from error
         segment.num_bytes += size
         self.num_bytes += size
@@ -342,15 +360,14 @@ class Segments:
     def _next(self) -> _Segment:
         """Open an empty segment to write to."""
         number = self._last + 1
-        path, flags = self._path(number), os.O_RDWR
+        path, flags = self._path(number), os.O_RDWR | os.O_CREAT
         if self._has_spare:
             try:
                 (self._directory / _SPARE).rename(path)
             except OSError as error:
                 raise disk_error(self._directory, error) from error
+            # If opening fails, the file is in place for the next try.
             self._has_spare = False
-        else:
-            flags |= os.O_CREAT | os.O_EXCL
         segment = self._add(number, path, flags)
         self.num_bytes -= segment.num_bytes
         segment.num_bytes = 0
@@ -359,9 +376,14 @@ class Segments:
     def _add(self, number: int, path: Path, flags: int) -> _Segment:
         try:
             file = os.open(path, flags, 0o600)
+            try:
+                size = os.fstat(file).st_size
+            except OSError:
+                os.close(file)
+                raise
         except OSError as error:
             raise disk_error(self._directory, error) from error
-        segment = self._segments[number] = _Segment(number, path, file, os.fstat(file).st_size)
+        segment = self._segments[number] = _Segment(number, path, file, size)
         self.num_bytes += segment.num_bytes
         self._last = max(self._last, number)
         self._maybe_empty.add(number)
@@ -372,11 +394,38 @@ class Segments:
 
 
 def disk_error(directory: Path, error: Exception) -> QueueError:
-    """The error to raise when the disk refuses a write or read."""
-    return QueueError(
-        f"the queue's journal in {directory} can't go on: {error}; if the disk is full, free some of it, else choose "
-        f"another queue.journal_dir"
+    """The error to raise when the disk refuses a write or read: a StorageFullError if it may work again later."""
+    if is_out_of_room(error, directory):
+        return StorageFullError(
+            f"the queue's journal in {directory} has no room: {error}; free disk space there, or raise the limit on "
+            f"open files"
+        )
+    return QueueError(f"the queue's journal in {directory} can't go on: {error}; choose another queue.journal_dir")
+
+
+def is_out_of_room(error: Exception, directory: Path) -> bool:
+    """Whether ``error`` says that disk, quota or descriptors are used up.
+
+    SQLite reports a used quota and missing descriptors as errors that other causes have too. Then a probe file in
+    ``directory`` tells.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    if not isinstance(error, sqlite3.OperationalError):
+        return False
+    code = error.sqlite_errorcode & 0xFF
+    return code == sqlite3.SQLITE_FULL or (
+        code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and not _has_room(directory)
     )
+
+
+def _has_room(directory: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        return error.errno not in _NO_ROOM
+    return True
 
 
 def _size(ref: PayloadRef) -> int:

@@ -1,0 +1,138 @@
+"""The journal on a disk without room: every call may be made again, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import QueueError, StorageFullError
+from async_rl.queue.storage import payloads
+from async_rl.queue.storage.journal import Change, Journal
+from async_rl.queue.storage.payloads import disk_error
+from tests.queue.test_journal import delete, put, reopened
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, code: int) -> None:
+    """Let the next call of ``owner.name`` fail with this error number."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, original)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+@pytest.mark.parametrize("code", NO_ROOM)
+def test_a_payload_is_kept_at_the_second_try(tmp_path: Path, monkeypatch, code):
+    with closing(Journal(tmp_path)) as journal:
+        first = journal.keep(b"first")
+        fail_once(monkeypatch, os, "pwritev", code)
+        with pytest.raises(StorageFullError, match=r"has no room.*free disk space"):
+            journal.keep(b"second")
+        second = journal.keep(b"second")
+        assert (journal.read(first), journal.read(second)) == (b"first", b"second")
+
+
+def test_a_disk_that_fails_is_not_a_full_one(tmp_path: Path, monkeypatch):
+    with closing(Journal(tmp_path)) as journal:
+        fail_once(monkeypatch, os, "pwritev", errno.EIO)
+        with pytest.raises(QueueError, match="can't go on") as caught:
+            journal.keep(b"first")
+    assert not isinstance(caught.value, StorageFullError)
+
+
+@pytest.mark.parametrize("has_spare", [False, True])
+@pytest.mark.parametrize("call", ["open", "fstat"])
+def test_the_next_segment_is_opened_at_the_second_try(tmp_path: Path, monkeypatch, has_spare, call):
+    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+        if has_spare:
+            journal.release(journal.keep(b"gone"))
+            journal.commit([], {})
+            assert (tmp_path / "spare").exists()
+        fail_once(monkeypatch, os, call, errno.EMFILE)
+        with pytest.raises(StorageFullError):
+            journal.keep(b"first")
+        ref = journal.keep(b"first")
+        journal.commit([put("a", ref)], {})
+    journal, _, refs = reopened(tmp_path)
+    with closing(journal):
+        assert journal.read(refs["a"]) == b"first"
+
+
+def test_a_commit_that_finds_no_room_is_made_again(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        ref = journal.keep(b"body")
+        journal.commit([put("a", ref)], {"queue": b"1"})
+        (num_pages,) = journal._index.execute("PRAGMA page_count").fetchone()
+        journal._index.execute(f"PRAGMA max_page_count = {num_pages}")
+        changes = [delete("a"), Change("lease", "l", {"x": "y" * 100_000})]
+        for _ in range(2):
+            with pytest.raises(StorageFullError, match="database or disk is full"):
+                journal.commit(changes, {"queue": b"2"})
+        saved = journal.load()
+        assert saved is not None
+        assert (set(saved.entries["group"]), saved.state) == ({"a"}, {"queue": b"1"})
+        journal._index.execute("PRAGMA max_page_count = 1000000")
+        journal.commit(changes, {"queue": b"2"})
+        saved = journal.load()
+        assert saved is not None
+        assert (set(saved.entries["group"]), set(saved.entries["lease"])) == (set(), {"l"})
+        assert saved.state == {"queue": b"2"}
+
+
+def test_a_commit_goes_on_without_room_for_copies(tmp_path: Path, monkeypatch):
+    # Four segments with one long-lived and one short-lived payload each: the dead half is to be copied away.
+    with closing(Journal(tmp_path, segment_bytes=2000)) as journal:
+        stays, goes = [], []
+        for number in range(6):
+            stays.append(journal.keep(bytes([number]) * 100))
+            goes.append(journal.keep(bytes(2000)))
+        journal.commit([put(str(number), ref) for number, ref in enumerate(stays)], {})
+        for ref in goes:
+            journal.release(ref)
+        fail_once(monkeypatch, os, "pwritev", errno.ENOSPC)
+        journal.commit([], {})
+        journal.commit([Change("lease", "l", {})], {})
+        assert [journal.read(ref) for ref in stays] == [bytes([number]) * 100 for number in range(6)]
+    journal, _, refs = reopened(tmp_path)
+    with closing(journal):
+        assert [journal.read(refs[str(number)]) for number in range(6)] == [bytes([n]) * 100 for n in range(6)]
+
+
+@pytest.mark.parametrize("name", ["SQLITE_IOERR_WRITE", "SQLITE_CANTOPEN"])
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_probe_tells_whether_sqlite_met_a_full_disk(tmp_path: Path, monkeypatch, name, has_room):
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = getattr(sqlite3, name)
+    if not has_room:
+        fail_once(monkeypatch, payloads.tempfile, "TemporaryFile", errno.EDQUOT)
+    assert isinstance(disk_error(tmp_path, error), StorageFullError) is not has_room
+
+
+def test_revert_forgets_what_was_kept_and_released_since_the_commit(tmp_path: Path):
+    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+        kept = journal.keep(b"kept")
+        journal.commit([put("a", kept)], {"queue": b"1"})
+        journal.release(kept)
+        journal.keep(b"not committed")
+        journal.revert()
+        saved = journal.load()
+        assert saved is not None
+        journal.adopt([kept])
+        assert journal.read(kept) == b"kept"
+        again = journal.keep(b"again")
+        journal.commit([put("b", again)], {})
+        assert len(list(tmp_path.glob("segment-*"))) == 2
+    journal, _, refs = reopened(tmp_path)
+    with closing(journal):
+        assert refs == {"a": kept, "b": again}
