@@ -46,7 +46,11 @@ class QueueError(AsyncRLError):
     """The queue server refused a request, or did not answer in time."""
 
 
-class StorageFullError(QueueError):
+class StorageError(QueueError):
+    """The queue's disk fails. The run stops with the cause."""
+
+
+class StorageFullError(StorageError):
     """The disk is full, or no file descriptor is left. The queue waits for room and tries again."""
 
 

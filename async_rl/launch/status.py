@@ -30,6 +30,7 @@ _LABELS = {
     "prompts_too_long": "prompts too long",
     "filtered_since_step": "filtered since the last step",
     "stop": "why the run stops",
+    "storage_full": "waits for room",
     "finished": "finished",
     "address": "queue server",
     "pid": "its process id",

@@ -73,8 +73,9 @@ class BackgroundFile:
 
     def write(self, plain: Mapping[str, Any]) -> None:
         """Begin to write. Do not call it while ``is_busy``."""
-        if self._writing is not None:
-            self._writing.result()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
         self._writing = self._thread.submit(_write_json, self._path, plain)
 
     def close(self) -> None:
@@ -108,8 +109,9 @@ class RunFiles:
         is_due = now - self._written_at >= (_LEDGER_GAP_S if step != self._written_step else LEDGER_EVERY_S)
         if self._written_revision == revision or not is_due or self._ledger.is_busy:
             return
-        self._written_revision, self._written_at, self._written_step = revision, now, step
+        self._written_at, self._written_step = now, step
         self._ledger.write({"run_id": run_id, **ledger()})
+        self._written_revision = revision
 
     def write_last(self, run_id: str, ledger: Mapping[str, Any]) -> None:
         """Write the final ledger."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from async_rl.errors import QueueError, StorageFullError
+from async_rl.net.wire import decode, encode
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.storage import payloads
 from async_rl.queue.storage.journal import Change, Journal
 from async_rl.queue.storage.payloads import disk_error
@@ -136,3 +141,30 @@ def test_revert_forgets_what_was_kept_and_released_since_the_commit(tmp_path: Pa
     journal, _, refs = reopened(tmp_path)
     with closing(journal):
         assert refs == {"a": kept, "b": again}
+
+
+def test_the_learner_waits_longer_than_its_limit_while_the_queue_waits_for_room():
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def serve() -> None:
+        peer, frame = router.recv_multipart()
+        # Four notices, each within the limit of 1 s; together they are longer.
+        for _ in range(4):
+            time.sleep(0.4)
+            router.send_multipart([peer, encode("notice", {"storage_full": "the disk is full"})])
+        request_id = decode(frame).fields["request_id"]
+        router.send_multipart([peer, encode("ok", {"request_id": request_id})])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    queue = LearnerQueue(f"tcp://127.0.0.1:{port}", 1.0)
+    try:
+        queue.finish("line-a")
+    finally:
+        queue.close()
+        thread.join()
+        router.close()
+        context.term()

@@ -249,6 +249,9 @@ class LearnerQueue:
                     raise_error(answer)
                 elif request is not None:
                     self._note(request.request_id, answer)
+                elif answer.fields.get("storage_full"):
+                    # The answer comes when the queue's disk has room again.
+                    deadline = time.monotonic() + self._timeout_s + wait_s
             if request_id in self._answers:
                 continue
             self._while_waiting()

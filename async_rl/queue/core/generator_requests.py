@@ -10,7 +10,7 @@ is in ``admission``.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, why_unfit
@@ -32,10 +32,16 @@ def hello(
     entry = _seen(state, generator_id, now)
     entry.host, entry.backend = host, backend
     if replaces is not None and replaces != generator_id:
-        for active in [active for active in state.leases if active.generator_id == replaces]:
-            state.lose_lease(active, "expired", stop_sampling=False)
-        state.generators.remove(replaces)
-        state.revision += 1
+        lose_generator(state, replaces, now)
+
+
+def lose_generator(state: QueueState, generator_id: str, now: float) -> None:
+    """Remove a generator that is dead or disconnected, and expire its leases."""
+    state.at(now)
+    for active in [active for active in state.leases if active.generator_id == generator_id]:
+        state.lose_lease(active, "expired", stop_sampling=False)
+    state.generators.remove(generator_id)
+    state.revision += 1
 
 
 def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_leases: int, now: float) -> LeasesGranted:
@@ -113,6 +119,15 @@ def receive(
     if active.evaluation is not None:
         return _receive_answer(state, active, group, payload), ""
     return _receive_training(state, learner, active, group, payload), ""
+
+
+def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: float) -> None:
+    """Give leases their whole time again: their groups are there, but can't be kept now."""
+    state.at(now)
+    for lease_id in lease_ids:
+        active = state.leases.get(lease_id)
+        if active is not None and active.generator_id == generator_id:
+            active.grown_at = state.now
 
 
 def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause, now: float) -> Verdict:

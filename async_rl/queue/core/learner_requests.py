@@ -196,6 +196,8 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     if not learner.steps_left:
         state.end_training()
     state.revision += 1
+    # An error here stops the run: the counts of a broken ledger prove nothing.
+    state.check_totals()
     learner.acked = (ack.step, persistence.snapshot(state, learner) if ack.snapshot else None)
     return Acked(state.stats(), learner.acked[1])
 
@@ -238,6 +240,8 @@ def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
 
 def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     """The answer to a take that can't be filled, with the reason for the watchdog."""
+    # A take may wait for ever for groups that are only counted.
+    state.check_totals()
     num_groups = state.settings.groups_per_step
     if learner.finished or not learner.steps_left:
         return NotReady(f"all {learner.num_steps} steps are trained", state.stats(), exhausted=True)

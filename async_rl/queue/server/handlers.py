@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from async_rl.config.config import Config
-from async_rl.errors import QueueError, WireError
+from async_rl.errors import QueueError, StorageFullError, WireError
 from async_rl.net.codec import field, read_as
 from async_rl.net.wire import Frame, Message
 from async_rl.process.package_versions import package_versions
@@ -278,7 +278,12 @@ class Handlers:
         verdicts: dict[str, Verdict] = {}
         why: dict[str, str] = {}
         for lease_id, payload in zip(lease_ids, parts, strict=True):
-            verdicts[lease_id], reason = self._receive_group(request.generator_id, lease_id, payload, now)
+            try:
+                verdicts[lease_id], reason = self._receive_group(request.generator_id, lease_id, payload, now)
+            except StorageFullError:
+                # No reply: the generator repeats the message. Groups that were kept are duplicates then.
+                generator_requests.renew(self.state, request.generator_id, lease_ids, now)
+                raise
             if reason:
                 why[lease_id] = reason
         return Reply(messages.ReturnReply(verdicts, why))
@@ -452,6 +457,15 @@ class GeneratorRegistry:
         """The connection of this generator's last message."""
         generator = self._generators.get(generator_id)
         return None if generator is None else generator.peer
+
+    def id_of(self, peer: bytes) -> str | None:
+        """The generator of a connection."""
+        return self._by_peer.get(peer)
+
+    @property
+    def peers(self) -> list[bytes]:
+        """The connections of all generators."""
+        return list(self._by_peer)
 
     def grant(self, generator: Generator, request_id: str, answer: LeasesGranted) -> None:
         """Keep the answer to the generator's last lease request, in case the request is repeated."""

@@ -2,6 +2,12 @@
 
 Requests that can't be answered yet wait and are retried after every change. Changes are committed before replies go
 out, so a crash can't undo an answered request. Malformed requests are counted and answered with an error.
+
+A request changes the state completely or not at all. After an unexpected error in one, the server goes back to the last
+commit and disconnects the generator that sent it; if the learner sent it, or there is no journal, the run stops with
+the cause. A full disk is waited out: returns stay unanswered, so generators repeat them, and no reply leaves before its
+commit succeeds.
+
 ``queue.json`` has the server's address and process, ``ledger.json`` the outcome of every group. The server ends when
 the run is finished and its generators know it, when its learner is gone for ``experimental.linger_s``, when its parent
 dies (the parent watch), or on SIGTERM.
@@ -15,8 +21,7 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +31,25 @@ from msgspec.structs import asdict
 
 from async_rl.config.config import Config
 from async_rl.data.chat import vocabulary_size
-from async_rl.errors import AsyncRLError, ConfigError, LineageError, QueueError, UserError, WireError
+from async_rl.errors import (
+    AsyncRLError,
+    ConfigError,
+    LineageError,
+    QueueError,
+    StorageError,
+    StorageFullError,
+    UserError,
+    WireError,
+)
 from async_rl.net.codec import read_as
-from async_rl.net.wire import Message, decode, encode, pack_plain
+from async_rl.net.wire import Frame, Message, decode, encode, pack_plain
 from async_rl.process.fault_points import fault_point
-from async_rl.queue.core import persistence
+from async_rl.queue.core import generator_requests, persistence
 from async_rl.queue.core.admission import QueueSettings, eval_sampling
 from async_rl.queue.core.prompts import PromptStream, Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
+    GENERATOR_REQUESTS,
     LEARNER_REQUESTS,
     WIRE_TYPES,
     Announcement,
@@ -42,12 +57,15 @@ from async_rl.queue.messages import (
     Envelope,
     ErrorReply,
     HeartbeatReply,
+    ReturnReply,
     Status,
 )
-from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Handlers, Reply, WelcomePack
+from async_rl.queue.server.full_disk import LOG_EVERY_S, FullDisk, HeldMessages
+from async_rl.queue.server.handlers import Deferred, Handlers, Reply, WelcomePack
+from async_rl.queue.server.pending import PendingRequests, Request
 from async_rl.queue.server.sockets import Endpoint
-from async_rl.queue.storage.journal import Changes, Journal, unpack
-from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads
+from async_rl.queue.storage.journal import Change, Changes, Journal, unpack
+from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads, is_out_of_room
 from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
 logger = logging.getLogger(__name__)
@@ -62,9 +80,18 @@ generators' returns; if shorter, each message would need its own commit."""
 _MAX_DRAIN = 256
 _RECENT_BYTES = 256 << 20
 """Size limit of the groups that are kept in memory in addition to the journal."""
+_LOOK_AGAIN_S = 0.5
+"""Time between two tries of a commit on a full disk."""
+_NOT_AWAITED = ("alive", "bye_learner")
+"""Messages of the learner that get no reply, or one that it does not read."""
 
-_MAX_PENDING = 2 * MAX_GENERATORS + 64
-"""A hello and a lease request of every generator. Above this number, requests are answered at once."""
+
+class RequestError(Exception):
+    """A request failed by a bug, and the state may be half changed. ``__cause__`` is the bug's exception."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.type)
+        self.request = request
 
 
 class QueueServer:
@@ -86,10 +113,7 @@ class QueueServer:
     ) -> None:  # fmt: skip
         if not train_rows:
             raise ConfigError(f"data.train: expected at least one row, got none in {config.data.train!r}")
-        stream = PromptStream(
-            len(train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
-        )
-        settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config))
+        self._settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config))
         run_dir = Path(config.run.dir)
         # Bind first: a server that can't bind its address must not create a journal.
         self._endpoint = Endpoint(
@@ -101,22 +125,17 @@ class QueueServer:
         except UserError:
             self._endpoint.close()
             raise
-        self._changes = Changes(is_wanted=self._journal is not None)
-        state = QueueState(
-            settings, train_rows, stream, data_digest=data_digest, instance=secrets.token_hex(2),
-            payloads=MemoryPayloads() if self._journal is None else RecentPayloads(self._journal, _RECENT_BYTES),
-            changes=self._changes,
-        )  # fmt: skip
-        limited = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
-        self._handlers = Handlers(state, config, limited, run_id)
-        self._state, self._config, self._on_ready = state, config, on_ready
+        self._train_rows, self._data_digest = train_rows, data_digest
+        self._eval_rows = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
+        self._config, self._on_ready = config, on_ready
         self._parent_watch_fd, self._orphan_s = parent_watch_fd, orphan_s
-        self._pending = PendingRequests(lambda: state.revision, self._send, self._failed)
+        self._start_empty(run_id)
+        self._pending = PendingRequests(lambda: self._state.revision, self._send, self._attempt)
+        self._full_disk, self._held, self._is_stalled = FullDisk(), HeldMessages(), False
+        self._learner_peer: bytes | None = None
+        self._files_logged_at = float("-inf")
         self._has_batch = False
-        self._committed = -1
         self._last_news: tuple[Announcement | None, bool] = None, False
-        self._saved_welcome: WelcomePack | None = None
-        self._saved_handlers: tuple[Any, ...] = ()
         self._wake_read, self._wake_write = os.pipe()
         self._stop_reason = ""
         self._started = self._learner_seen = time.monotonic()
@@ -134,13 +153,34 @@ class QueueServer:
                 self._close()
                 raise
 
+    def _start_empty(self, run_id: str) -> None:
+        """Set a state without any groups."""
+        config = self._config
+        stream = PromptStream(
+            len(self._train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
+        )
+        self._changes = Changes(is_wanted=self._journal is not None)
+        self._state = QueueState(
+            self._settings, self._train_rows, stream, data_digest=self._data_digest, instance=secrets.token_hex(2),
+            payloads=MemoryPayloads() if self._journal is None else RecentPayloads(self._journal, _RECENT_BYTES),
+            changes=self._changes,
+        )  # fmt: skip
+        self._handlers = Handlers(self._state, config, self._eval_rows, run_id)
+        self._committed = -1
+        self._saved_welcome: WelcomePack | None = None
+        self._saved_handlers: tuple[Any, ...] = ()
+
     def stop(self, reason: str) -> None:
         """End the loop soon; safe from a signal handler or another thread."""
         self._stop_reason = reason
         os.write(self._wake_write, b"x")
 
     def run(self) -> str:
-        """Serve until the end. Return the reason for it."""
+        """Serve until the end. Return the reason for it.
+
+        Raises:
+            QueueError: the run can't go on, or the journal can't be written. The last commit stands.
+        """
         self._files.record(self._handlers.run_id)
         if self._on_ready is not None:
             self._on_ready(self.address)
@@ -150,18 +190,7 @@ class QueueServer:
         try:
             while not (reason := self._why_end(time.monotonic())):
                 self._wait()
-                self._drain()
-                if self._has_batch:
-                    # The learner waits for the batch, and answering the other requests takes a while.
-                    self._commit()
-                    self._flush()
-                now = time.monotonic()
-                self._state.expire(now)
-                self._pending.answer(now)
-                self._push_notices()
-                self._commit()
-                self._flush()
-                self._write_files(now)
+                self._take_turn()
             logger.info("the queue ends: %s", reason)
             self._commit()
             self._files.write_last(self._handlers.run_id, persistence.ledger_file(self._state))
@@ -185,8 +214,39 @@ class QueueServer:
             deadlines.append(self._state.next_deadline)
         self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
 
+    def _take_turn(self) -> None:
+        """Serve once.
+
+        Raises:
+            QueueError: the run can't go on. The learner knows the cause, or is gone.
+        """
+        try:
+            self._serve()
+        except RequestError as error:
+            self._recover(error)
+        except StorageError as error:
+            self._tell_learner(f"the queue stops the run: {error}")
+            raise
+
+    def _serve(self) -> None:
+        """Handle what has arrived or is due, commit it, and send the replies."""
+        self._drain()
+        if self._has_batch:
+            # The learner waits for the batch, and answering the other requests takes a while.
+            self._commit()
+            self._flush()
+        now = time.monotonic()
+        self._state.expire(now)
+        self._pending.answer(now)
+        self._push_notices()
+        self._commit()
+        self._flush()
+        self._write_files(now)
+
     def _drain(self) -> None:
         now = time.monotonic()
+        for peer, frames in self._held.pop_all():
+            self._receive(peer, frames)
         for peer, frames in self._endpoint.receive(_MAX_DRAIN, now):
             self._receive(peer, frames)
             self._pending.answer_only("take")
@@ -214,13 +274,20 @@ class QueueServer:
             message = message.with_parts(frames[1:end])
             left = frames[end:]
             limits.check(message, sum(map(len, frames[:end])))
-            self._handle(peer, request_id, message)
+            if message.type in LEARNER_REQUESTS:
+                self._endpoint.require_learner_key(message.type)
         except Exception as error:
-            self._send(Request(peer, request_id, None, "malformed"), self._failed(peer, error))
+            # The state is untouched, whatever the error is.
+            self._send(Request(peer, request_id, None, "malformed"), self._refusal(peer, error))
+            return left
+        if self._is_stalled:
+            self._hold(peer, request_id, message, frames[:end])
+        else:
+            self._handle(peer, request_id, message)
         return left
 
-    def _failed(self, peer: bytes, error: Exception) -> Reply:
-        """Return the error reply for an exception. The server continues; its own bugs are logged with a traceback."""
+    def _refusal(self, peer: bytes, error: Exception) -> Reply:
+        """The error reply for an exception that changed nothing. Bugs are logged with a traceback."""
         if isinstance(error, WireError):
             self._endpoint.note_malformed(peer, time.monotonic())
         if not isinstance(error, AsyncRLError):
@@ -228,23 +295,60 @@ class QueueServer:
         return _error(error)
 
     def _handle(self, peer: bytes, request_id: str | None, message: Message) -> None:
+        """Handle one message. Raises RequestError: by a bug it may have left a half-made change."""
         now = time.monotonic()
-        if message.type in LEARNER_REQUESTS:
-            self._endpoint.require_learner_key(message.type)
-        generator_id = self._handlers.generator_of(message, peer, now)
-        self._note_learner(message, now)
-        answer = self._handlers.handle(message, now)
-        request = Request(peer, request_id, generator_id, message.type)
+        request = Request(peer, request_id, None, message.type)
+        generator_id: str | None = None
+
+        def handle() -> Reply | Deferred | None:
+            nonlocal generator_id
+            generator_id = self._handlers.generator_of(message, peer, now)
+            self._note_learner(peer, message, now)
+            return self._handlers.handle(message, now)
+
+        answer = self._attempt(request, handle, now)
+        if not (isinstance(answer, Reply) and isinstance(answer.record, ErrorReply)):
+            request = Request(peer, request_id, generator_id, message.type)
         if isinstance(answer, Reply):
             self._send(request, answer)
         elif isinstance(answer, Deferred):
-            self._pending.add(request, answer, now)
+            self._pending.add(request, message, answer, now)
 
-    def _note_learner(self, message: Message, now: float) -> None:
+    def _attempt(
+        self, request: Request, answer: Callable[[], Reply | Deferred | None], now: float
+    ) -> Reply | Deferred | None:
+        """Call ``answer`` for its reply. A refusal becomes a reply. On a full disk there is none, so it is repeated.
+
+        Raises:
+            RequestError: a bug, or a refusal after the state was changed.
+        """
+        # What is due changes the state whatever the request is, and must not look like a part of it.
+        self._state.expire(now)
+        before = self._state.revision
+        try:
+            reply = answer()
+        except StorageFullError as error:
+            self._full_disk.note(str(error), now)
+            return None
+        except StorageError:
+            raise
+        except AsyncRLError as error:
+            if self._state.revision != before:
+                raise RequestError(request) from error
+            return self._refusal(request.peer, error)
+        except Exception as error:
+            raise RequestError(request) from error
+        if self._full_disk.reason and isinstance(reply, Reply) and _has_kept(reply):
+            self._full_disk.end(now)
+        return reply
+
+    def _note_learner(self, peer: bytes, message: Message, now: float) -> None:
         learner = self._state.learner
         lineage = message.fields.get("lineage")
         if message.type == "attach" or (learner is not None and lineage == learner.lineage and message.type != "lease"):
             self._learner_seen = now
+            if message.type not in _NOT_AWAITED:
+                self._learner_peer = peer
 
     def _send(self, request: Request, reply: Reply) -> None:
         if isinstance(reply.record, BatchPart):
@@ -253,14 +357,15 @@ class QueueServer:
             reply = Reply(self._whole_status(reply.record))
         notice = {} if request.generator_id is None else self._notice(request.generator_id, reply)
         for message in (reply, *reply.further):
-            fields = {**asdict(message.record), "request_id": request.request_id, **notice}
-            frame = encode(WIRE_TYPES[type(message.record)], fields, num_parts=len(message.parts))
-            self._endpoint.send(request.peer, [frame, *message.parts])
+            self._endpoint.send(request.peer, _frames(request, message, notice))
 
     def _whole_status(self, status: Status) -> Status:
         """The queue's status, extended by the server's own."""
-        waits = self._pending.waits(time.monotonic())
-        extra = {"address": self.address, "pid": os.getpid(), "waits": waits, **self._endpoint.counters()}
+        now = time.monotonic()
+        extra = {
+            "address": self.address, "pid": os.getpid(), "waits": self._pending.waits(now),
+            "storage_full": self._full_disk.status(now), **self._endpoint.counters(),
+        }  # fmt: skip
         return Status({**status.status, **extra})
 
     def _notice(self, generator_id: str, reply: Reply) -> dict[str, Any]:
@@ -286,9 +391,128 @@ class QueueServer:
         if self._handlers.welcome is not self._saved_welcome:
             self._saved_welcome = self._handlers.welcome
             blobs["welcome"] = pack_plain(self._handlers.welcome)
-        self._journal.commit(self._changes.drain(), blobs)
+        changes = self._changes.drain()
+        while not self._has_committed(self._journal, changes, blobs):
+            self._wait_for_room()
         self._committed = self._state.revision
         fault_point("queue.journaled")
+
+    def _has_committed(self, journal: Journal, changes: Sequence[Change], blobs: Mapping[str, bytes]) -> bool:
+        """Try to commit. Return False on a full disk, whose wait may end by itself."""
+        now = time.monotonic()
+        try:
+            journal.commit(changes, blobs)
+        except StorageFullError as error:
+            self._full_disk.note(str(error), now)
+            if not self._is_stalled:
+                self._is_stalled, self._stalled_at = True, now
+            if reason := self._why_end(now):
+                raise QueueError(f"the queue ends ({reason}) with changes that it could not save: {error}") from error
+            return False
+        if self._is_stalled:
+            self._is_stalled = False
+            self._full_disk.end(now)
+            # Nobody was served, so nobody was late.
+            self._state.clock_ahead_s -= now - self._stalled_at
+            self._learner_seen = now
+        return True
+
+    def _wait_for_room(self) -> None:
+        """Wait before the next try of a commit. Only status is answered; other messages are held until it succeeds."""
+        now = time.monotonic()
+        if self._full_disk.must_notify(now):
+            frame = encode("notice", {"storage_full": self._full_disk.reason})
+            for peer in {*self._handlers.registry.peers, *filter(None, [self._learner_peer])}:
+                self._endpoint.send_now(peer, [frame])
+        ends = [fd for fd in (self._wake_read, self._parent_watch_fd) if fd is not None]
+        select.select(ends, [], [], _LOOK_AGAIN_S)
+        if self._held.has_room:
+            for peer, frames in self._endpoint.receive(_MAX_DRAIN, now):
+                self._receive(peer, frames)
+
+    def _hold(self, peer: bytes, request_id: str | None, message: Message, frames: list[memoryview]) -> None:
+        """Answer a status request at once, and hold any other message, while a commit waits for room."""
+        now = time.monotonic()
+        self._note_learner(peer, message, now)
+        if message.type not in ("status", "ping"):
+            self._held.add(peer, message.type, request_id, frames)
+            return
+        request = Request(peer, request_id, None, message.type)
+        reply = self._attempt_read(request, message, now)
+        self._endpoint.send_now(peer, _frames(request, reply, {}))
+
+    def _attempt_read(self, request: Request, message: Message, now: float) -> Reply:
+        """The reply to a request that only reads."""
+        try:
+            reply = self._handlers.handle(message, now)
+        except AsyncRLError as error:
+            return self._refusal(request.peer, error)
+        assert isinstance(reply, Reply)
+        return Reply(self._whole_status(reply.record)) if isinstance(reply.record, Status) else reply
+
+    # After a bug.
+
+    def _recover(self, error: RequestError) -> None:
+        """Go back to the last commit, and disconnect the generator whose request failed.
+
+        Raises:
+            QueueError: the run can't go on: the request was the learner's, or there is no journal.
+        """
+        request, cause = error.request, error.__cause__
+        logger.error("a %s request failed by a bug", request.type, exc_info=cause)
+        # They report changes that are undone. The clients repeat their requests.
+        self._endpoint.discard()
+        self._has_batch = False
+        text = f"a {request.type!r} request failed by a bug in async-rl: {type(cause).__name__}: {cause}"
+        if request.type not in GENERATOR_REQUESTS or self._journal is None:
+            self._tell_learner(f"the queue stops the run: {text}; see logs/queue.log", request)
+            raise QueueError(f"the queue stops the run: {text}") from cause
+        generator_id = self._handlers.registry.id_of(request.peer)
+        waiting = self._pending.pop_all()
+        self._reload(self._journal)
+        logger.warning("the queue is back at its last commit; generator %r is disconnected", generator_id)
+        self._endpoint.send_now(request.peer, _frames(request, Reply(ErrorReply("internal", text)), {}))
+        self._endpoint.block(request.peer, time.monotonic())
+        if generator_id is not None:
+            generator_requests.lose_generator(self._state, generator_id, time.monotonic())
+        for other, message in waiting:
+            if other.peer != request.peer:
+                self._handle(other.peer, other.request_id, message)
+
+    def _reload(self, journal: Journal) -> None:
+        """Set the state that the journal committed last."""
+        revision = self._state.revision
+        journal.revert()
+        self._start_empty(self._handlers.run_id)
+        self._load(journal)
+        # It must grow, as files and pending requests compare it.
+        self._state.revision += revision + 1
+        if self._committed >= 0:
+            self._committed = self._state.revision
+
+    def _tell_learner(self, cause: str, failed: Request | None = None) -> None:
+        """Answer the learner's requests with ``cause``, until it has got one answer or is gone. Change nothing."""
+        reply = Reply(ErrorReply("queue", cause))
+        waiting = [request for request, _ in self._pending.pop_all()]
+        is_told = False
+        for request in (failed, *waiting):
+            if request is not None and request.type in LEARNER_REQUESTS and request.type not in _NOT_AWAITED:
+                self._endpoint.send_now(request.peer, _frames(request, reply, {}))
+                is_told = True
+        while not is_told and self._state.learner is not None and not self._why_end(time.monotonic()):
+            self._poller.poll(1000)
+            for peer, frames in self._endpoint.receive(_MAX_DRAIN, time.monotonic()):
+                try:
+                    message = decode(frames[0], self._endpoint.limits.wire)
+                    request = Request(peer, _request_id(message), None, message.type)
+                except WireError:
+                    continue
+                self._note_learner(peer, message, time.monotonic())
+                if request.type in LEARNER_REQUESTS and request.type not in _NOT_AWAITED:
+                    self._endpoint.send_now(peer, _frames(request, reply, {}))
+                    is_told = True
+
+    # Files and notices.
 
     def _load(self, journal: Journal) -> None:
         """Restore the state that the last server of this journal committed."""
@@ -323,7 +547,14 @@ class QueueServer:
         state = self._state
         step = -1 if state.learner is None else state.learner.step
         ledger = partial(persistence.ledger_file, state)
-        self._files.write(self._handlers.run_id, ledger, now, revision=state.revision, step=step)
+        try:
+            self._files.write(self._handlers.run_id, ledger, now, revision=state.revision, step=step)
+        except OSError as error:
+            if not is_out_of_room(error, Path(self._config.run.dir)):
+                raise
+            if now - self._files_logged_at >= LOG_EVERY_S:
+                self._files_logged_at = now
+                logger.warning("ledger.json in %s is not up to date: %s", self._config.run.dir, error)
 
     # Life.
 
@@ -349,92 +580,20 @@ class QueueServer:
         return ""
 
 
-# Requests and long polls.
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The sender and type of a request. ``generator_id`` is None for messages that no generator sent."""
-
-    peer: bytes
-    request_id: str | None
-    generator_id: str | None
-    type: str
-
-
-@dataclass(slots=True)
-class _Pending:
-    request: Request
-    deferred: Deferred
-    deadline: float
-    since: float
-    tried_at_revision: int = -1
-
-
-class PendingRequests:
-    """Deferred requests.
-
-    ``revision`` grows with every change of the queue. ``send`` sends a reply. ``failed`` builds the reply to an
-    exception.
-    """
-
-    def __init__(
-        self, revision: Callable[[], int], send: Callable[[Request, Reply], None],
-        failed: Callable[[bytes, Exception], Reply],
-    ) -> None:  # fmt: skip
-        self._revision, self._send, self._failed = revision, send, failed
-        self._pending: list[_Pending] = []
-
-    def add(self, request: Request, deferred: Deferred, now: float) -> None:
-        """Add a request and try all. It replaces an earlier request of the same type and peer."""
-        same = (request.peer, request.type)
-        self._pending = [p for p in self._pending if (p.request.peer, p.request.type) != same]
-        deadline = now + (deferred.wait_s if len(self._pending) < _MAX_PENDING else 0.0)
-        self._pending.append(_Pending(request, deferred, deadline, since=now))
-        self.answer(now)
-
-    def answer(self, now: float) -> None:
-        """Try all requests in order of arrival. Repeat until no answer changes the queue."""
-        revision = None
-        while revision != self._revision():
-            revision = self._revision()
-            self._pending = [pending for pending in self._pending if not self._is_answered(pending, now)]
-
-    def answer_only(self, type_: str) -> None:
-        """Try the requests of this type once."""
-        for pending in self._pending[:]:
-            is_due = pending.request.type == type_ and pending.tried_at_revision != self._revision()
-            if is_due and self._is_answered(pending, time.monotonic()):
-                self._pending.remove(pending)
-
-    def deadlines(self) -> Iterator[float]:
-        """The deadline of every request."""
-        return (pending.deadline for pending in self._pending)
-
-    def waits(self, now: float) -> list[dict[str, Any]]:
-        """The pending requests with their peers and waiting times, as plain data for ``async-rl status``."""
-        return [
-            {"who": p.request.generator_id or "learner", "for": p.request.type, "since_s": now - p.since}
-            for p in self._pending
-        ]
-
-    def _is_answered(self, pending: _Pending, now: float) -> bool:
-        last = now >= pending.deadline
-        if pending.tried_at_revision == self._revision() and not last:
-            return False
-        try:
-            reply = pending.deferred.attempt(now, last)
-        except Exception as error:
-            reply = self._failed(pending.request.peer, error)
-        pending.tried_at_revision = self._revision()
-        if reply is None:
-            return False
-        self._send(pending.request, reply)
-        return True
-
-
 def _request_id(message: Message) -> str | None:
     return read_as(message.fields, Envelope).request_id
+
+
+def _has_kept(reply: Reply) -> bool:
+    """Whether this reply says that a payload was kept."""
+    verdicts = reply.record.verdicts.values() if isinstance(reply.record, ReturnReply) else ()
+    return any(verdict in ("queued", "eval_done") for verdict in verdicts)
+
+
+def _frames(request: Request, reply: Reply, notice: Mapping[str, Any]) -> list[Frame]:
+    """One message of a reply, encoded, with its parts."""
+    fields = {**asdict(reply.record), "request_id": request.request_id, **notice}
+    return [encode(WIRE_TYPES[type(reply.record)], fields, num_parts=len(reply.parts)), *reply.parts]
 
 
 def _is_broken(fd: int) -> bool:

@@ -192,6 +192,21 @@ class Endpoint:
                             bundle.num_bytes, peer,
                         )  # fmt: skip
 
+    def send_now(self, peer: bytes, frames: Sequence[Frame]) -> None:
+        """Send one message that reports no change, before the collected ones. A peer that does not read loses it."""
+        try:
+            send_frames(self._socket, [peer, *frames])
+        except zmq.Again:
+            self._dropped.count += 1
+
+    def discard(self) -> None:
+        """Forget the collected messages."""
+        self._outgoing.clear()
+
+    def block(self, peer: bytes, now: float) -> None:
+        """Ignore this peer for ``BLOCKED_S``."""
+        self._limiter.block(peer, now)
+
     def counters(self) -> dict[str, int]:
         """Malformed messages, messages above a rate, and refused handshakes so far."""
         limiter, refused = self._limiter, self._refused.count
@@ -293,8 +308,13 @@ class RateLimiter:
         known.malformed -= 1
         if known.malformed >= 0 or now < known.blocked_until:
             return False
-        known.malformed, known.blocked_until = self._malformed_burst, now + BLOCKED_S
+        known.malformed = self._malformed_burst
+        self.block(peer, now)
         return True
+
+    def block(self, peer: bytes, now: float) -> None:
+        """Ignore this peer for ``BLOCKED_S``."""
+        self._peer(peer, now).blocked_until = now + BLOCKED_S
 
     def _peer(self, peer: bytes, now: float) -> _Peer:
         known = self._peers.get(peer)

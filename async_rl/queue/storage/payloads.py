@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from async_rl.errors import QueueError, StorageFullError
+from async_rl.errors import QueueError, StorageError, StorageFullError
 
 Payload = bytes | bytearray | memoryview
 _COPY_BELOW_BYTES = 32 << 10
@@ -393,14 +393,14 @@ class Segments:
         return self._directory / f"segment-{number:08d}"
 
 
-def disk_error(directory: Path, error: Exception) -> QueueError:
+def disk_error(directory: Path, error: Exception) -> StorageError:
     """The error to raise when the disk refuses a write or read: a StorageFullError if it may work again later."""
     if is_out_of_room(error, directory):
         return StorageFullError(
             f"the queue's journal in {directory} has no room: {error}; free disk space there, or raise the limit on "
             f"open files"
         )
-    return QueueError(f"the queue's journal in {directory} can't go on: {error}; choose another queue.journal_dir")
+    return StorageError(f"the queue's journal in {directory} can't go on: {error}; choose another queue.journal_dir")
 
 
 def is_out_of_room(error: Exception, directory: Path) -> bool:

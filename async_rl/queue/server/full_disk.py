@@ -1,0 +1,74 @@
+"""Waiting for room on a full disk: what status and log say about it, and the messages that are held meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 30.0
+_NOTIFY_EVERY_S = 5.0
+"""Clients that hear nothing for longer give up."""
+_MAX_BYTES = 256 << 20
+_MAX_MESSAGES = 10_000
+
+
+@dataclass(slots=True)
+class FullDisk:
+    """Whether the storage has no room now: ``reason``, or empty. Times come as ``now``, in seconds."""
+
+    reason: str = ""
+    _since: float = 0.0
+    _logged_at: float = float("-inf")
+    _is_logged: bool = False
+    _notified_at: float = float("-inf")
+
+    def note(self, reason: str, now: float) -> None:
+        """Note that a write found no room. It is logged at once, then every 30 s."""
+        if not self.reason:
+            self._since = now
+        self.reason = reason
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at, self._is_logged = now, True
+            logger.warning("the queue waits for room, for %.0f s now: %s", now - self._since, reason)
+
+    def end(self, now: float) -> None:
+        """Note that there is room again."""
+        if self._is_logged:
+            logger.info("the queue has room again, after %.0f s", now - self._since)
+        self.reason, self._is_logged = "", False
+
+    def must_notify(self, now: float) -> bool:
+        """Whether to notify the clients now that their answers take longer."""
+        is_due = now - self._notified_at >= _NOTIFY_EVERY_S
+        if is_due:
+            self._notified_at = now
+        return is_due
+
+    def status(self, now: float) -> str:
+        """What ``async-rl status`` shows; empty if there is room."""
+        return self.reason and f"for {now - self._since:.0f} s: {self.reason}"
+
+
+class HeldMessages:
+    """Messages that arrived while no change could be committed. A repeated request is held once."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[bytes, str, str | None], list[memoryview]] = {}
+        self._num_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether to receive more. What is not received stays in the sockets."""
+        return self._num_bytes < _MAX_BYTES and len(self._held) < _MAX_MESSAGES
+
+    def add(self, peer: bytes, type_: str, request_id: str | None, frames: list[memoryview]) -> None:
+        if (peer, type_, request_id) not in self._held:
+            self._num_bytes += sum(map(len, frames))
+            self._held[peer, type_, request_id] = frames
+
+    def pop_all(self) -> list[tuple[bytes, list[memoryview]]]:
+        """Remove and return all messages, in order of arrival."""
+        held, self._held, self._num_bytes = self._held, {}, 0
+        return [(peer, frames) for (peer, _, _), frames in held.items()]
