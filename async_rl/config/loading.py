@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,13 @@ from pydantic import BaseModel, ValidationError
 from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss import OFF_VALUES
+from async_rl.config.reward import CodeRewardConfig, RewardConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import ConfigError
 
-_GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.")
+MACHINE_KEYS = ("reward.code.allow_unsafe", "reward.code.endpoint", "reward.code.packages")
+"""Keys that only the operator of a generator's machine may set for it, in addition to ``generator.allow_code``."""
+_GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.", *MACHINE_KEYS)
 """Keys, or what they begin with, that one generator may set for itself."""
 
 
@@ -89,6 +93,40 @@ def _suggestion(location: Sequence[Any]) -> str:
     return f"; did you mean {'.'.join([*map(str, location[:-1]), *near])}?" if near else ""
 
 
+def machine_overrides(config: Config) -> list[str]:
+    """What ``config`` asks of the machine of a generator, as ``--set`` values with which its operator allows that.
+
+    A generator takes these keys from its own ``--set`` only: a queue server can't decide which code runs on another
+    machine, without which protection, and where programs are sent.
+    """
+    names = json.dumps(config.generator.allow_code, ensure_ascii=False)
+    overrides = [f"generator.allow_code={names}"] if config.generator.allow_code else []
+    if config.reward.runs_programs:
+        for key in MACHINE_KEYS:
+            name = key.rpartition(".")[2]
+            value, default = getattr(config.reward.code, name), CodeRewardConfig.model_fields[name].default
+            is_less = isinstance(value, tuple) and set(value) <= set(default)
+            if value != default and not is_less:
+                overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+    return overrides
+
+
+def refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
+    """Check that ``overrides`` allow what the queue's ``config`` asks of a generator's machine (``MACHINE_KEYS``).
+
+    Raises:
+        ConfigError: one is missing; the message says what to pass.
+    """
+    allowed = {override.partition("=")[0].strip() for override in overrides}
+    for asked in machine_overrides(config):
+        key = asked.partition("=")[0]
+        if key in MACHINE_KEYS and key not in allowed:
+            raise ConfigError(
+                f"the queue's config sets {asked}, which only the operator of this machine may decide; if you agree, "
+                f"start the generator with --set '{asked}'"
+            )
+
+
 def check_generator_overrides(overrides: Iterable[str]) -> None:
     """Check that ``overrides`` are valid ``generator.*`` settings, as far as possible without the run's config.
 
@@ -100,11 +138,12 @@ def check_generator_overrides(overrides: Iterable[str]) -> None:
         apply_override(raw, override)
         if not override.strip().startswith(_GENERATORS_OWN):
             raise ConfigError(
-                f"--set {override}: a generator takes only generator.* keys; everything else comes from the learner's "
-                f"config"
+                f"--set {override}: a generator takes only generator.* keys and {', '.join(MACHINE_KEYS)}; everything "
+                f"else comes from the learner's config"
             )
     details: list[dict[str, Any]] = []
-    for section, model in (("generator", GeneratorConfig), ("experimental", ExperimentalConfig)):
+    own = {"generator": GeneratorConfig, "experimental": ExperimentalConfig, "reward": RewardConfig}
+    for section, model in own.items():
         try:
             model.model_validate(raw.get(section, {}))
         except ValidationError as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
-from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.config.loading import config_to_toml, machine_overrides, parse_config
 from async_rl.data.chat import (
     check_model,
     load_tokenizer,
@@ -222,7 +222,7 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
 
     directory = stack.enter_context(scratch_directory())
     write_files(directory, model_files(config.model.path))
-    engine_config = generator_config(config_to_toml(config), [])
+    engine_config = generator_config(config_to_toml(config), machine_overrides(config))
     backend = stack.enter_context(closing(build_backend(engine_config, directory)))
     ranks = init_ranks(config)
     learner = stack.enter_context(closing(FsdpEngine(config, ranks)))

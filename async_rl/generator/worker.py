@@ -24,7 +24,12 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.config.loading import apply_override, check_generator_overrides, parse_config
+from async_rl.config.loading import (
+    apply_override,
+    check_generator_overrides,
+    parse_config,
+    refuse_foreign_decisions,
+)
 from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
@@ -138,11 +143,13 @@ def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
     """Return the run's config with this generator's own settings, including its number of threads.
 
     Raises:
-        ConfigError: an override is not a ``generator.*`` key, or the result is not a valid config.
+        ConfigError: an override is not a generator's own key, or the result is not a valid config; or the queue's
+            config asks for what only this machine's operator may decide.
     """
     check_generator_overrides(overrides)
     raw = tomllib.loads(config_toml)
     run = parse_config(raw, "the queue's config")
+    refuse_foreign_decisions(run, overrides)
     section = raw.setdefault("generator", {})
     if run.generator.num_threads is None:
         section["num_threads"] = _default_threads(run)

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from async_rl.config.config import Config
+from async_rl.config.loading import machine_overrides
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.preflight import check_launch
@@ -274,9 +275,8 @@ class RunCommands:
         extra: dict[str, str] = {}
         if self._generator_devices is not None:
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
-        # Each machine decides itself which code may be imported: the config that the queue sends never does.
-        allowed = [json.dumps(name, ensure_ascii=False) for name in self._config.generator.allow_code]
-        own = ["--set", f"generator.allow_code=[{', '.join(allowed)}]"] if allowed else []
+        # This machine is the config's own. Elsewhere, the config that the queue sends decides none of this.
+        own = [word for override in machine_overrides(self._config) for word in ("--set", override)]
         own += ["--replaces", dead] if num_restarts else []
         argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
         cores = self._shares[self._config.learner.nproc + index]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
-from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.config.loading import config_to_toml, machine_overrides, parse_config
 from async_rl.config.run import FakeConfig
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
@@ -424,6 +424,26 @@ def test_a_generator_takes_generator_keys_only(scene):
         generator_config(text, ["sampling.temperature=2"])
     with pytest.raises(ConfigError, match=r"generator\.batch_sizes: unknown key"):
         generator_config(text, ["generator.batch_sizes=7"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("allow_unsafe", True), ("endpoint", "http://10.0.0.1:8000"), ("packages", ("numpy", "torch"))]
+)
+def test_a_queue_does_not_decide_how_programs_run_on_another_machine(scene, key: str, value: Any):
+    reward = {**scene.config.reward.model_dump(), "type": "code", "code": {key: value}}
+    asking = Config.model_validate({**scene.config.model_dump(), "reward": reward})
+    text = config_to_toml(asking)
+    with pytest.raises(ConfigError, match=rf"the queue's config sets reward\.code\.{key}=.* start the generator with"):
+        generator_config(text, [])
+    # `launch` and doctor agree for the machine that the config is written for.
+    assert machine_overrides(asking) != []
+    assert getattr(generator_config(text, machine_overrides(asking)).reward.code, key) == value
+    # An operator may also decide otherwise.
+    default = {"allow_unsafe": "false", "endpoint": "http://127.0.0.1:9", "packages": "[]"}[key]
+    assert getattr(generator_config(text, [f"reward.code.{key}={default}"]).reward.code, key) != value
+    # Without the code reward nothing is asked.
+    other = Config.model_validate({**asking.model_dump(), "reward": {**reward, "type": "boxed"}})
+    generator_config(config_to_toml(other), [])
 
 
 def test_deterministic_runs_use_one_thread_on_every_machine(scene):
