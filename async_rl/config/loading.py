@@ -25,6 +25,31 @@ _GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.", *MA
 """Keys, or what they begin with, that one generator may set for itself."""
 
 
+_EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt:g}",
+    "literal_error": "{expected}",
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
+}
+"""What was expected, by pydantic's type of error; filled from the error's context."""
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read the config in ``path`` and apply ``overrides``.
 
@@ -65,6 +90,9 @@ def _explain(detail: Mapping[str, Any]) -> str:
         return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{_first_missing(key)}: expected a value, got none; set it in the file or with --set"
+    if key and detail["type"] in _EXPECTED:
+        expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
+        return f"{key}: expected {expected}, got {detail['input']!r}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     if not key:
         return message

@@ -67,9 +67,9 @@ def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixt
     ("override", "message"),
     [
         ("queue.max_stalenes=1", "queue.max_stalenes: unknown key"),
-        ("learner.steps=many", "learner.steps: input should be a valid integer"),
-        ("learner.steps=0", "learner.steps: input should be greater than or equal to 1, got 0"),
-        ("learner.steps=1.5", "learner.steps: input should be a valid integer"),
+        ("learner.steps=many", "learner.steps: expected a whole number, got 'many'"),
+        ("learner.steps=0", "learner.steps: expected at least 1, got 0"),
+        ("learner.steps=1.5", "learner.steps: expected a whole number, got 1.5"),
         (
             "reward.type=best",
             "reward.type: expected boxed, think_answer_tags, exact, xml_format, code, module:function or "
@@ -296,8 +296,8 @@ def test_wandb_without_a_key_is_refused_not_asked_for(
     [
         ("learner.steps=3", "a generator takes only generator.* keys"),
         ("generator.batch_siz=3", "generator.batch_siz: unknown key; did you mean generator.batch_size?"),
-        ("generator.batch_size=none", "generator.batch_size: input should be a valid integer"),
-        ("generator.batch_size=0", "generator.batch_size: input should be greater than or equal to 1, got 0"),
+        ("generator.batch_size=none", "generator.batch_size: expected a whole number"),
+        ("generator.batch_size=0", "generator.batch_size: expected at least 1, got 0"),
         ("generator", "expected --set section.key=value, got 'generator'"),
     ],
 )

@@ -47,9 +47,31 @@ def test_missing_and_unknown_keys_and_sections_are_named_all_at_once():
     }
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "expected"),
+    [
+        ("queue", "max_staleness", -1, "at least 0, got -1"),
+        ("optimizer", "lr", 0, "more than 0, got 0"),
+        ("loss", "clip_low", 2, "at most 1, got 2"),
+        ("queue", "refill", "no", "true or false, got 'no'"),
+        ("model", "path", 3, "text in quotes, got 3"),
+        ("model", "dtype", "fp8", "'auto', 'float32' or 'bfloat16', got 'fp8'"),
+        ("generator", "devices", "0", "a list, got '0'"),
+        ("data", "eval", 3, "a table, got 3"),
+        ("reward", "scale", "big", "a number, got 'big'"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(section: str, key: str, value: object, expected: str):
+    raw: dict[str, dict[str, object]] = {"run": {"dir": "r"}, "model": {"path": "m"}}
+    raw.setdefault(section, {})[key] = value
+    with pytest.raises(ConfigError) as refused:
+        parse_config(raw, "f.toml")
+    assert f"  {section}.{key}: expected {expected}" in str(refused.value).splitlines()
+
+
 def test_a_column_of_an_unknown_field_is_refused_with_the_fields_there_are():
     found = refusal(data={"columns": {"promt": "question", "gt_answer": ""}})
-    assert "data.columns.promt: input should be 'messages', 'prompt', " in found
+    assert "data.columns.promt: expected 'messages', 'prompt', " in found
     assert "data.columns.gt_answer: string should have at least 1 character" in found
 
 
