@@ -75,6 +75,13 @@ class QueueConfig(Section):
         ge=1,
         description="Number of times that a prompt may fail, or be too late, before it is excluded from the run.",
     )
+    max_refused_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of a generator's last 100 groups that the queue may refuse as invalid. Above it, the "
+        "generator gets no more leases; if no other generator is alive, the run stops.",
+    )
     journal_dir: str | None = Field(
         default=None,
         description="Directory on a local disk for the groups that the queue holds; if unset, run.dir/queue.",

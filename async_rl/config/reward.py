@@ -181,6 +181,11 @@ class RewardConfig(Section):
     format: float = Field(
         default=0.0, description="Points for a valid format, whatever the answer; reward.scale does not apply to them."
     )
+    max_abs: float = Field(
+        default=1e6,
+        gt=0,
+        description="Largest amount of a reward, or of a turn's reward. The queue refuses a group that exceeds it.",
+    )
     extra: dict[str, float] = Field(
         default={},
         description="Further rewards: a table NAME = WEIGHT, with names as in reward.type. Each is multiplied by its "

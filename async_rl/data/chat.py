@@ -163,10 +163,19 @@ def vocabulary_size(path: str | Path) -> int | None:
     """
     config_path = model_directory(path) / "config.json"
     try:
-        config: Any = json.loads(config_path.read_text(encoding="utf-8"))
+        return stated_vocabulary_size(config_path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path: can't read {config_path}: {error}") from error
-    found = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+
+
+def stated_vocabulary_size(config_json: bytes) -> int | None:
+    """The number of token ids by the content of a model's ``config.json``; None if it does not state that.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    config: Any = json.loads(config_json)
+    found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return found if isinstance(found, int) else None
 
 

@@ -57,6 +57,8 @@ def settings(**changes: Any) -> QueueSettings:
         "temperature_steps": 1,
         "vocab_size": None,
         "max_turns": 1,
+        "max_abs_reward": 1e6,
+        "max_refused_share": 0.1,
     }
     return QueueSettings(**(plain | changes))
 

@@ -672,10 +672,10 @@ def test_what_is_dropped_can_be_compared_with_what_is_trained():
     held = leases(state, 3)
     for lease in held[:2]:
         put(state, group(lease))
-    put(state, group(held[2], accuracies=(1.0, 1.0), tokens=9))
+    put(state, group(held[2], accuracies=(1.0, 1.0), tokens=8))
     take(state)
     ack(state)
     outcomes = state.stats().ledger["outcomes"]
-    assert outcomes["received"] == {"groups": 3, "rollouts": 6, "tokens": 30, "reward": 4.0, "accuracy": 4.0}
+    assert outcomes["received"] == {"groups": 3, "rollouts": 6, "tokens": 28, "reward": 4.0, "accuracy": 4.0}
     assert outcomes["trained"]["tokens"] == 12
-    assert outcomes["filtered"]["tokens"] == 18
+    assert outcomes["filtered"]["tokens"] == 16

@@ -113,6 +113,13 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
     ]
     if not all(contains(kept, token_ids).all() for kept, token_ids in of_kept):
         return "a sampled token is not among those that top-p and top-k kept"
+    if any((s.behavior_logprobs[s.loss_mask] > 1e-3).any() for s in sequences):
+        return "logprobs: expected at most 0.001 for a sampled token, got a larger one"
+    for index, sequence in enumerate(sequences):
+        if not len(sequence.loss_mask):
+            return f"lengths: expected a token or more in every sequence, got none in sequence {index}"
+        if sequence.loss_mask[0]:
+            return f"first token: sequence {index} trains it, but nothing precedes it"
     if group.temperature != lease.sampling.temperature:
         return f"expected samples at temperature {lease.sampling.temperature}, got {group.temperature}"
     if group.num_sampled and of_kept:

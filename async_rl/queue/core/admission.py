@@ -66,6 +66,8 @@ class QueueSettings:
     temperature_steps: int
     vocab_size: int | None
     max_turns: int
+    max_abs_reward: float
+    max_refused_share: float
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -113,6 +115,8 @@ class QueueSettings:
             temperature_steps=config.temperature_steps,
             vocab_size=vocab_size,
             max_turns=config.environment.max_turns if config.environment.is_set else 1,
+            max_abs_reward=config.reward.max_abs,
+            max_refused_share=config.queue.max_refused_share,
         )
 
     @property

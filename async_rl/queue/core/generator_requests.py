@@ -13,8 +13,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from async_rl.queue.core.admission import LearnerSide, lease_seed
-from async_rl.queue.core.groups import GroupSummary, StoredGroup, why_unfit
-from async_rl.queue.core.leases import ActiveLease, GeneratorEntry
+from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
+from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry
 from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import Attempts, QueueState
 from async_rl.queue.messages import DropCause, FailureCause, GeneratorStats, LeasesGranted, Verdict
@@ -49,8 +49,11 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
 
     Without a lease, ``reason`` is the reason. ``activate`` names a version if the generator must activate it first.
     """
-    _seen(state, generator_id, now).active = active
+    entry = _seen(state, generator_id, now)
+    entry.active = active
     state.expire(now)
+    if entry.is_quarantined:
+        return LeasesGranted((), f"this generator is quarantined: {quarantine_reason(entry)}")
     learner = state.learner
     if learner is None:
         return LeasesGranted((), "waits for a learner to attach")
@@ -103,11 +106,15 @@ def receive(
     Raises:
         QueueError: the payload can't be kept. Nothing has changed; the generator may return the group again.
     """
-    _seen(state, generator_id, now)
+    entry = _seen(state, generator_id, now)
     active, learner = state.leases.get(group.lease_id), state.learner
     if active is None or learner is None or active.generator_id != generator_id:
         return _receive_late(state, group), ""
-    unfit = why_unfit(group, active.lease, newest_version=learner.version)
+    announced = learner.announced_version
+    unfit = why_unfit(
+        group, active.lease, newest_version=-1 if announced is None else announced,
+        vocab_size=state.vocab_size, max_abs_reward=state.settings.max_abs_reward,
+    )  # fmt: skip
     free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
     # A larger group could forever leave too little room for the rest of its step.
     room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
@@ -115,10 +122,30 @@ def receive(
         unfit = f"{len(payload)} bytes are more than the {active.reserved} reserved, and queue.max_bytes has no room"
     if unfit:
         _lose_returned(state, active, "failed" if group.every_rollout_failed else "refused", group.num_tokens)
+        if not group.every_rollout_failed:
+            _note_refused(state, generator_id, refusal_cause(unfit))
         return "refused", f"group {group.lease_id}: {unfit}"
     if active.evaluation is not None:
-        return _receive_answer(state, active, group, payload), ""
-    return _receive_training(state, learner, active, group, payload), ""
+        verdict = _receive_answer(state, active, group, payload)
+    else:
+        verdict = _receive_training(state, learner, active, group, payload)
+    entry.note_returned(refused=False)
+    return verdict, ""
+
+
+def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
+    """Count a refused group. Quarantine its generator if too many were refused: expire its leases, grant it none."""
+    entry = state.generators.seen(generator_id, state.now)
+    entry.refused[cause] += 1
+    entry.note_returned(refused=True)
+    if not entry.is_quarantined and sum(entry.returned) > state.settings.max_refused_share * QUARANTINE_OF:
+        entry.is_quarantined = True
+        for active in [active for active in state.leases if active.generator_id == generator_id]:
+            state.lose_lease(active, "expired")
+
+
+def quarantine_reason(entry: GeneratorEntry) -> str:
+    return f"{sum(entry.returned)} of its last {QUARANTINE_OF} groups were refused ({entry.causes})"
 
 
 def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: float) -> None:
@@ -149,6 +176,7 @@ def refuse(state: QueueState, generator_id: str, lease_id: str, now: float) -> V
     active = state.leases.get(lease_id)
     if active is not None and active.generator_id == generator_id:
         state.lose_lease(active, "refused", stop_sampling=False)
+        _note_refused(state, generator_id, "malformed")
     return "refused"
 
 

@@ -24,6 +24,11 @@ from async_rl.queue.storage.payloads import Payload, PayloadRef
 from async_rl.records import NO_VERSION, Lease, LeaseKind
 from async_rl.sampling_mask import contains
 
+_MAX_LOGPROB = 1e-3
+"""Log-probabilities are at most 0, up to rounding."""
+_MAX_TOKEN_ID = 2**31 - 1
+_CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards", "malformed"})
+
 # The summary.
 
 
@@ -34,6 +39,8 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     ``NO_VERSION`` if there is none, and meaningless if versions and mask disagree. ``reward`` and ``accuracy`` are sums
     over rollouts. ``unfit`` is the reason why the group can't be trained whatever its lease and version; empty if it
     can be. ``has_sampling_mask``: the group lists the tokens that top-p and top-k left to be sampled.
+    ``largest_token_id`` is out of range for a negative id. ``most_sampled``: tokens under the mask, of the rollout that
+    has the most. ``largest_reward`` is the largest amount of a reward part or of a turn's reward.
     """
 
     lease_id: str
@@ -51,6 +58,10 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     unfit: str
     temperature: float
     has_sampling_mask: bool
+    largest_token_id: int = 0
+    longest_sequence: int = 0
+    most_sampled: int = 0
+    largest_reward: float = 0.0
 
 
 def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
@@ -66,6 +77,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
     every_rollout_failed = fields.finish_reason.count("error") == group.num_rollouts
     reward = float(sum(sum(filter(None, values)) for values in fields.reward_parts.values()))
     accuracy = float(sum(fields.accuracy))
+    unfit = "every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy)
     return GroupSummary(
         lease_id=fields.lease_id,
         kind=fields.kind,
@@ -79,9 +91,14 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         reward=reward,
         accuracy=accuracy,
         every_rollout_failed=every_rollout_failed,
-        unfit="every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy),
+        unfit=unfit,
         temperature=fields.temperature,
         has_sampling_mask=group.sampling_mask is not None,
+        largest_token_id=_largest_token_id(group),
+        longest_sequence=max(fields.lengths, default=0),
+        most_sampled=_most_sampled(group) if group.num_rollouts else 0,
+        # Not finite rewards are a fault already.
+        largest_reward=0.0 if unfit else _largest_reward(group),
     )
 
 
@@ -118,7 +135,59 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
             return f"rollout {index} has a behavior logprob that is not finite"
     if group.sampling_mask is not None and not contains(group.sampling_mask, group.token_ids[group.loss_mask]).all():
         return "a sampled token is not among those that top-p and top-k kept"
+    if _has_large_logprob(group):
+        return f"logprobs: expected at most {_MAX_LOGPROB:g} for a sampled token, got a larger one"
+    return _sequence_fault(group, sampled) or _turn_fault(group)
+
+
+def _has_large_logprob(group: FlatGroup) -> bool:
+    """Whether a sampled token's log-probability is above rounding."""
+    logprobs = group.behavior_logprobs
+    # One reduction clears most groups. A NaN off the mask does not pass it.
+    if not len(logprobs) or np.maximum.reduce(logprobs) <= _MAX_LOGPROB:
+        return False
+    return bool((logprobs[group.loss_mask] > _MAX_LOGPROB).any())
+
+
+def _sequence_fault(group: FlatGroup, sampled: bytes) -> str:
+    """A fault that would stop the learner when it packs sequences; empty if there is none."""
+    start = 0
+    for index, length in enumerate(group.fields.lengths):
+        if not length:
+            return f"lengths: expected a token or more in every sequence, got none in sequence {index}"
+        if sampled[start]:
+            return f"first token: sequence {index} trains it, but nothing precedes it"
+        start += length
     return ""
+
+
+def _turn_fault(group: FlatGroup) -> str:
+    turns = group.fields.turns
+    if turns is not None and not math.isfinite(sum(turns.rewards) + sum(turns.scores)):
+        return "rewards: a turn's reward or score is not finite, or too large"
+    return ""
+
+
+def _largest_token_id(group: FlatGroup) -> int:
+    """The largest id; a negative one counts as 2^31 or more."""
+    ids = group.token_ids
+    return int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else 0
+
+
+def _most_sampled(group: FlatGroup) -> int:
+    sampled, end, most = group.loss_mask.tobytes(), 0, 0
+    for length in _rollout_lengths(group):
+        start, end = end, end + length
+        most = max(most, sampled.count(1, start, end))
+    return most
+
+
+def _largest_reward(group: FlatGroup) -> float:
+    parts = group.fields.reward_parts.values()
+    amounts = [abs(value) for values in parts for value in values if value]
+    if group.fields.turns is not None:
+        amounts += map(abs, group.fields.turns.rewards)
+    return max(amounts, default=0.0)
 
 
 def _rollout_lengths(group: FlatGroup) -> list[int]:
@@ -130,11 +199,14 @@ def _rollout_lengths(group: FlatGroup) -> list[int]:
     return [sum(islice(left, count)) for count in counts]
 
 
-def why_unfit(group: GroupSummary, lease: Lease, *, newest_version: int) -> str:
-    """The reason why a returned group does not fit its lease; empty if it does.
+def why_unfit(
+    group: GroupSummary, lease: Lease, *, newest_version: int, vocab_size: int | None = None,
+    max_abs_reward: float = math.inf,
+) -> str:  # fmt: skip
+    """The reason why a returned group does not fit its lease; empty if it does. ``refusal_cause`` names its kind.
 
-    ``newest_version`` is the learner's. A group in which no rollout has a sampled token, or every rollout failed, is
-    unfit too.
+    ``newest_version`` is the newest that was announced. If ``vocab_size`` is None, token ids have no limit. A group in
+    which no rollout has a sampled token, or every rollout failed, is unfit too.
     """
     if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
         return (
@@ -161,7 +233,32 @@ def why_unfit(group: GroupSummary, lease: Lease, *, newest_version: int) -> str:
             f"the group was sampled by versions {group.oldest_version}..{group.newest_version}, known are "
             f"0..{newest_version}"
         )
+    return _why_beyond(group, lease, vocab_size, max_abs_reward)
+
+
+def _why_beyond(group: GroupSummary, lease: Lease, vocab_size: int | None, max_abs_reward: float) -> str:
+    """The limit that a group's numbers exceed; empty if there is none."""
+    most = _MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    if group.largest_token_id >= most:
+        got = group.largest_token_id
+        return f"token ids: expected 0..{most - 1}, got {got if got <= _MAX_TOKEN_ID else got - 2**32}"
+    sampling = lease.sampling
+    longest = sampling.max_prompt_tokens + sampling.max_new_tokens
+    if group.longest_sequence > longest:
+        return f"lengths: expected sequences of at most {longest} tokens, got one of {group.longest_sequence}"
+    if group.most_sampled > sampling.max_new_tokens:
+        return (
+            f"lengths: expected at most {sampling.max_new_tokens} sampled tokens in a rollout, got {group.most_sampled}"
+        )
+    if group.largest_reward > max_abs_reward:
+        return f"rewards: expected amounts of at most reward.max_abs = {max_abs_reward:g}, got {group.largest_reward:g}"
     return ""
+
+
+def refusal_cause(unfit: str) -> str:
+    """The cause under which a refused group is counted."""
+    cause = unfit.partition(":")[0]
+    return cause if cause in _CAUSES else "other"
 
 
 # The groups that are stored.

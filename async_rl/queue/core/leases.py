@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ from async_rl.queue.messages import GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
+QUARANTINE_OF = 100
+"""``queue.max_refused_share`` is a share of so many groups, a generator's last."""
 _REMEMBERED = 65_536
 """Number of closed leases that are kept, to distinguish a repeated return from an unknown one."""
 
@@ -168,7 +170,11 @@ class LeaseTable:
 
 @dataclass(slots=True)
 class GeneratorEntry:
-    """The queue's entry of one generator. ``cancelled`` holds the cancelled leases of which it was not notified yet."""
+    """The queue's entry of one generator. ``cancelled`` holds the cancelled leases of which it was not notified yet.
+
+    ``refused`` counts its refused groups by cause; ``returned`` says which of its last groups were refused. A restarted
+    queue forgets both.
+    """
 
     generator_id: str
     seen_at: float
@@ -177,6 +183,17 @@ class GeneratorEntry:
     active: tuple[str, int] | None = None
     stats: GeneratorStats = field(default_factory=GeneratorStats)
     cancelled: set[str] = field(default_factory=set)
+    refused: Counter[str] = field(default_factory=Counter)
+    returned: deque[bool] = field(default_factory=lambda: deque(maxlen=QUARANTINE_OF))
+    is_quarantined: bool = False
+
+    def note_returned(self, *, refused: bool) -> None:
+        self.returned.append(refused)
+
+    @property
+    def causes(self) -> str:
+        """The causes of refused groups, with their numbers."""
+        return ", ".join(f"{cause}: {number}" for cause, number in self.refused.most_common())
 
 
 class GeneratorTable:
@@ -194,6 +211,9 @@ class GeneratorTable:
             entry = self._entries[generator_id] = GeneratorEntry(generator_id, now)
         entry.seen_at = max(now, entry.seen_at)
         return entry
+
+    def get(self, generator_id: str) -> GeneratorEntry | None:
+        return self._entries.get(generator_id)
 
     def remove(self, generator_id: str) -> None:
         self._entries.pop(generator_id, None)
@@ -213,6 +233,14 @@ class GeneratorTable:
 
     def alive(self, now: float) -> list[GeneratorEntry]:
         return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
+
+    def why_nobody(self, now: float) -> str:
+        """The reason if every living generator is quarantined; else empty."""
+        alive = self.alive(now)
+        if not alive or not all(entry.is_quarantined for entry in alive):
+            return ""
+        named = "; ".join(f"{entry.generator_id} ({entry.causes})" for entry in alive)
+        return f"every generator is quarantined (queue.max_refused_share), their groups were refused: {named}"
 
     def cancel(self, active: ActiveLease) -> None:
         """Note that the lease's generator must stop sampling it."""
@@ -248,6 +276,8 @@ class GeneratorTable:
                 "seen_s_ago": now - e.seen_at,
                 "alive": now - e.seen_at <= self._timeout_s,
                 "stats": msgspec.structs.asdict(e.stats),
+                "refused": dict(e.refused),
+                "quarantined": e.is_quarantined,
             }
             for e in self._entries.values()
         ]

@@ -85,7 +85,8 @@ class QueueState(PersistedState):
 
     ``revision`` grows with every change, so that waiting requests are retried. ``taken`` are the groups of the
     learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, the time at which the next batch was complete
-    but began to wait for leases that its step would make stale.
+    but began to wait for leases that its step would make stale. ``vocab_size`` limits the token ids of returned groups;
+    None if it is unknown.
     """
 
     settings: QueueSettings
@@ -105,6 +106,7 @@ class QueueState(PersistedState):
     num_leases: int = 0
     revision: int = 0
     clock_ahead_s: float = 0.0
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.stream.num_rows != len(self.rows):
@@ -336,7 +338,7 @@ class QueueState(PersistedState):
                 f"sampling.max_prompt_tokens = {self.settings.sampling.max_prompt_tokens}, others failed or were too "
                 f"slow queue.max_attempts times); see the generators' logs"
             )
-        return ""
+        return self.generators.why_nobody(self.now)
 
     def stats(self) -> QueueStats:
         """Queue statistics at time ``now``, set by the latest call."""

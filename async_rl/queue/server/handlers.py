@@ -10,6 +10,7 @@ their number.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 
 from async_rl.config.config import Config
+from async_rl.data.chat import stated_vocabulary_size
 from async_rl.errors import QueueError, StorageFullError, WireError
 from async_rl.net.codec import field, read_as
 from async_rl.net.wire import Frame, Message
@@ -43,6 +45,8 @@ from async_rl.queue.messages import (
     Verdict,
 )
 from async_rl.queue.storage.payloads import Payload
+
+logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
 """Maximum seconds that a request waits for its reply. Then its client repeats it."""
@@ -94,6 +98,7 @@ class Handlers:
         self.welcome: WelcomePack | None = None
         self.registry = GeneratorRegistry()
         self.learner_gone = False
+        self._quarantined: set[str] = set()
 
     def handle(self, message: Message, now: float) -> Reply | Deferred | None:
         """Return the reply; None if the request needs none.
@@ -136,6 +141,8 @@ class Handlers:
             )
         if len(parts) != num_files + request.has_snapshot:
             raise WireError(f"expected {num_files} files and {int(request.has_snapshot)} snapshot, got {len(parts)}")
+        pack = WelcomePack(request.config_toml, request.files, tuple(map(bytes, parts[:num_files])))
+        vocab_size = self._vocab_size(pack)
         before = self.state.learner
         learner_requests.attach(
             self.state,
@@ -151,8 +158,18 @@ class Handlers:
             # Lease answers given under another learner may name versions that this one does not have.
             self.registry.forget_answers()
         self.run_id, self.learner_gone = request.run_id, False
-        self.welcome = WelcomePack(request.config_toml, request.files, tuple(map(bytes, parts[:num_files])))
+        self.welcome = pack
+        self.state.vocab_size = vocab_size
         return Reply(messages.Attached(self.run_id))
+
+    def _vocab_size(self, pack: WelcomePack) -> int | None:
+        """The size of the vocabulary by the learner's ``config.json``, or of a backend without a model."""
+        files = dict(zip(pack.names, pack.files, strict=True))
+        try:
+            stated = stated_vocabulary_size(files["config.json"]) if "config.json" in files else None
+        except ValueError as error:
+            raise WireError(f"expected JSON in the learner's config.json: {error}") from error
+        return stated or self._config.own_vocab_size
 
     def _on_alive(self, request: messages.Alive, message: Message, now: float) -> None:
         return None
@@ -286,7 +303,17 @@ class Handlers:
                 raise
             if reason:
                 why[lease_id] = reason
+        if why:
+            self._log_quarantine(request.generator_id)
         return Reply(messages.ReturnReply(verdicts, why))
+
+    def _log_quarantine(self, generator_id: str) -> None:
+        entry = self.state.generators.get(generator_id)
+        if entry is not None and entry.is_quarantined and generator_id not in self._quarantined:
+            self._quarantined.add(generator_id)
+            logger.warning(
+                "generator %r gets no more leases: %s", generator_id, generator_requests.quarantine_reason(entry)
+            )
 
     def _receive_group(self, generator_id: str, lease_id: str, payload: Frame, now: float) -> tuple[Verdict, str]:
         try:
@@ -340,6 +367,7 @@ class Handlers:
                 self.registry.grant(self.registry.seen(generator_id, now), request_id, LeasesGranted(leases))
         if welcome is not None:
             self.welcome = msgspec.convert(welcome, WelcomePack)
+            self.state.vocab_size = self._vocab_size(self.welcome)
 
     # Notices.
 

@@ -1,0 +1,178 @@
+"""What a returned group may not claim: each was accepted, and stopped the learner or trained it on nonsense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from async_rl.net.codec import encode_group
+from async_rl.queue import messages
+from async_rl.queue.core import generator_requests, learner_requests
+from async_rl.queue.core.groups import read_summary
+from async_rl.queue.core.leases import QUARANTINE_OF
+from async_rl.queue.core.state import QueueState
+from async_rl.queue.messages import NotReady, Verdict
+from async_rl.records import Group, Lease, TokenSequence, Turn
+from tests.queue.builders import LINEAGE, group, leases, make_state
+from tests.queue.direct import Run
+
+VOCAB = 100
+
+
+def with_sequences(group: Group, *sequences: TokenSequence) -> Group:
+    """The group with these sequences in its last rollout."""
+    *others, last = group.rollouts
+    return replace(group, rollouts=(*others, replace(last, sequences=sequences)))
+
+
+def changed(group: Group, **columns: Callable[[np.ndarray], np.ndarray]) -> Group:
+    """The group with these columns of its last sequence changed."""
+    (sequence,) = group.rollouts[-1].sequences
+    new = {name: change(getattr(sequence, name).copy()) for name, change in columns.items()}
+    return with_sequences(group, replace(sequence, **new))
+
+
+def at(index: int, value: object) -> Callable[[np.ndarray], np.ndarray]:
+    def change(column: np.ndarray) -> np.ndarray:
+        column[index] = value
+        return column
+
+    return change
+
+
+def small_vocabulary(**changes: Any) -> QueueState:
+    state = make_state(**changes)
+    state.vocab_size = VOCAB
+    return state
+
+
+def forged(name: str, lease: Lease) -> Group:
+    honest = group(lease)
+    (sequence,) = honest.rollouts[-1].sequences
+    nothing = replace(
+        sequence,
+        **{c: getattr(sequence, c)[:0] for c in ("token_ids", "loss_mask", "behavior_logprobs", "versions")},
+    )
+    last = honest.rollouts[-1]
+    match name:
+        case "a token beyond the vocabulary":
+            return changed(honest, token_ids=at(0, VOCAB))
+        case "a negative token":
+            return changed(honest, token_ids=at(0, -1))
+        case "a trained first token":
+            return changed(honest, loss_mask=at(0, True), versions=at(0, 0))
+        case "an empty second sequence":
+            return with_sequences(honest, sequence, nothing)
+        case "a sequence longer than the lease allows":
+            return group(lease, prompt_tokens=14)
+        case "more sampled tokens than the lease allows":
+            return group(lease, tokens=9)
+        case "a logprob above 0":
+            return changed(honest, behavior_logprobs=at(-1, 0.002))
+        case "a huge reward":
+            return replace(honest, rollouts=(*honest.rollouts[:-1], replace(last, reward_parts={"correct": -2e6})))
+        case "a huge turn reward":
+            turns = (Turn(num_tokens=3, reward=2e6, score=0.0),)
+            return replace(honest, rollouts=tuple(replace(r, turns=turns) for r in honest.rollouts))
+        case "a turn reward that is no number":
+            turns = (Turn(num_tokens=3, reward=math.nan, score=0.0),)
+            return replace(honest, rollouts=tuple(replace(r, turns=turns) for r in honest.rollouts))
+    raise AssertionError(name)
+
+
+FORGERIES = {
+    "a token beyond the vocabulary": "token ids",
+    "a negative token": "token ids",
+    "a trained first token": "first token",
+    "an empty second sequence": "lengths",
+    "a sequence longer than the lease allows": "lengths",
+    "more sampled tokens than the lease allows": "lengths",
+    "a logprob above 0": "logprobs",
+    "a huge reward": "rewards",
+    "a huge turn reward": "rewards",
+    "a turn reward that is no number": "rewards",
+}
+
+
+def give(state: QueueState, returned: Group) -> tuple[Verdict, str]:
+    payload = encode_group(returned)
+    return generator_requests.receive(state, returned.generator_id, read_summary(payload), payload, 0.0)
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_group_is_refused_and_counted_by_cause(name):
+    state = small_vocabulary()
+    (lease,) = leases(state, 1)
+    verdict, reason = give(state, forged(name, lease))
+    assert verdict == "refused"
+    assert f": {FORGERIES[name]}: " in reason
+    (entry,) = state.generators.as_dicts(0.0)
+    assert entry["refused"] == {FORGERIES[name]: 1}
+    state.check()
+
+
+def test_the_limits_themselves_are_accepted():
+    state = small_vocabulary()
+    (lease,) = leases(state, 1)
+    # 8 prompt tokens and 8 sampled ones: what the lease allows.
+    largest = changed(
+        group(lease, prompt_tokens=8, tokens=8), token_ids=at(-1, VOCAB - 1), behavior_logprobs=at(-1, 0.0009)
+    )
+    last = largest.rollouts[-1]
+    largest = replace(largest, rollouts=(*largest.rollouts[:-1], replace(last, reward_parts={"correct": 1e6})))
+    assert give(state, largest) == ("queued", "")
+
+
+def test_a_version_that_was_not_announced_is_refused():
+    state = make_state()
+    (lease,) = leases(state, 1)
+    verdict, reason = give(state, group(lease, 1))
+    assert (verdict, "known are 0..0" in reason) == ("refused", True)
+
+
+def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_run_says_so():
+    # 0.1 of the last 100: 10 refused groups are allowed, the 11th is one too many.
+    state = small_vocabulary(max_attempts=50, max_staleness=99)
+    for _ in range(11):
+        assert isinstance(learner_requests.take(state, LINEAGE, 0, 0, 0.0), NotReady)
+        assert not state.stop_diagnosis()
+        first, *_ = leases(state, 2)
+        assert give(state, forged("a negative token", first))[0] == "refused"
+    granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
+    assert not granted.leases
+    assert "quarantined" in granted.reason
+    assert state.ledger.groups.in_flight == 0
+    answer = learner_requests.take(state, LINEAGE, 0, 0, 0.0)
+    assert isinstance(answer, NotReady)
+    assert "every generator is quarantined" in answer.stop
+    assert "g0 (token ids: 11)" in answer.stop
+    # Another generator goes on.
+    assert leases(state, 1, generator="g1")
+    assert not state.stop_diagnosis()
+    state.check()
+
+
+def test_refusals_among_many_good_groups_are_forgotten():
+    state = small_vocabulary(max_attempts=50, max_staleness=999, max_bytes=1 << 30)
+    for number in range(3 * QUARANTINE_OF):
+        (lease,) = leases(state, 1)
+        # The good ones are all right, so they are filtered and take no room.
+        returned = forged("a negative token", lease) if number % 10 == 0 else group(lease, accuracies=(1.0, 1.0))
+        assert give(state, returned)[0] == ("filtered" if number % 10 else "refused")
+    assert leases(state, 1)
+
+
+def test_the_vocabulary_is_that_of_the_learner_also_after_a_reload(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch)
+    attach = messages.Attach("run", LINEAGE, "", 0, 0, 3, "[run]", ("config.json",), has_snapshot=False)
+    run.call(b"learner", attach, [b'{"vocab_size": 100}'])
+    assert run.server._state.vocab_size == 100
+    assert run.server._journal is not None
+    run.server._reload(run.server._journal)
+    assert run.server._state.vocab_size == 100
+    run.close()
