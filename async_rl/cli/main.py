@@ -79,7 +79,20 @@ def launch(
 
 
 @app.command(short_help="Train on the rollouts that generators send.")
-def learner(config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, insecure: Insecure = False) -> None:
+def learner(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    insecure: Insecure = False,
+    takeover: Annotated[
+        bool,
+        typer.Option(
+            "--takeover",
+            help="Take the run over from a learner that uses its directory and does not answer. That one can write "
+            "nothing to the run any more.",
+        ),
+    ] = False,
+) -> None:
     """Train the model of CONFIG on the rollouts that generators send (one process, or every rank of torchrun).
 
     It connects to the queue server recorded in the run directory, or starts one. Generators join and leave at any
@@ -103,7 +116,7 @@ def learner(config: ConfigPath, overrides: Overrides = None, fresh: Fresh = Fals
         from async_rl.learner.start import run_learner
 
         # A queue server started by a learner of launch would outlive launch.
-        run_learner(resolved, fresh=fresh, insecure=insecure, may_start_queue=not is_launched)
+        run_learner(resolved, fresh=fresh, insecure=insecure, may_start_queue=not is_launched, takeover=takeover)
 
 
 @app.command(short_help="Sample rollouts for a run.")

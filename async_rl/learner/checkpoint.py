@@ -5,11 +5,16 @@
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
         step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer)
-        .partial-*/      being written, or left by a dead process; the next commit removes it
+        .partial-*/      being written, or left by a dead process
 
 A commit writes under a temporary name, flushes, renames, then replaces ``latest``. If the process is killed at any
 point, ``latest`` names a whole checkpoint. A step directory beyond ``latest`` is left over from an unfinished commit
 and is not valid.
+
+A learner may be stopped anywhere and go on after a newer one has taken over. It can't write over the newer one's
+checkpoints: temporary names hold the lineage, a commit has its lineage confirmed before each rename, and it removes
+nothing newer. ``remove_leftovers`` is the newer learner's part: with an older one's temporary files, that one's last
+renames fail, too.
 
 The engine's files are model, optimizer and random state. torch.distributed.checkpoint writes them, each rank its own
 shards, and reads them on any number of ranks. torch's ``.metadata`` is a pickle: load only checkpoints that you trust.
@@ -26,7 +31,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -120,45 +125,78 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def write_checkpoint(engine: Engine, run_dir: Path, step: int, extra: Mapping[str, Any], *, keep_last: int) -> Path:
+def write_checkpoint(
+    engine: Engine, run_dir: Path, step: int, extra: Mapping[str, Any], *, keep_last: int, lineage: str,
+    confirm: Callable[[], None],
+) -> Path:  # fmt: skip
     """Save the engine and ``extra`` as the checkpoint of ``step``, and commit it. Returns its directory.
 
-    Afterwards only the newest ``keep_last`` checkpoints (at least 1) are left. ``extra`` is plain data (numbers, text,
-    bytes, lists, maps); ``read_extra`` returns it.
+    Afterwards only the newest ``keep_last`` checkpoints (at least 1) up to ``step`` are left. ``extra`` is plain data
+    (numbers, text, bytes, lists, maps); ``read_extra`` returns it.
+
+    Args:
+        lineage: a name that no other learner start has.
+        confirm: raises LineageError if a newer learner has taken over.
 
     Raises:
+        LineageError: a newer learner has taken over. ``latest`` and the checkpoints are as it left them.
         RunError: ``latest`` is at ``step`` already, or beyond.
         TypeError: ``extra`` is not plain data.
     """
+    confirm()
     root = run_dir / "checkpoints"
     newest = latest_checkpoint(run_dir)
     if newest is not None and _step(newest.name) >= step:
         raise RunError(
-            f"expected a checkpoint beyond {newest}, got one of step {step}; another learner may be writing to this "
-            f"run.dir, end it first"
+            f"expected a checkpoint beyond {newest}, got one of step {step}; was checkpoints/latest edited "
+            f"while the learner ran? Start it again"
         )
     target = root / checkpoint_name(step)
-    partial = root / f"{_PARTIAL}{target.name}"
-    for remains in (partial, target):
-        _remove(remains)
+    partial = root / f"{_PARTIAL}{lineage}-{target.name}"
     partial.mkdir(parents=True)
-    engine.save(partial, extra)
-    _flush(partial)
-    os.rename(partial, target)
-    _flush_directory(root)
-    fault_point("learner.checkpoint_written")
-    commit_latest(root, target.name)
+    try:
+        engine.save(partial, extra)
+        _flush(partial)
+        fault_point("learner.checkpoint_saved")
+        confirm()
+        os.rename(partial, target)  # fails if the target exists: it is never another learner's that is replaced
+        _flush_directory(root)
+        fault_point("learner.checkpoint_written")
+        _commit_latest(root, target.name, lineage, confirm)
+    except Exception:
+        confirm()  # a newer learner may have removed the partial files: then that is the cause
+        raise
     _prune(root, step, keep_last)
     return target
 
 
-def commit_latest(root: Path, name: str) -> None:
+def _commit_latest(root: Path, name: str, lineage: str, confirm: Callable[[], None]) -> None:
     """Make ``latest`` name the checkpoint ``name``, at once and durably."""
-    partial = root / f"{_PARTIAL}{_LATEST}"
-    partial.write_text(f"{name}\n", encoding="utf-8")
-    _flush_file(partial)
-    os.replace(partial, root / _LATEST)
+    confirm()
+    partial = root / f"{_PARTIAL}{lineage}-{_LATEST}"
+    try:
+        partial.write_text(f"{name}\n", encoding="utf-8")
+        _flush_file(partial)
+        confirm()
+        os.replace(partial, root / _LATEST)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     _flush_directory(root)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what older learners left unfinished: temporary files, and checkpoints beyond ``latest``.
+
+    Call it only while no learner of the run can be newer: right after the queue has attached this one.
+    """
+    newest = latest_checkpoint(run_dir)
+    newest_step = -1 if newest is None else _step(newest.name)
+    root = run_dir / "checkpoints"
+    for path in root.iterdir() if root.is_dir() else ():
+        is_beyond = _STEP.fullmatch(path.name) is not None and _step(path.name) > newest_step
+        if path.name.startswith(_PARTIAL) or is_beyond:
+            _remove(path)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -242,9 +280,6 @@ def _prune(root: Path, newest_step: int, keep_last: int) -> None:
     committed = sorted((step, path) for path, step in steps.items() if step <= newest_step)
     for _, path in committed[:-keep_last]:
         _remove(path)
-    for path in root.iterdir():
-        if path.name.startswith(_PARTIAL) or steps.get(path, 0) > newest_step:
-            _remove(path)
 
 
 def _remove(path: Path) -> None:

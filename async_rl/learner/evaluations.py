@@ -102,6 +102,7 @@ class Evaluations:
     def _write(self, result: EvalResult) -> None:
         prefix = f"eval/{result.dataset}/"
         figures = eval_metrics(result.dataset, result.groups, vote_key=self._vote_key)
+        self._queue.confirm(self._state.lineage)
         path = self._directory / f"{result.dataset}-step-{result.step:06d}.jsonl"
         write_json_lines(path, (line for p, g in result.groups for line in row_records(p, g, self._decode)))
         self._record(result.step, figures)

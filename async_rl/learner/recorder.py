@@ -1,8 +1,8 @@
 """Write down each step: the groups it trained on, its row of ``metrics.jsonl``, its rollouts as text.
 
-The trainer calls ``StepRecorder.record_trained`` before it acknowledges a step and ``record_step`` after it published
-the step. ``log.rollouts_every`` says which steps write ``rollouts/step-NNNNNN.jsonl``, ``log.rollouts_groups`` how many
-of their groups, or all.
+The trainer calls ``StepRecorder.record_trained`` once the queue has acknowledged a step, so an older learner records
+nothing, and ``record_step`` after it published the step. ``log.rollouts_every`` says which steps write
+``rollouts/step-NNNNNN.jsonl``, ``log.rollouts_groups`` how many of their groups, or all.
 
 ``StepClock`` measures where the learner's time goes and how busy the generators were. Overlap efficiency is steps/s
 divided by ``1 / max(gen, train)``: gen is the generators' busy sequence-seconds per step divided by their slots, train
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,8 +51,13 @@ class StepRecorder:
         parity: ParityGate | None,
         run_dir: Path,
         decode: Decode,
+        confirm: Callable[[], None],
     ) -> None:
-        """``metrics`` takes the rows of ``metrics.jsonl``, ``step_log`` the groups that each step trained on."""
+        """``metrics`` takes the rows of ``metrics.jsonl``, ``step_log`` the groups that each step trained on.
+
+        ``confirm`` raises LineageError if a newer learner has taken over the run.
+        """
+        self._confirm = confirm
         self.clock = StepClock(state.elapsed_s)
         self._config, self._state, self._run_dir, self._decode = config, state, run_dir, decode
         self._metrics, self._step_log = metrics, step_log
@@ -60,9 +65,9 @@ class StepRecorder:
         self._bias = DropBias()
 
     def record_trained(self, taken: tuple[TakenGroup, ...]) -> None:
-        """Log which groups the step trained on. The log proves that no prompt was skipped or trained twice."""
+        """Log the groups of the acknowledged step. The log proves that no prompt was skipped or trained twice."""
         groups = [(item.group.position, item.group.lease_id) for item in taken]
-        self._step_log.write({"step": self._state.step + 1, "lineage": self._state.lineage, "groups": groups})
+        self._step_log.write({"step": self._state.step, "lineage": self._state.lineage, "groups": groups})
 
     def record_step(self, result: StepResult, acked: Acked, bound_metrics: Mapping[str, float]) -> None:
         """Write the metrics of the step that was just acknowledged and published, and its rollouts if they are due.
@@ -87,6 +92,7 @@ class StepRecorder:
             version=result.version,
             config=self._config,
             decode=self._decode,
+            confirm=self._confirm,
         )
 
     def record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -95,12 +101,17 @@ class StepRecorder:
 
 
 def log_rollouts(
-    run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode
-) -> None:
-    """Write the rollouts of ``step`` if they are due. ``version`` is the learner's version before the step."""
+    run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode,
+    confirm: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Write the rollouts of ``step`` if they are due. ``version`` is the learner's version before the step.
+
+    ``confirm`` is called before the file is written.
+    """
     every = config.log.rollouts_every
     if not every or (step - 1) % every:
         return
+    confirm()
     chosen = [taken[index] for index in _chosen(len(taken), config, step)]
     lines = (line for item in chosen for line in _lines(item, version, decode))
     write_json_lines(run_dir / "rollouts" / f"step-{step:06d}.jsonl", lines)

@@ -31,7 +31,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, RunError
-from async_rl.learner.checkpoint import latest_checkpoint, read_extra, write_checkpoint
+from async_rl.learner.checkpoint import latest_checkpoint, read_extra, remove_leftovers, write_checkpoint
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import Schedule
@@ -39,6 +39,8 @@ from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import SupervisedObjective
 from async_rl.learner.packing import TrainSequence
+from async_rl.run.directory import RunDir
+from async_rl.run.lock import RunLock, acquire
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +77,11 @@ def run_sft(config: Config) -> None:
         engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
         if ranks.is_leader:
             engine.self_test()
-            _lead(config, engine, run_dir, done)
+            lock = acquire(RunDir(run_dir), "sft")
+            try:
+                _lead(config, engine, lock, done)
+            finally:
+                lock.close()
         else:
             engine.follow()
     except BaseException as error:
@@ -86,12 +92,14 @@ def run_sft(config: Config) -> None:
         engine.close()
 
 
-def _lead(config: Config, engine: FsdpEngine, run_dir: Path, done: int) -> None:
+def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int) -> None:
+    run_dir = lock.path.parent
     rows = _load_rows(config)
     logger.info(
         "%d rows, %d tokens; %d steps of %d rows", len(rows), sum(len(r.token_ids) for r in rows),
         config.sft.steps, config.sft.batch_size,
     )  # fmt: skip
+    remove_leftovers(run_dir)
     newest = latest_checkpoint(run_dir)
     if newest is not None:
         engine.load(newest)
@@ -104,7 +112,10 @@ def _lead(config: Config, engine: FsdpEngine, run_dir: Path, done: int) -> None:
             every = config.experimental.sft_checkpoint_every
             if step == config.sft.steps or (every and step % every == 0):
                 extra = {"step": step, "settings": _settings(config)}
-                newest = write_checkpoint(engine, run_dir, step, extra, keep_last=config.checkpoint.keep_last)
+                newest = write_checkpoint(
+                    engine, run_dir, step, extra,
+                    keep_last=config.checkpoint.keep_last, lineage="sft", confirm=lock.check,
+                )  # fmt: skip
     if newest is None:
         raise RunError(f"expected a checkpoint under {run_dir} at the end of training, got none")
     export_checkpoint(newest, Path(config.sft.out))

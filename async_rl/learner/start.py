@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files
-from async_rl.errors import QueueError
-from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
+from async_rl.errors import LineageError, QueueError
+from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra, remove_leftovers
 from async_rl.learner.engine import Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import compute_dtype, init_ranks
+from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsPlane
@@ -38,6 +39,7 @@ from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_que
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
 from async_rl.run.eval_records import Decode
+from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.metrics import MetricsWriter, check_wandb
 from async_rl.run.step_log import StepLog, read_rows
 from async_rl.weights.publisher import Publisher
@@ -61,6 +63,7 @@ class LearnerContext:
         on_queue: called with the queue's address once it is known.
         export: whether to write ``export/`` at the end.
         may_start_queue: whether to start a queue server if there is none; if False, another process starts it.
+        lock: the run directory's; if unset, nobody else can use the directory.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -70,15 +73,20 @@ class LearnerContext:
     on_queue: Callable[[str], None] | None = None
     export: bool = False
     may_start_queue: bool = True
+    lock: RunLock | None = None
 
 
-def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True) -> None:
+def run_learner(
+    config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True, takeover: bool = False
+) -> None:
     """Train: rank 0 runs the loop, the other ranks follow its commands until it closes.
 
-    If ``may_start_queue`` is False, another process starts the queue server.
+    If ``may_start_queue`` is False, another process starts the queue server. With ``takeover`` supersede a process
+    that uses the run directory.
 
     Raises:
-        UserError: the run directory, the model or the log settings can't be used.
+        UserError: the run directory, the model or the log settings can't be used, or another process uses the
+            directory.
         TrainingError: the run can't continue.
     """
     if not fresh and (run_dir := check_run_dir(config, fresh=False)).is_finished:
@@ -91,8 +99,19 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
     if not ranks.is_leader:
         FsdpEngine(config, ranks).follow()
         return
-    with ranks.together("preparing the run directory"):
-        prepare_run_dir(config, fresh=fresh)
+    with ExitStack() as held:
+        with ranks.together("preparing the run directory"):
+            lock = RunLock.inherit(RunDir(Path(config.run.dir)), "learner")
+            if lock is None:
+                _, lock = held.enter_context(locked_run_dir(config, role="learner", fresh=fresh, takeover=takeover))
+            else:
+                held.callback(lock.close)
+        _lead(config, ranks, lock, insecure=insecure, may_start_queue=may_start_queue)
+
+
+def _lead(config: Config, ranks: Ranks, lock: RunLock, *, insecure: bool, may_start_queue: bool) -> None:
+    """Rank 0 in the run directory that it has locked."""
+    with ranks.together("reading tokenizer and code"):
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
         context = LearnerContext(
             files={
@@ -104,6 +123,7 @@ def run_learner(config: Config, *, fresh: bool = False, insecure: bool = False, 
             device=ranks.device,
             export=True,
             may_start_queue=may_start_queue,
+            lock=lock,
         )
     engine = FsdpEngine(config, ranks)
     cause = ""
@@ -122,28 +142,36 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     run_dir = prepare_run_dir(config)
     checkpoint = latest_checkpoint(run_dir.path)
     state, snapshot = _restore(engine, checkpoint)
-    metrics = MetricsWriter(run_dir.path, config)
-    trained = StepLog(run_dir.trained)
-    trained.rewind_to(state.step if state.is_resumed else -1)
-    _rewind(run_dir, metrics, state, config)
     log_path = run_dir.logs / "queue.log"
     address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
     # Without a journal a restarted queue is empty, and the learner has to start again from its checkpoint.
-    revive = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
+    restarter = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
     may_revive = context.may_start_queue and config.experimental.journal
+
+    def check_lock() -> None:
+        if context.lock is not None:
+            context.lock.check()
+
+    def revive() -> bool:
+        check_lock()  # a queue server that an older learner starts would write over the run's files
+        return restarter()
+
     queue = LearnerQueue(
         address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),
         revive=revive if may_revive else None, while_waiting=engine.tick,
     )  # fmt: skip
     publisher = _publisher(config, address, context)
+    written = ExitStack()
     try:
         if context.on_queue is not None:
             context.on_queue(address)
+        check_lock()
         queue.attach(
             run_id=run_dir.run_id, lineage=state.lineage, parent_lineage=state.parent_lineage,
             fork_version=state.fork_version, step=state.step, num_steps=config.learner.steps,
             config_toml=config_to_toml(config), files=context.files, snapshot=snapshot,
         )  # fmt: skip
+        metrics, trained = _take_files_over(run_dir, checkpoint, state, config, written)
         Trainer(
             config,
             state=state,
@@ -159,14 +187,35 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()
         # Generators and queue stay until all is written, because a learner that dies now is restarted and needs them.
-        _wrap_up(run_dir, state, export=context.export)
+        _wrap_up(run_dir, state, export=context.export, confirm=lambda: queue.confirm(state.lineage))
         _finish(queue, state)
     finally:
         publisher.close()
         queue.close()
-        metrics.close()
-        trained.close()
+        written.close()
     return read_rows(run_dir.metrics)
+
+
+def _take_files_over(
+    run_dir: RunDir, checkpoint: Path | None, state: TrainerState, config: Config, written: ExitStack
+) -> tuple[MetricsWriter, StepLog]:
+    """Bring the run's files back to ``checkpoint``, from which this learner attached. ``written`` closes them.
+
+    From here on the queue refuses older learners, so they finish no file of the run any more.
+
+    Raises:
+        LineageError: another learner has committed a newer checkpoint since this one read its own.
+    """
+    if (newest := latest_checkpoint(run_dir.path)) != checkpoint:
+        raise LineageError(f"expected {checkpoint} as the latest checkpoint, got {newest}: another learner wrote it")
+    remove_leftovers(run_dir.path)
+    metrics = MetricsWriter(run_dir.path, config)
+    written.callback(metrics.close)
+    trained = StepLog(run_dir.trained)
+    written.callback(trained.close)
+    trained.rewind_to(state.step if state.is_resumed else -1)
+    _rewind(run_dir, metrics, state, config)
+    return metrics, trained
 
 
 def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
@@ -249,13 +298,16 @@ def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config
             path.rename(aside / path.name)
 
 
-def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool) -> None:
+def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool, confirm: Callable[[], None]) -> None:
+    """Write the last files. ``confirm`` raises LineageError if a newer learner has taken over the run."""
+    confirm()
     checkpoint = latest_checkpoint(run_dir.path)
     if export and checkpoint is not None:
         # A learner that died after its export left these. The export itself never replaces files.
         for remains in (run_dir.export, *run_dir.path.glob(f".{run_dir.export.name}.*.partial")):
             shutil.rmtree(remains, ignore_errors=True)
         export_checkpoint(checkpoint, run_dir.export)
+        confirm()
     write_curve(run_dir)
     run_dir.mark_finished({"step": state.step, "version": state.version, "elapsed_s": round(state.elapsed_s, 3)})
     logger.info("finished: step %d, version %d; %s", state.step, state.version, run_dir.path)

@@ -3,7 +3,7 @@
     take G groups        _take          the queue hands over a batch, or says why it has none yet
     advantages           _prepare       groups -> sequences with masks, scores, advantages
     pack, train          _update        engine: pack, log-probs, loss, clip, optimizer step; then version + 1
-    acknowledge          _acknowledge   the queue learns what was trained, and the new version
+    acknowledge          _acknowledge   the queue learns what was trained, and the new version; then trained.jsonl
     publish              _publish       the new weights go to the generators
     record, checkpoint   StepRecorder, _checkpoint
 
@@ -62,6 +62,7 @@ class Trainer:
         self._recorder = StepRecorder(
             config, state,
             metrics=metrics, step_log=step_log, weights=weights, parity=parity, run_dir=run_dir, decode=decode,
+            confirm=self._confirm,
         )  # fmt: skip
         self._clock = self._recorder.clock
         self._publisher = VersionPublisher(config, state, engine, queue, weights, parity)
@@ -93,10 +94,10 @@ class Trainer:
             prepared = self._prepare(batch)
             updates = self._update(prepared)
         result = step_result(batch.groups, prepared, updates, version=version)
-        self._recorder.record_trained(batch.groups)
         fault_point("learner.trained")
         bound_metrics = self._update_bound(result)
         acked = self._acknowledge(result)
+        self._recorder.record_trained(batch.groups)
         fault_point("learner.acknowledged")
         if self._publisher.is_due(is_last=self._is_last_step):
             self._publish(is_last=self._is_last_step)
@@ -211,9 +212,16 @@ class Trainer:
         self.state.elapsed_s = self._clock.elapsed_s
         extra = {"trainer": self.state.to_plain(), "queue": snapshot}
         keep_last = self.config.checkpoint.keep_last
-        write_checkpoint(self.engine, self._run_dir, self.state.step, extra, keep_last=keep_last)
+        write_checkpoint(
+            self.engine, self._run_dir, self.state.step, extra,
+            keep_last=keep_last, lineage=self.state.lineage, confirm=self._confirm,
+        )  # fmt: skip
         self.queue.checkpoint_committed(self.state.lineage, self.state.step)
         self._last_checkpoint = self.state.step
+
+    def _confirm(self) -> None:
+        """Raise LineageError if a newer learner has taken over the run."""
+        self.queue.confirm(self.state.lineage)
 
     def _begin(self) -> None:
         """Publish the first weights. A new run waits for its first evaluation, which is wholly of version 0."""

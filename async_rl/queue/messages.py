@@ -216,6 +216,10 @@ class Alive(OfLearner, frozen=True):
     """The learner is alive. No reply."""
 
 
+class ConfirmLineage(OfLearner, frozen=True):
+    """Confirm that the learner still owns the queue. If it does not, the reply is an error of kind "lineage"."""
+
+
 class LearnerGoodbye(OfLearner, frozen=True):
     """The learner ends. The server waits ``experimental.linger_s`` for the next one."""
 
@@ -475,7 +479,8 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 LEARNER_REQUESTS: Mapping[str, type[msgspec.Struct]] = {
-    "attach": Attach, "alive": Alive, "bye_learner": LearnerGoodbye, "announce": Announcement, "evaluate": Evaluate,
+    "attach": Attach, "alive": Alive, "confirm": ConfirmLineage, "bye_learner": LearnerGoodbye,
+    "announce": Announcement, "evaluate": Evaluate,
     "eval_results": GetEvalResults, "await_eval": AwaitEval, "take": Take, "ack": StepAck, "snapshot": TakeSnapshot,
     "checkpoint_committed": CheckpointCommitted, "finish": Finish, "parity_answers": GetProbeAnswers,
 }  # fmt: skip

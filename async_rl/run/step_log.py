@@ -20,7 +20,11 @@ Row = dict[str, Any]
 
 
 class StepLog:
-    """Appends rows, each flushed when ``write`` returns. A file has one writer."""
+    """Appends rows, each flushed when ``write`` returns. A file has one writer.
+
+    ``rewind_to`` puts a new file in the place of the old one. A writer that still has the old file open writes to that
+    alone: a learner that was replaced can add no row.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open for appending; cut off a last line that a dying process left incomplete."""
@@ -48,16 +52,15 @@ class StepLog:
         kept: list[Row] = []
         for row in read_rows(self._path):
             (gone if row["step"] > step or is_gone(row) else kept).append(row)
-        if not gone:
-            return 0
         self._file.close()
-        number = 1
-        while (aside := self._path.with_name(f"{self._path.stem}.rolled_back-{number}.jsonl")).exists():
-            number += 1
-        write_atomically(aside, _lines(gone))
+        if gone:
+            number = 1
+            while (aside := self._path.with_name(f"{self._path.stem}.rolled_back-{number}.jsonl")).exists():
+                number += 1
+            write_atomically(aside, _lines(gone))
+            logger.info("moved %d rows from after the checkpoint of step %d to %s", len(gone), step, aside.name)
         write_atomically(self._path, _lines(kept))
         self._file = self._path.open("a", encoding="utf-8")
-        logger.info("moved %d rows from after the checkpoint of step %d to %s", len(gone), step, aside.name)
         return len(gone)
 
     def close(self) -> None:

@@ -248,7 +248,7 @@ def judge(run_dir: Path, *, num_rows: int, poison: Sequence[int] = ()) -> str:
 
 
 def trained_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Whole rows of ``trained.jsonl``: which groups each step trained on, written by the learner before its ack."""
+    """Whole rows of ``trained.jsonl``: which groups each step trained on, written by the learner after the ack."""
     try:
         *whole, _ = (run_dir / "trained.jsonl").read_text().split("\n")
     except FileNotFoundError:

@@ -47,7 +47,7 @@ def test_a_queue_server_dies_and_a_generator_sleeps_past_its_lease(tmp_path: Pat
 
 @pytest.mark.slow
 def test_each_role_killed_at_each_fault_point_loses_and_repeats_no_prompt(tmp_path: Path):
-    num_rows, poison = 162, (7, 50)
+    num_rows, poison = 182, (7, 50)
     config = fault_config(tmp_path, num_rows=num_rows, poison=poison)
     with fault_run(tmp_path, config) as run:
         run.begin()

@@ -45,6 +45,9 @@ class DirectQueue:
         self.refusals: list[LeasesGranted] = []
         self.asked: list[tuple[str, int, bool]] = []
 
+    def confirm(self, lineage: str) -> None:
+        self.queue_state.attached(lineage)
+
     def announce(self, announcement: Announcement) -> None:
         learner_requests.announce(self.queue_state, announcement)
         self.announced.append(announcement)

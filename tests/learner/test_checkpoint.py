@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from async_rl.errors import RunError
+from async_rl.errors import LineageError, RunError
 from async_rl.learner import checkpoint
 from async_rl.learner.checkpoint import (
     latest_checkpoint,
     read_extra,
+    remove_leftovers,
     resolve_checkpoint,
     write_checkpoint,
     write_extra,
@@ -33,8 +35,37 @@ class FileEngine:
         write_extra(directory, extra)
 
 
-def write(run_dir: Path, step: int, *, keep_last: int = 2) -> Path:
-    return write_checkpoint(cast(Engine, FileEngine()), run_dir, step, {"step": step}, keep_last=keep_last)
+class Owner:
+    """The queue's word on the newest lineage. ``at(n, then)`` lets ``then`` happen before the ``n``-th question."""
+
+    def __init__(self, lineage: str = "l1") -> None:
+        self.lineage = lineage
+        self._number = 0
+        self._events: dict[int, Callable[[], None]] = {}
+
+    def at(self, number: int, then: Callable[[], None]) -> None:
+        self._events[number] = then
+
+    def confirm(self, lineage: str) -> None:
+        self._number += 1
+        self._events.get(self._number, lambda: None)()
+        if lineage != self.lineage:
+            raise LineageError(f"{lineage} no longer owns the queue, {self.lineage} does")
+
+
+def write(
+    run_dir: Path, step: int, *, keep_last: int = 2, lineage: str = "l1", owner: Owner | None = None,
+    engine: FileEngine | None = None,
+) -> Path:  # fmt: skip
+    confirm = partial((owner or Owner(lineage)).confirm, lineage)
+    return write_checkpoint(
+        cast(Engine, engine or FileEngine()), run_dir, step, {"step": step},
+        keep_last=keep_last, lineage=lineage, confirm=confirm,
+    )  # fmt: skip
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run_dir)): p.read_bytes() for p in sorted(run_dir.rglob("*")) if p.is_file()}
 
 
 def names(run_dir: Path) -> list[str]:
@@ -61,7 +92,7 @@ def write_and_die(run_dir: Path, moment: str) -> None:
     ("moment", "latest"),
     [("saving", "step-000001"), ("renaming", "step-000001"), ("replacing", "step-000001"), ("pruning", "step-000002")],
 )
-def test_a_kill_at_any_moment_leaves_a_whole_latest_and_the_next_commit_cleans_up(
+def test_a_kill_at_any_moment_leaves_a_whole_latest_and_the_next_start_cleans_up(
     tmp_path: Path, moment: str, latest: str
 ):
     assert Forked(write_and_die, tmp_path, moment).wait(60.0) == -signal.SIGKILL
@@ -70,19 +101,25 @@ def test_a_kill_at_any_moment_leaves_a_whole_latest_and_the_next_commit_cleans_u
     assert found.name == latest
     assert (found / "weights.bin").read_bytes() == b"weights"
     assert read_extra(found) == {"step": int(latest[-1])}
-    write(tmp_path, 3, keep_last=1)
+    remove_leftovers(tmp_path)
+    write(tmp_path, 3, keep_last=1, lineage="l2")
     assert names(tmp_path) == ["latest", "step-000003"]
 
 
 def test_extra_comes_back_with_bytes_and_integer_keys(tmp_path: Path):
     extra = {"snapshot": b"\x00\xff", "digests": {3: "ab"}, "position": 17, "nested": [1, 2.5, None, "x"]}
-    target = write_checkpoint(cast(Engine, FileEngine()), tmp_path, 1, extra, keep_last=1)
+    target = write_checkpoint(
+        cast(Engine, FileEngine()), tmp_path, 1, extra, keep_last=1, lineage="l1", confirm=lambda: None
+    )
     assert read_extra(target) == extra
 
 
 def test_extra_that_is_not_plain_commits_nothing(tmp_path: Path):
     with pytest.raises(TypeError):
-        write_checkpoint(cast(Engine, FileEngine()), tmp_path, 1, {"path": tmp_path}, keep_last=1)
+        write_checkpoint(
+            cast(Engine, FileEngine()), tmp_path, 1, {"path": tmp_path}, keep_last=1, lineage="l1",
+            confirm=lambda: None,
+        )  # fmt: skip
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -123,3 +160,88 @@ def test_a_damaged_extra_is_refused_by_name(tmp_path: Path):
     (target / "extra.msgpack").write_bytes(b"\xc1")
     with pytest.raises(RunError, match=r"extra\.msgpack"):
         read_extra(target)
+
+
+# --- a learner that goes on after a newer one has taken over
+
+NUM_QUESTIONS = 4
+"""A commit asks before it begins, before the checkpoint gets its name, and twice before ``latest`` names it."""
+
+
+def take_over(run_dir: Path, owner: Owner, steps: tuple[int, ...]) -> None:
+    """What a newer learner does meanwhile: attach, clean up, and commit ``steps``."""
+    owner.lineage = "l2"
+    remove_leftovers(run_dir)
+    for step in steps:
+        write(run_dir, step, lineage="l2", keep_last=1)
+
+
+@pytest.mark.parametrize("question", range(1, NUM_QUESTIONS + 1))
+@pytest.mark.parametrize("steps", [(), (4,), (4, 6), (4, 6, 8)])
+def test_an_older_learner_changes_no_checkpoint_of_its_successor(tmp_path: Path, question: int, steps: tuple[int, ...]):
+    write(tmp_path, 2)
+    owner, after = Owner(), dict[str, bytes]()
+
+    def meanwhile() -> None:
+        take_over(tmp_path, owner, steps)
+        after.update(contents(tmp_path))
+
+    owner.at(question, meanwhile)
+    with pytest.raises(LineageError, match="l1 no longer owns the queue"):
+        write(tmp_path, 4, owner=owner, keep_last=1)
+    assert contents(tmp_path) == after
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == f"step-{max((2, *steps)):06d}"
+
+
+@pytest.mark.parametrize("moment", ["rename", "replace"])
+def test_a_takeover_after_the_last_question_still_keeps_the_older_learner_from_its_commit(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path, 2)
+    owner, after = Owner(), dict[str, bytes]()
+    real = getattr(os, moment)
+
+    def late(source: Path, target: Path) -> None:
+        if not after:
+            monkeypatch.undo()
+            take_over(tmp_path, owner, (4,))
+            after.update(contents(tmp_path))
+        real(source, target)
+
+    monkeypatch.setattr(os, moment, late)
+    with pytest.raises(LineageError):
+        write(tmp_path, 4, owner=owner)
+    assert contents(tmp_path) == after
+
+
+def test_an_older_learner_that_still_saves_ends_with_the_cause(tmp_path: Path):
+    owner = Owner()
+
+    class SlowEngine(FileEngine):
+        def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
+            super().save(directory, extra)
+            take_over(tmp_path, owner, (1, 3))
+            (directory / "more.bin").write_bytes(b"more")
+
+    with pytest.raises(LineageError):
+        write(tmp_path, 1, owner=owner, engine=SlowEngine())
+    assert names(tmp_path) == ["latest", "step-000003"]
+
+
+def test_a_commit_removes_nothing_beyond_its_own_step(tmp_path: Path):
+    write(tmp_path, 5)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    (tmp_path / "checkpoints" / ".partial-l2-step-000006").mkdir()
+    write(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == [".partial-l2-step-000006", "latest", "step-000003", "step-000005"]
+
+
+def test_a_start_removes_what_lies_beyond_latest(tmp_path: Path):
+    remove_leftovers(tmp_path)
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep_last=3)
+    (tmp_path / "checkpoints" / "latest").write_text("step-000002\n")
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["latest", "step-000001", "step-000002"]

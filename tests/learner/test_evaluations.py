@@ -25,6 +25,8 @@ class AnsweringQueue:
     def __init__(self, results: Sequence[EvalResult]) -> None:
         self.results = list(results)
 
+    def confirm(self, lineage: str) -> None: ...
+
     def eval_results(self, lineage: str, received: Sequence[tuple[str, int]]) -> list[EvalResult]:
         given, self.results = self.results, []
         return given

@@ -23,7 +23,7 @@ def trained_checkpoint(root: Path, *, tied: bool = True) -> tuple[FsdpEngine, Pa
     config = tiny_config(root, "model", optimizer={"lr": 1e-2})
     engine = FsdpEngine(config, init_ranks(config))
     assert engine.update(random_sequences(4, 12), version=0).stepped
-    return engine, write_checkpoint(engine, root / "run", 1, {}, keep_last=1)
+    return engine, write_checkpoint(engine, root / "run", 1, {}, keep_last=1, lineage="l1", confirm=lambda: None)
 
 
 @pytest.mark.parametrize("tied", [True, False])

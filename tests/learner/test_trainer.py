@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,7 @@ from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_e
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane
-from async_rl.learner.start import _restore, _rewind
+from async_rl.learner.start import _restore, _take_files_over
 from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.core import learner_requests
@@ -28,8 +29,7 @@ from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir
-from async_rl.run.metrics import MetricsWriter
-from async_rl.run.step_log import StepLog, read_rows
+from async_rl.run.step_log import read_rows
 from tests.learner.direct_queue import NUM_EVAL_ROWS, DirectQueue
 from tests.queue.builders import group, make_config, rows
 
@@ -129,16 +129,14 @@ class Run:
     ) -> TrainerState:
         """One learner start, as ``start.train_with`` does it."""
         engine = cast(Engine, self.engine)
-        state, snapshot = _restore(engine, latest_checkpoint(self.path))
-        metrics = MetricsWriter(self.path, self.config)
-        run_dir = RunDir(self.path)
-        trained = StepLog(run_dir.trained)
-        trained.rewind_to(state.step if state.is_resumed else -1)
-        _rewind(run_dir, metrics, state, self.config)
+        checkpoint = latest_checkpoint(self.path)
+        state, snapshot = _restore(engine, checkpoint)
+        run_dir, written = RunDir(self.path), ExitStack()
         steps = self.config.learner.steps
         learner_requests.attach(
             self.queue_state, state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0
         )
+        metrics, trained = _take_files_over(run_dir, checkpoint, state, self.config, written)
         self.queue = DirectQueue(self.queue_state, answer=answer, before=before)
         weights: WeightsPlane = self.weights
         if self.config.learner.fixed_lag is not None:
@@ -158,8 +156,7 @@ class Run:
             trainer.run()
             self.queue.finish(state.lineage)
         finally:
-            metrics.close()
-            trained.close()
+            written.close()
         return state
 
     def dies(self, wanted: str, at_step: int) -> None:

@@ -72,12 +72,15 @@ def test_rewinding_moves_later_rows_aside_and_writing_goes_on(tmp_path: Path):
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
-def test_rewinding_with_nothing_beyond_leaves_the_file_in_place(tmp_path: Path):
-    writer = a_writer(tmp_path)
-    writer.write({"step": 1})
-    before = (tmp_path / "metrics.jsonl").stat().st_ino
-    assert writer.rewind_to(1) == 0
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+def test_rewinding_shuts_out_a_writer_that_still_has_the_file_open(tmp_path: Path):
+    older = a_writer(tmp_path)
+    older.write({"step": 1})
+    newer = a_writer(tmp_path)
+    assert newer.rewind_to(1) == 0
+    older.write({"step": 2})
+    newer.write({"step": 2, "is_newer": True})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "is_newer": True}]
+    assert not list(tmp_path.glob("*rolled_back*"))
 
 
 def test_an_evaluation_that_is_asked_for_anew_is_moved_aside_too(tmp_path: Path):

@@ -132,6 +132,10 @@ class LearnerQueue:
             self._keep_alive.close()
         self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
 
+    def confirm(self, lineage: str) -> None:
+        """Return if this learner still owns the queue. Call it right before writing what a newer one may write."""
+        self._call(messages.ConfirmLineage(lineage))
+
     def announce(self, announcement: Announcement) -> None:
         """Announce a published version. Return at once; if the queue refuses it, the next method that blocks raises."""
         self._unawaited.add(self._connection.post(announcement))

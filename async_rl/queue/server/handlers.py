@@ -174,6 +174,10 @@ class Handlers:
     def _on_alive(self, request: messages.Alive, message: Message, now: float) -> None:
         return None
 
+    def _on_confirm(self, request: messages.ConfirmLineage, message: Message, now: float) -> Reply:
+        self.state.attached(request.lineage)
+        return Reply(Ok())
+
     def _on_bye_learner(self, request: messages.LearnerGoodbye, message: Message, now: float) -> Reply:
         learner = self.state.learner
         if learner is not None and learner.lineage == request.lineage:
