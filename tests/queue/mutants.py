@@ -60,6 +60,7 @@ def corpus(
             (b"hello", b"{}", b"no snapshot, but bytes" * 9),
         ),
         "alive": (own, ()),
+        "confirm": (own, ()),
         "bye_learner": (own, ()),
         "announce": ({**own, **asdict(announcement)}, ()),
         "evaluate": ({**own, "dataset": "test", "step": step, "min_version": 0, "exclusive": False}, ()),
