@@ -1,12 +1,12 @@
-"""Rewards to advantages, as ``[loss]`` says. On rank 0, in numpy.
+"""Turn rewards into advantages according to ``[loss]``. It runs on rank 0, in numpy.
 
 The trainer calls ``with_advantages`` before the first update of a step. A batch with rewards enters; the same batch
 leaves, with an advantage for every trained token. The order is fixed:
 
-1. Length bonus and KL change the *reward*.
+1. The length bonus and the KL change the *reward*.
 2. The estimator turns rewards into advantages.
 3. ``best_k`` chooses among the rollouts of a group.
-4. KL changes the *advantage*, token by token.
+4. The KL changes the *advantage*, token by token.
 5. Some estimators (``whitens_tokens``) normalise over all trained tokens.
 
 To add an estimator, add a function here with its row in ``ADVANTAGE_FUNCTIONS``, and a row in the config's
@@ -34,25 +34,25 @@ STD_FLOOR = 1e-4
 
 _WITHOUT_REWARD = ("unknown_weights", "failed", "truncated")
 """Rollouts masked for these causes enter no baseline: they are not samples of the policy, or their reward says nothing
-about an answer. If cut answers, which are often punished for their length, stayed in it, wrong answers of their group
-would get positive advantages."""
+about an answer. Truncated answers often get a low reward for their length. In a baseline they would give wrong answers
+of their group positive advantages."""
 
 TokenKl = Mapping[int, np.ndarray]
 """Sequence id to float64 [its trained tokens], nats: estimates of KL(mu || reference)."""
 
 
 def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
-    """``prepared`` with the advantages that ``loss`` asks for, without the rollouts that ``loss.best_k`` leaves out.
+    """Return ``prepared`` with advantages according to ``loss``. Rollouts that ``loss.best_k`` excludes are masked.
 
-    Baselines are over all rollouts but those that are masked for a cause of ``_WITHOUT_REWARD``. The KL is that of the
-    *behavior* policy to the reference, over trained tokens. In the reward it is the sum over a rollout
-    (arXiv:1909.08593 section 2, arXiv:2203.02155), in the advantage each token's own. A rollout that is masked, or
-    whose behavior logprobs are not all finite (the loss skips it), has no KL of its own. It counts with its group's
-    mean, so it moves no baseline.
+    Baselines include all rollouts except those masked for a cause of ``_WITHOUT_REWARD``. The KL is that of the
+    *behavior* policy to the reference, over trained tokens. The reward changes by the sum over a rollout
+    (arXiv:1909.08593 section 2, arXiv:2203.02155), a token's advantage by the KL of that token. A rollout has no known
+    KL if it is masked or if its behavior logprobs are not all finite (the loss skips it). It gets its group's mean KL
+    instead, so it moves no baseline.
 
     Args:
         prepared: the batch, scored by the reference model (``batch.with_scores``) if the KL needs it.
-        loss: its keys ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement`` are read.
+        loss: only the keys ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement`` are read.
 
     Raises:
         ValueError: a reward is not finite.
@@ -84,8 +84,8 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
 def group_normalised(rewards: np.ndarray) -> np.ndarray:
     """GRPO's advantage (arXiv:2402.03300): ``(r - mean) / (std + 1e-4)``, std unbiased (n - 1).
 
-    Over one group; ``global_norm`` takes the same over all rollouts of a step. The paper leaves a group of one and a
-    group of equal rewards undefined; here they get 0.
+    Mean and std are over one group; ``global_norm`` calls it with all rollouts of a step. The paper does not define the
+    advantage for a group of one or for equal rewards; here it is 0.
 
     Args:
         rewards: float [n], reward units, one per rollout.
@@ -113,7 +113,7 @@ def group_centred(rewards: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """RLOO's advantage (arXiv:2402.14740): ``r`` less the mean of the *other* rewards of its group.
+    """RLOO's advantage (arXiv:2402.14740): ``r`` minus the mean of the *other* rewards of its group.
 
     Computed as ``(r - mean) n / (n - 1)``, which is the same; float64 [n], reward units. Raises as above.
     """
@@ -135,9 +135,9 @@ The row of the same name in ``config.loss.ADVANTAGES`` says whether n is a group
 
 
 def whitened(values: np.ndarray) -> np.ndarray:
-    """``(v - mean) / (std + 1e-4)`` over tokens, std with 1 / N: REINFORCE++'s normalisation (arXiv:2501.03262).
+    """REINFORCE++'s normalisation over tokens (arXiv:2501.03262): ``(v - mean) / (std + 1e-4)``, std with 1 / N.
 
-    float64 [N] to float64 [N]; zeros where all are equal.
+    Takes and returns float64 [N]; returns zeros if all values are equal.
     """
     centred = _centred(values)
     if not centred.any():
@@ -146,18 +146,17 @@ def whitened(values: np.ndarray) -> np.ndarray:
 
 
 def _centred(values: np.ndarray) -> np.ndarray:
-    # By comparison, not by difference: the mean of equal floats need not equal them.
+    # Compare the values themselves: the rounded mean of equal floats may differ from them.
     if len(values) < 2 or values.min() == values.max():
         return np.zeros_like(values)
     return values - values.sum() / len(values)
 
 
 def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float) -> np.ndarray:
-    """AGPO's reward for short right answers (arXiv:2503.15952v1): ``bonus (1 - (l - min) / (max - min))``.
+    """AGPO's reward for short right answers of one group (arXiv:2503.15952v1): ``bonus (1 - (l - min) / (max - min))``.
 
-    Within one group. Only right answers (accuracy 1) get a bonus, and min and max are over them. There is no bonus in
-    a group that is all right or all wrong, where only length would be rewarded, and none if all right answers have one
-    length (the formula's 0 / 0).
+    Only right answers (accuracy 1) get a bonus; min and max are over their lengths. No answer gets a bonus if all or
+    none are right, where the bonus would reward only length, or if all right answers have the same length (0 / 0).
 
     Args:
         accuracies: float [n].
@@ -179,16 +178,16 @@ def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float)
 
 
 def best(values: np.ndarray, k: int) -> np.ndarray:
-    """bool [n]: the ``k`` highest values, the earlier of equal ones; all if there are at most ``k``."""
+    """Return bool [n], True for the ``k`` highest values; of equal values the earlier ones are chosen."""
     chosen = np.zeros(len(values), dtype=np.bool_)
     chosen[np.argsort(-values, kind="stable")[:k]] = True
     return chosen
 
 
 def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Sequence[np.ndarray], k: int) -> list[int]:
-    """Rollouts that are not among the ``k`` best of their group. Masked ones take none of the ``k`` places.
+    """Return the rollouts that are not among the ``k`` best of their group. Masked rollouts are not counted.
 
-    The order is that of the advantages, which is also that of the rewards within a group.
+    The rollouts are ordered by advantage, which within a group is also the order of the rewards.
     """
     beyond: list[int] = []
     for members in groups:
@@ -198,7 +197,7 @@ def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Seq
 
 
 def _baseline_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
-    """For every group, the indices (int64) of its rollouts that count in baselines."""
+    """Return, for each group, the indices (int64) of the rollouts that count in its baseline."""
     left_out = {index for index, cause in prepared.masked.items() if cause in _WITHOUT_REWARD}
     bounds = list(accumulate(prepared.group_sizes, initial=0))
     return [
@@ -215,7 +214,7 @@ def _with_token_advantages(
     lengths = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
     tokens = np.repeat(advantages_R[[prepared.rollout_of[s.sequence_id] for s in sequences]], lengths)
     if kl:
-        # The loss skips a sequence without a KL; its advantages only have to be finite.
+        # The loss skips a sequence that has no KL, so any finite advantages will do.
         values = [kl.get(s.sequence_id, np.zeros(n)) for s, n in zip(sequences, lengths, strict=True)]
         tokens -= loss.kl_coef * np.concatenate(values)
     if ADVANTAGES[loss.advantage].whitens_tokens:
@@ -244,7 +243,7 @@ def _token_kl(prepared: PreparedBatch, loss: LossConfig) -> dict[int, np.ndarray
 
 
 def _rollout_kl(prepared: PreparedBatch, kl: TokenKl, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 [R], nats: the sum over each rollout's tokens; for a rollout without a KL its group's mean."""
+    """Return float64 [R], nats: each rollout's KL summed over its tokens, or its group's mean if it has no KL."""
     sums = np.zeros(len(prepared.rewards))
     scored = np.zeros(len(prepared.rewards), dtype=np.bool_)
     scored[list(prepared.rollout_of.values())] = True

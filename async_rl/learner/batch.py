@@ -1,7 +1,7 @@
 """Turn the groups of a step into trainable sequences, with masks and their causes. The trainer calls this on rank 0.
 
-Groups enter, sequences of plain arrays leave. If several causes mask a rollout, the first in the order of
-``MASK_CAUSES`` counts. ``with_scores`` adds the log-probabilities that the loss needs; the engine computes them.
+A sequence is a set of plain arrays. If several causes mask a rollout, the first in the order of ``MASK_CAUSES``
+counts. ``with_scores`` adds the log-probabilities that the loss needs; the engine computes them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from async_rl.records import Group, Rollout, TokenSequence
 from async_rl.sampling_mask import SamplingMask, select
 
 MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold", "step_skipped")
-"""Why a rollout, or some of its tokens, leave the loss. In this order:
+"""Why a rollout, or some of its tokens, are left out of the loss. The first cause that applies counts:
 
-- ``unknown_weights``: weights that this run did not publish sampled it.
+- ``unknown_weights``: it was sampled with weights that this run did not publish.
 - ``failed``: its inference engine failed.
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
 - ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.
 - ``best_k``: it is not among the best ``loss.best_k`` of its group.
-- ``stale``: tokens are above the staleness bound, and ``queue.on_stale`` is "mask".
-- ``skip_threshold``: its ratios are above ``loss.skip_threshold``.
+- ``stale``: some of its tokens exceed the staleness bound, and ``queue.on_stale`` is "mask". Only these are left out.
+- ``skip_threshold``: its ratios exceed ``loss.skip_threshold``.
 - ``step_skipped``: its optimizer step (one of ``learner.updates_per_batch``) was skipped.
 """
 
@@ -46,7 +46,7 @@ class PreparedBatch:
         accuracies: float64 [R].
         rollout_tokens: number of sampled tokens of each rollout.
         stale_tokens: number of tokens masked as stale in rollouts that are trained on.
-        masked: index of a masked rollout to the cause.
+        masked: index of each masked rollout to the cause.
         reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats; None unless the KL is part
             of the reward or the advantage.
     """
@@ -69,7 +69,7 @@ class PreparedBatch:
         return [sequence for update in self.updates for sequence in update]
 
     def with_sequences(self, sequences: Iterable[TrainSequence]) -> PreparedBatch:
-        """The batch with ``sequences`` in place of those with the same ids, and without all others."""
+        """Return a batch that has only ``sequences``, each in the place of the sequence with the same id."""
         new = {s.sequence_id: s for s in sequences}
         updates = (tuple(new[s.sequence_id] for s in update if s.sequence_id in new) for update in self.updates)
         return replace(self, updates=tuple(updates))
@@ -95,16 +95,16 @@ def prepare_batch(
     known_weights: Callable[[Group], bool],
     oldest_version: int | None = None,
 ) -> PreparedBatch:
-    """The sequences of ``taken``, in order, in ``num_updates`` equal parts. Their advantages are still 0.
+    """Return the sequences of ``taken``, in order, in ``num_updates`` equal parts. Their advantages are still 0.
 
-    Masked rollouts give no sequences, but count in baselines.
+    Masked rollouts give no sequences.
 
     Args:
         taken: the groups of the step.
         mask_truncated: ``loss.mask_truncated``.
         num_updates: ``learner.updates_per_batch``.
-        known_weights: returns whether this run published the weights that sampled a group.
-        oldest_version: tokens that an earlier version sampled leave the loss. If unset, all stay.
+        known_weights: returns whether this run published the weights with which a group was sampled.
+        oldest_version: tokens sampled with an earlier version are left out of the loss. If unset, all tokens stay.
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -133,9 +133,9 @@ def prepare_batch(
 
 
 def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) -> PreparedBatch:
-    """``prepared`` with ``rollouts`` (indices of ones that are trained on) masked for ``cause``.
+    """Return ``prepared`` with ``rollouts`` masked for ``cause``. ``rollouts`` are indices of unmasked rollouts.
 
-    All their tokens count under ``cause``, even stale ones, so it must come before ``stale`` in ``MASK_CAUSES``.
+    All their tokens count under ``cause``, even stale ones, so ``cause`` must precede ``stale`` in ``MASK_CAUSES``.
     """
     if not rollouts:
         return prepared
@@ -205,9 +205,9 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
 
 
 def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> PreparedBatch:
-    """``prepared`` with the log-probabilities that ``loss`` needs, of the reference model and of the proximal policy.
+    """Add the log-probabilities of the reference model and of the proximal policy, if ``loss`` needs them.
 
-    All updates are scored at once, because the proximal policy is the policy before the *batch's* first update.
+    The sequences of all updates are scored at once: the proximal policy is the one before the *batch's* first update.
     """
     needed: list[tuple[str, ScoredBy]] = []
     if loss.needs_reference:
@@ -223,7 +223,7 @@ def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Pr
 
 
 def along_tokens(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
-    """float32 [T]: ``values`` on the trained tokens of ``sequence``, 0 elsewhere."""
+    """Return float32 [T]: ``values`` at the trained tokens of ``sequence``, 0 elsewhere."""
     along = np.zeros(len(sequence.token_ids), dtype=np.float32)
     along[sequence.loss_mask] = values
     return along

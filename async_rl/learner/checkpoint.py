@@ -1,26 +1,26 @@
-"""Checkpoints, which are written whole or not at all, and ``TrainerState``, which they hold.
+"""Checkpoints, which are written completely or not at all, and ``TrainerState``, a part of each checkpoint.
 
 ::
 
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
         step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer)
-        .partial-*/      being written, or left by a dead process
+        .partial-*/      a checkpoint that is being written, or that a dead process left incomplete
 
-A commit writes under a temporary name, flushes, renames, then replaces ``latest``. If the process is killed at any
-point, ``latest`` names a whole checkpoint. A step directory beyond ``latest`` is left over from an unfinished commit
-and is not valid.
+A commit writes files under a temporary name, flushes and renames them, then replaces ``latest``. If the process is
+killed at any point, ``latest`` names a complete checkpoint. A step directory beyond ``latest`` is left over from an
+unfinished commit and is not valid.
 
-A learner may be stopped anywhere and go on after a newer one has taken over. It can't write over the newer one's
-checkpoints: temporary names hold the lineage, a commit has its lineage confirmed before each rename, and it removes
-nothing newer. ``remove_leftovers`` is the newer learner's part: with an older one's temporary files, that one's last
-renames fail, too.
+A learner may be stopped at any point and continue after a newer learner has taken over. It can't overwrite the newer
+learner's checkpoints: temporary names contain the lineage, the queue confirms the lineage before each rename, and a
+commit removes no newer checkpoint. ``remove_leftovers``, which the newer learner calls, removes the older learner's
+temporary files, so the older learner's last renames fail.
 
-The engine's files are model, optimizer and random state. torch.distributed.checkpoint writes them, each rank its own
-shards, and reads them on any number of ranks. torch's ``.metadata`` is a pickle: load only checkpoints that you trust.
+The engine's files are model, optimizer and random state. torch.distributed.checkpoint writes them, one shard per rank,
+and can read them on any number of ranks. torch's ``.metadata`` is a pickle: load only checkpoints that you trust.
 
-The trainer and ``sft.py`` write checkpoints on rank 0; the engine adds its files on all ranks. The start of a run reads
-all of it. ``export.py`` reads the model alone, without a process group.
+The trainer and ``sft.py`` write checkpoints on rank 0; the engine adds its files on all ranks. A learner that starts
+reads all files. ``export.py`` reads only the model, without a process group.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 @dataclass(slots=True)
 class TrainerState:
-    """What the trainer remembers across a restart. The next step trains with weights of ``version``.
+    """The trainer's state that survives a restart. The next step begins with the weights of ``version``.
 
     Attributes:
-        lineage, parent_lineage: names of this learner start and of the one whose checkpoint it resumes.
+        lineage, parent_lineage: names of this learner start and of the start whose checkpoint it resumes.
         fork_version: the version of that checkpoint.
-        elapsed_s: the run's time so far, without the time between learner starts.
-        digests: versions that may still be in flight -> the digests they were published with. There are two if a
-            restart published the same weights with another ``experimental.bucket_bytes``.
-        pending_evals: (dataset, step) of evaluations that were requested and not yet written.
-        skipped_in_a_row: number of skipped optimizer steps since the last one that was not skipped.
+        elapsed_s: seconds that the run's learners have run, without the time between learner starts.
+        digests: each version that may still be in flight -> the digests it was published with. It has two digests if
+            a restart published the same weights with another ``experimental.bucket_bytes``.
+        pending_evals: (dataset, step) of evaluations that are requested but not yet written.
+        skipped_in_a_row: number of optimizer steps skipped since the last step that was not skipped.
         bound_state: the state of an adaptive staleness bound (``staleness.py``).
         exhausted: the data has ended.
     """
@@ -97,7 +97,7 @@ class TrainerState:
         self.digests[version] = known if digest in known else (*known, digest)
 
     def fork(self) -> TrainerState:
-        """The state of a new learner start that resumes here, under a new lineage."""
+        """Return the state, under a new lineage, of a new learner start that resumes from this one."""
         return replace(
             self, lineage=uuid.uuid4().hex[:12], parent_lineage=self.lineage, fork_version=self.version,
             digests=dict(self.digests), pending_evals=list(self.pending_evals),
@@ -121,7 +121,7 @@ class TrainerState:
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the checkpoint's directory after ``step`` steps."""
+    """Return the directory name of the checkpoint after ``step`` steps."""
     return f"step-{step:06d}"
 
 
@@ -139,8 +139,8 @@ def write_checkpoint(
         confirm: raises LineageError if a newer learner has taken over.
 
     Raises:
-        LineageError: a newer learner has taken over. ``latest`` and the checkpoints are as it left them.
-        RunError: ``latest`` is at ``step`` already, or beyond.
+        LineageError: a newer learner has taken over. Its ``latest`` and its checkpoints are unchanged.
+        RunError: ``latest`` already names ``step`` or a later step.
         TypeError: ``extra`` is not plain data.
     """
     confirm()
@@ -159,19 +159,19 @@ def write_checkpoint(
         _flush(partial)
         fault_point("learner.checkpoint_saved")
         confirm()
-        os.rename(partial, target)  # fails if the target exists: it is never another learner's that is replaced
+        os.rename(partial, target)  # fails if the target exists, so another learner's checkpoint is never replaced
         _flush_directory(root)
         fault_point("learner.checkpoint_written")
         _commit_latest(root, target.name, lineage, confirm)
     except Exception:
-        confirm()  # a newer learner may have removed the partial files: then that is the cause
+        confirm()  # raises if the cause is a newer learner, which removes the partial files
         raise
     _prune(root, step, keep_last)
     return target
 
 
 def _commit_latest(root: Path, name: str, lineage: str, confirm: Callable[[], None]) -> None:
-    """Make ``latest`` name the checkpoint ``name``, at once and durably."""
+    """Make ``latest`` name the checkpoint ``name``, atomically and durably."""
     confirm()
     partial = root / f"{_PARTIAL}{lineage}-{_LATEST}"
     try:
@@ -186,9 +186,9 @@ def _commit_latest(root: Path, name: str, lineage: str, confirm: Callable[[], No
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove what older learners left unfinished: temporary files, and checkpoints beyond ``latest``.
+    """Remove unfinished files of older learners: temporary files, and checkpoints beyond ``latest``.
 
-    Call it only while no learner of the run can be newer: right after the queue has attached this one.
+    Call it only while this learner is the run's newest: right after the queue has attached it.
     """
     newest = latest_checkpoint(run_dir)
     newest_step = -1 if newest is None else _step(newest.name)
@@ -200,10 +200,10 @@ def remove_leftovers(run_dir: Path) -> None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest committed checkpoint of a run; None before the first.
+    """Return the newest committed checkpoint of a run; None before the first.
 
     Raises:
-        RunError: ``latest`` names no checkpoint.
+        RunError: the checkpoint that ``latest`` names does not exist.
     """
     root = run_dir / "checkpoints"
     try:
@@ -220,7 +220,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` means: its own directory, ``checkpoints/latest``, or a run directory with one.
+    """Return the checkpoint of ``path``: a checkpoint directory, ``checkpoints/latest``, or a run directory.
 
     Raises:
         RunError: there is no checkpoint.
@@ -248,7 +248,7 @@ def read_extra(directory: Path) -> dict[str, Any]:
     """Read what ``write_extra`` wrote.
 
     Raises:
-        RunError: it is missing or damaged.
+        RunError: the file is missing or damaged.
     """
     path = directory / _EXTRA
     try:
@@ -284,7 +284,7 @@ def _prune(root: Path, newest_step: int, keep_last: int) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        # Renamed first: if the process dies here, no half checkpoint has a checkpoint's name.
+        # Rename first: if the process dies during the removal, no incomplete checkpoint has a checkpoint's name.
         doomed = path if path.name.startswith(_PARTIAL) else path.with_name(f"{_PARTIAL}removed-{path.name}")
         if doomed != path:
             if doomed.exists():
@@ -296,7 +296,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """Flush everything below ``directory`` to the disk, files before the directories that name them."""
+    """Flush everything below ``directory`` to the disk: the files first, then the directories that contain them."""
     for parent, _, names in os.walk(directory, topdown=False):
         for name in names:
             _flush_file(Path(parent) / name)
@@ -318,7 +318,7 @@ def _flush_directory(path: Path) -> None:
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
-"""Prefixes of the names of stored tensors. The optimizer's continue with ``exp_avg.`` or ``exp_avg_sq.``."""
+"""Prefixes of the names of stored tensors. In optimizer names, ``exp_avg.`` or ``exp_avg_sq.`` follows."""
 _STATE = "engine.json"
 
 
@@ -345,10 +345,10 @@ def load_training_state(
 ) -> int:
     """Fill the tensors in place from ``directory``. Returns the number of updates done.
 
-    A rank without a stored random state keeps its own.
+    A rank for which no random state is stored keeps its current random state.
 
     Raises:
-        RunError: a file is missing, or the tensors are another model's.
+        RunError: a file is missing, or the stored tensors belong to another model.
     """
     state = _tensors(model, optimizer)
     try:
@@ -368,10 +368,10 @@ def load_training_state(
 
 
 def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
-    """Read every tensor of the model (or, by ``prefix``, of the optimizer), whole, on the host, in one process.
+    """Read all tensors whose names begin with ``prefix``, unsharded, to the host, in one process.
 
     Raises:
-        RunError: ``directory`` is no checkpoint, or is damaged.
+        RunError: ``directory`` is not a checkpoint, or is damaged.
     """
     stored = {n: m for n, m in _stored(directory).items() if n.startswith(prefix)}
     state: dict[str, Any] = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in stored.items()}
@@ -433,7 +433,7 @@ def _read_random_state(directory: Path, ranks: Ranks) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress FutureWarnings, and torch's warning that one process saves without a process group, as intended here."""
+    """Suppress FutureWarnings, and torch's warning about saving without a process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(single process|torch.distributed is).*")
         warnings.filterwarnings("ignore", category=FutureWarning)

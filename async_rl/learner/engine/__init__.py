@@ -1,8 +1,9 @@
 """Everything that touches the learner's device: model, log-probabilities, gradients, optimizer, ranks.
 
-In: the sequences of one optimizer step, from the trainer or from ``sft``. Out: ``UpdateStats``, log-probabilities on
-request, whole parameters for publishing, checkpoints. ``Engine``, defined here, is the protocol that callers use;
-``fsdp_engine.FsdpEngine`` implements it. Rank 0 is called, and the other ranks follow its commands (``ranks.py``).
+The trainer or ``sft`` gives it the sequences of one optimizer step. It returns ``UpdateStats`` and, on request,
+log-probabilities and unsharded parameters, and writes checkpoints. ``Engine``, defined here, is the protocol that
+callers use; ``fsdp_engine.FsdpEngine`` implements it. Callers run on rank 0; the other ranks follow its commands
+(``ranks.py``).
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ class UpdateStats:
     """Statistics of one optimizer step, over all micro-batches and ranks.
 
     Attributes:
-        stepped: False if the optimizer step was skipped: the gradient is not finite, nothing is left to train on, or
-            a limit was passed (``loss.min_ess``, ``loss.max_kl``).
-        reason: why it was skipped; empty if it was not.
+        stepped: False if the optimizer step was skipped: the gradient is not finite, no token is left to train on, or
+            a limit is exceeded (``loss.min_ess``, ``loss.max_kl``).
+        reason: why the step was skipped; empty if it was not.
         tokens_trained: tokens in the loss.
         ratio_mean, ratio_max: of pi/mu over trained tokens.
-        clip_fraction: share of trained tokens whose ratio was cut at a bound.
+        clip_fraction: share of trained tokens whose ratio was clipped at a bound.
         ess: normalised effective sample size, in (0, 1].
         entropy, mean_abs_log_ratio: means over trained tokens, nats.
         skipped_sequence_ids, skipped_tokens: sequences that the loss skipped, and the number of their tokens.
         mismatch_kl: staleness (0, 1, ...) -> (sum of the k3 estimate of KL(mu || pi), number of tokens).
         out_of_range_tokens: number of single tokens outside ``loss.token_range``.
         reference_kl: mean KL in the loss, nats.
-        by_lag: float64 [lags, columns] for ``losses.diagnostics.summarise``; no rows if nothing was measured.
+        by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``; no rows if nothing was measured.
     """
 
     stepped: bool
@@ -64,23 +65,23 @@ class UpdateStats:
 
 
 class Engine(Protocol):
-    """Model, optimizer and ranks, as the trainer uses them."""
+    """The trainer's interface to model, optimizer and ranks."""
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
-        """Make one optimizer step on ``sequences``. ``version`` is the learner's before the step."""
+        """Make one optimizer step on ``sequences``. ``version`` is the learner's version before the step."""
         ...
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> Mapping[int, np.ndarray]:
-        """Log-probabilities of each sequence's trained tokens: sequence id to float32 [its N], nats, no gradient.
+        """Return log-probabilities of each sequence's trained tokens: sequence id to float32 [N], nats, no gradient.
 
-        They are computed as in ``update``: with temperature, packed, on all ranks. No state changes.
+        It computes them as ``update`` does: with temperature, packed, on all ranks. It changes no state.
         """
         ...
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Every whole parameter with its Hugging Face name, in a fixed order, on rank 0's host or device.
+        """Yield every parameter, unsharded, with its Hugging Face name, in a fixed order, on rank 0's host or device.
 
-        It runs collectives on all ranks, so read it to the end before you call anything else.
+        It runs collectives on all ranks, so read it to the end before you call another method.
         """
         ...
 
@@ -93,7 +94,7 @@ class Engine(Protocol):
         ...
 
     def tick(self) -> None:
-        """Notify the other ranks that rank 0 is alive, so that they do not time out while it waits."""
+        """Notify the other ranks that rank 0 is alive, so that they do not time out while rank 0 waits."""
         ...
 
     def close(self) -> None:

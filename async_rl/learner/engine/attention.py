@@ -1,19 +1,19 @@
-"""Attention inside packed rows: every token sees its own sequence's past, without a ``[T, T]`` mask.
+"""Attention inside packed rows: each token attends only to earlier tokens of its sequence, without a ``[T, T]`` mask.
 
-``use_packed_attention`` switches a transformers model over. Each call of the model then takes the keyword
-``packed_layout=packed_layout(batch.cu_seqlens, batch.token_index, device)``, which transformers passes down to the
-attention function unchanged. Nothing is global: threads can't mix up layouts, a recomputed layer (gradient
-checkpointing) gets the layout it ran with, and FSDP2's hooks pass the layout through (a dataclass is a leaf to them).
+``use_packed_attention`` makes a transformers model use this attention. Each call of the model then takes the keyword
+``packed_layout=packed_layout(batch.cu_seqlens, batch.token_index, device)``, which transformers passes to the
+attention function unchanged. No layout is global: threads can't mix up layouts, a recomputed layer (gradient
+checkpointing) gets the same layout again, and FSDP2's hooks pass the layout through (a dataclass is a leaf to them).
 
-On CUDA in float16 or bfloat16 this is ``torch.nn.attention.varlen`` (flash attention, no padding). Everywhere else
-the row is gathered into a few padded batches of similar lengths for ``scaled_dot_product_attention``. Under a causal
-mask only padding sees the padding on the right.
+On CUDA in float16 or bfloat16 this uses ``torch.nn.attention.varlen`` (flash attention, no padding). Otherwise it
+gathers the row into a few padded batches of similar lengths for ``scaled_dot_product_attention``. The padding is on the
+right, so under a causal mask no real token sees it.
 
-A prompt that several sequences share lies in the row once. Everything but attention computes it once; attention
+A prompt that several sequences share is in the row once. All layers except attention compute it once; attention
 gathers it for each sequence.
 
-Shape letters: T = tokens of the row, E = tokens of its sequences laid end to end, S = sequences, B = sequences of one
-bucket, L = its longest, H = heads, K = key and value heads, D = head dimension.
+Shape letters: T = tokens of the row, E = tokens of its sequences placed end to end, S = sequences, B = sequences of one
+bucket, L = tokens of the bucket's longest sequence, H = heads, K = key and value heads, D = head dimension.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "async_rl_packed"
 
-# A bucket may waste a quarter of its longest sequence, and always 16 tokens: below that a call costs more than padding.
+# A sequence may be padded by a quarter of its bucket's longest sequence, and always by 16 tokens: padding that much
+# costs less than one more call.
 _WASTE_SHARE = 4
 _WASTE_TOKENS = 16
 _FLASH_HEAD_DIM_MULTIPLE = 8
@@ -44,7 +45,7 @@ _FLASH_HEAD_DIM_LIMIT = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Sequences of similar length. ``gather``: int64 [B * L], places in T; padding repeats a sequence's last place."""
+    """Sequences of similar length. ``gather``: int64 [B * L], indices into T; padding repeats a sequence's last."""
 
     gather: Tensor
     num_sequences: int
@@ -59,9 +60,9 @@ class PackedLayout:
         cu_seqlens: int32 [S + 1], on the model's device.
         max_length: tokens of the longest sequence.
         buckets: for the padded path; together they hold every sequence once.
-        restore: int64 [T], each row token's place in the buckets' outputs laid end to end.
-        expand: int64 [E], each sequence token's place in T; None if T and E are the same.
-        first: int64 [T], each row token's first place in E; None if T and E are the same.
+        restore: int64 [T], each row token's index into the buckets' outputs placed end to end.
+        expand: int64 [E], each sequence token's index into T; None if T and E are the same.
+        first: int64 [T], each row token's first index into E; None if T and E are the same.
     """
 
     cu_seqlens: Tensor
@@ -75,14 +76,14 @@ class PackedLayout:
 def packed_layout(
     cu_seqlens: np.ndarray, token_index: np.ndarray | None = None, device: torch.device | str = "cpu"
 ) -> PackedLayout:
-    """The layout of one micro-batch, built on the host.
+    """Build the layout of one micro-batch on the host.
 
-    ``cu_seqlens``: integers [S + 1], from 0 to E. ``token_index``: integers [E], each sequence token's place in the
-    row; if unset, the row is the sequences end to end.
+    ``cu_seqlens``: integers [S + 1], from 0 to E. ``token_index``: integers [E], each sequence token's index into the
+    row; if unset, the row is the sequences placed end to end.
 
     Raises:
-        ValueError: ``cu_seqlens`` does not start at 0 or does not rise; ``token_index`` has another length, or leaves
-            out a token of the row.
+        ValueError: ``cu_seqlens`` does not start at 0 or does not rise; the length of ``token_index`` is not E, or a
+            token of the row is missing from it.
     """
     bounds = np.asarray(cu_seqlens, dtype=np.int64)
     lengths = np.diff(bounds)
@@ -90,7 +91,7 @@ def packed_layout(
         raise ValueError(f"expected cu_seqlens that rise from 0, got {bounds.tolist()}")
     index = np.arange(bounds[-1]) if token_index is None else np.asarray(token_index, dtype=np.int64)
     num_tokens = int(index.max()) + 1
-    # Assigned from the back, so that a shared token keeps its first place.
+    # Assigned in reverse order, so that a shared token keeps its first index.
     first = np.full(num_tokens, -1, dtype=np.int64)
     first[index[::-1]] = np.arange(len(index))[::-1]
     if index.shape != (bounds[-1],) or index.min() < 0 or (first < 0).any():
@@ -117,7 +118,7 @@ def packed_layout(
 
 
 def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of sequences from long to short, cut where padding to a bucket's longest would waste too much."""
+    """Sort sequence indices from long to short and cut them into buckets, so that no sequence is padded too much."""
     order = np.argsort(-lengths, kind="stable")
     cuts = []
     longest = int(lengths[order[0]])
@@ -131,10 +132,11 @@ def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Make ``model`` attend according to the keyword ``packed_layout``; calls without it raise.
 
-    No mask function is registered under our name, and transformers builds no mask for such names.
+    transformers builds no attention mask, because no mask function is registered under our name.
 
     Raises:
-        ModelError: the model's attention can't be replaced, or it carries state along the row, which would leak.
+        ModelError: the model's attention can't be replaced, or the model carries state along the row, which would leak
+            from one sequence into the next.
     """
     from transformers import AttentionInterface
 
@@ -166,8 +168,8 @@ def packed_attention_forward(
     """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     Raises:
-        ValueError: the layout is missing or is another row's; there are several rows; or a mask, soft cap or sink is
-            given, which packed attention does not support.
+        ValueError: the layout is missing or belongs to another row; there are several rows; or a mask, soft cap or sink
+            is given, which packed attention does not support.
     """
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: expected packed_layout=..., got none; pass it to the model's call")
@@ -181,7 +183,7 @@ def packed_attention_forward(
     if attention_mask is not None or refused:
         refused += ["attention_mask"] if attention_mask is not None else []
         raise ValueError(f"{type(module).__name__}: packed attention does not support {', '.join(refused)}")
-    # [H, T, D] -> [T, H, D]: what flash attention takes, and rows that a gather copies whole.
+    # [H, T, D] -> [T, H, D]: flash attention takes this shape, and a gather can copy whole rows.
     query_THD, key_TKD, value_TKD = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window is not None and sliding_window >= packed_layout.max_length:
@@ -224,7 +226,7 @@ def _padded(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [L, L]: each token sees the ``window`` newest tokens, itself included, as transformers counts them."""
+    """Return bool [L, L]: each token sees the ``window`` newest tokens, including itself, as in transformers."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return (distance >= 0) & (distance < window)
@@ -246,7 +248,7 @@ def _fits_flash(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _varlen_attention() -> Any:
-    """torch's varlen attention; None if this torch's version lacks it, or lacks scale, window or grouped heads."""
+    """Return torch's varlen attention; None if this torch lacks it, or it lacks scale, window or grouped heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

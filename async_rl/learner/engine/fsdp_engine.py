@@ -1,11 +1,11 @@
 """The engine of real runs: FSDP2 on CUDA or CPU, one rank or many. It implements ``engine.Engine``.
 
-Rank 0's calls become commands (``ranks.py``) that every rank executes, by the methods with a leading underscore; the
-other ranks run ``follow``. Gradients are those of the whole step, whatever the micro-batches, the packing and the
-number of ranks, because losses are sums and the denominator is applied once, to the gradient.
+Rank 0's calls become commands (``ranks.py``). Every rank executes them with the methods that begin with an underscore;
+the other ranks run ``follow``. The gradient does not depend on the micro-batches, the packing or the number of ranks,
+because losses are summed over the step and the gradient is divided once by the step's denominator.
 
-One rank on the CPU in float32 is not wrapped by FSDP: there is nothing to shard, and the hooks cost up to 90 % of a
-small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). Everything else is the same code.
+FSDP does not wrap a single rank on the CPU in float32: there is nothing to shard, and the hooks cost up to 90 % of a
+small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). All other code is the same.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ def policy_schedule(config: Config) -> Schedule:
 
 
 def _max_length(config: Config, *, is_supervised: bool) -> int:
-    """Tokens of the longest sequence of a run."""
+    """Return the number of tokens of the longest sequence that a run may have."""
     return (
         config.sft.max_length if is_supervised else config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     )
 
 
 class FsdpEngine:
-    """Model, optimizer and schedule on this rank. Rank 0 calls the protocol's methods, the others ``follow``."""
+    """Model, optimizer and schedule on this rank. Rank 0 calls the protocol's methods, the other ranks ``follow``."""
 
     def __init__(
         self, config: Config, ranks: Ranks, *, objective: Objective | None = None, schedule: Schedule | None = None
     ) -> None:
         """Load ``model.path`` and shard it. All ranks build the same engine.
 
-        ``objective`` and ``schedule`` are those of a reinforcement learning run if unset.
+        If unset, ``objective`` and ``schedule`` are those of a reinforcement learning run.
 
         Raises:
-            ModelError: the model is missing or unfit, or computes other values for packed sequences.
+            ModelError: the model is missing or unfit, or its values for packed sequences are wrong.
         """
         self._config, self._ranks = config, ranks
         self._objective = objective or policy_objective(config)
@@ -89,7 +89,7 @@ class FsdpEngine:
             self._is_sharded = ranks.has_group
             # A given objective does not use [loss], so it needs no reference.
             self._has_reference = objective is None and config.loss.needs_reference
-            # With its adapters off, the policy is the model that the run began from, so no second model is needed.
+            # The policy with its adapters disabled is the model that the run began with: no second model is needed.
             is_of_its_own = self._adapters is None or bool(config.loss.kl_reference)
             self._reference = load_reference(config, self._dtype) if self._has_reference and is_of_its_own else None
             if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
@@ -107,12 +107,12 @@ class FsdpEngine:
             self._is_closed = False
 
     def self_test(self) -> None:
-        """Check, on rank 0 while the others follow, that packed sequences do not change each other's values.
+        """Check that packed sequences do not change each other's values. Rank 0 calls it while the other ranks follow.
 
-        Rows that are shorter than the test's sequences together are not checked.
+        It checks nothing if rows are too short to hold the test's sequences together.
 
         Raises:
-            ModelError: they do.
+            ModelError: they change each other's values.
         """
         if self._config.learner.max_tokens >= NEIGHBOURS_TOKENS:
             check_neighbours(self, self._model.causal_lm.config, num_ranks=self._ranks.world_size)
@@ -146,7 +146,7 @@ class FsdpEngine:
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine.gather``. Parameters have the dtype that the model computes in, and are valid until ``update``.
 
-        If the caller stops early, the rest is gathered and discarded.
+        If the caller stops early, the remaining parameters are gathered and discarded.
         """
         with self._command("gather"):
             self._ranks.broadcast(encode("gather", {}))
@@ -162,7 +162,8 @@ class FsdpEngine:
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """See ``Engine.save``. It also writes the model's config and tokenizer files, for an export without the run.
 
-        For a model with adapters, only these are saved, and where the rest is. Their export needs ``model.path``.
+        For a model with adapters it writes only the adapters, and the path of the frozen weights. Exporting such a
+        checkpoint needs ``model.path``.
         """
         with self._command("save"):
             self._ranks.broadcast(encode("save", {"directory": str(directory)}))
@@ -183,7 +184,7 @@ class FsdpEngine:
             self._load(directory)
 
     def tick(self) -> None:
-        """See ``Engine.tick``. It does nothing once the engine is closed.
+        """See ``Engine.tick``. It does nothing after the engine is closed.
 
         Raises:
             TrainingError: another rank has failed.
@@ -197,7 +198,7 @@ class FsdpEngine:
             self._ranks.broadcast(encode("tick", {}))
 
     def close(self, cause: str = "") -> None:
-        """Release the other ranks. With a ``cause`` they fail and report it. After a failed collective they fail too.
+        """Release the other ranks. They fail if a ``cause`` is given, which they report, or if a collective failed.
 
         Later calls do nothing.
         """
@@ -210,7 +211,7 @@ class FsdpEngine:
         self._ranks.close()
 
     def follow(self) -> None:
-        """On the other ranks: execute rank 0's commands until it closes.
+        """Execute rank 0's commands until rank 0 closes the engine. All ranks except rank 0 call this.
 
         Raises:
             TrainingError: a rank failed; the message is the first cause.
@@ -258,7 +259,7 @@ class FsdpEngine:
     def _pack(self, sequences: Sequence[TrainSequence]) -> list[list[MicroBatch]]:
         vocab_size = self._model.vocab_size
         for sequence in sequences:
-            # Checked on the host, because an index out of range would break the CUDA device.
+            # Checked on the host, because an index out of range makes the CUDA device unusable.
             if sequence.sampling_mask is not None and (unknown := largest_id(sequence.sampling_mask)) >= vocab_size:
                 raise ValueError(
                     f"sequence {sequence.sequence_id}: expected sampling masks below the model's {vocab_size}, got "
@@ -273,7 +274,7 @@ class FsdpEngine:
 
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[np.ndarray]:
-        """Log-probabilities (float32) of each rank's trained tokens, micro-batch after micro-batch; [] off rank 0."""
+        """Return float32 log-probabilities of each rank's trained tokens, in micro-batch order; [] except on rank 0."""
         model, context = self._model, nullcontext()
         if of == "reference" and self._reference is not None:
             model = self._reference
@@ -301,7 +302,7 @@ class FsdpEngine:
         results = []
         for index, micro_batch in enumerate(micro_batches):
             if self._is_sharded and self._config.learner.reshard == "none":
-                # Parameters stay whole between micro-batches, so whole gradients may too: one reduction a step.
+                # Parameters stay unsharded between micro-batches, and so may gradients: one reduction per step.
                 cast(FSDPModule, self._model).set_requires_gradient_sync(index == len(micro_batches) - 1)
             batch = to_device(micro_batch, self._ranks.device)
             result = self._objective(
@@ -315,9 +316,9 @@ class FsdpEngine:
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
 
     def _step(self, denominator: float, why_skip: str) -> StepOutcome:
-        """Scale, clip and apply the gradients of the loss sum. Every rank decides the same.
+        """Scale, clip and apply the gradients of the loss sum. Every rank makes the same decision.
 
-        A skipped step leaves weights, optimizer and schedule as they are.
+        A skipped step does not change weights, optimizer and schedule.
         """
         lr = self._schedule.lr_at(self._num_updates)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -325,7 +326,7 @@ class FsdpEngine:
             self._optimizer.zero_grad()
             return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
         norm = get_total_norm(gradients)
-        # FSDP averages gradients over ranks where we need their sum.
+        # FSDP averages gradients over ranks, but we need their sum.
         scale = (self._ranks.world_size if self._is_sharded else 1) / denominator
         grad_norm = scale * float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if why_skip or not np.isfinite(grad_norm):
@@ -342,7 +343,7 @@ class FsdpEngine:
         return StepOutcome("", grad_norm, lr)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Name -> this rank's (sharded) parameter or buffer that a checkpoint holds, without grad, in a fixed order."""
+        """Map names to this rank's shards of the parameters and buffers that a checkpoint holds, in a fixed order."""
         state = self._model.causal_lm.state_dict()
         names = self._names if self._adapters is None else self._adapters.names
         return {name: state[name].detach() for name in names}
@@ -353,7 +354,7 @@ class FsdpEngine:
             return
         parameters = {name for name, _ in self._model.causal_lm.named_parameters()}
         for name, tensor in self._tensors().items():
-            # Buffers keep their dtype: the model computes with it.
+            # Buffers keep their dtype, because the model computes in it.
             wire = tensor.to(self._dtype) if name in parameters else tensor
             yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
 
@@ -382,30 +383,30 @@ class FsdpEngine:
 
 
 def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Shard each decoder layer by itself, and the rest (embedding, norm, head) as one group, so a tied head stays tied.
+    """Shard each decoder layer separately, and embedding, norm and head as one group, so a tied head stays tied.
 
-    Layers move to the device one by one, so the whole model never has to fit there.
+    Layers move to the device one by one, so the device never has to hold the whole model.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.decoder_layers:
         fully_shard(cast(nn.Module, layer), mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
-    # The backward pass needs the root first, so it stays whole. Its only float inputs are temperatures, which must not
-    # be cast: 1.001 is 1 in bfloat16.
+    # The backward pass needs the root group first, so it stays unsharded. Its only float inputs are temperatures, which
+    # must not be cast: 1.001 is 1 in bfloat16.
     uncast = replace(precision, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=uncast, reshard_after_forward=False)
 
 
 def _end_forward(model: PolicyModel) -> None:
-    """After forward passes without a backward pass: reshard what they left whole, and forget their order.
+    """Clean up after forward passes without a backward pass: reshard parameters, and clear the recorded order.
 
-    FSDP records the order of forward passes until the next backward pass, which prefetches by it. Without a backward
-    pass the record would grow for ever.
+    FSDP records the order of forward passes, and the next backward pass prefetches in that order. Without a backward
+    pass the record would grow without limit.
     """
     if hasattr(FSDPModule, "reset_iter_state"):
         cast(FSDPModule, model).reset_iter_state()
         return
-    for module in model.modules():  # a torch that can't reset it
+    for module in model.modules():  # this torch can't reset the record
         if isinstance(module, FSDPModule):
             module.reshard()
 

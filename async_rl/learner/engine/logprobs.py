@@ -1,4 +1,4 @@
-"""Turn hidden states into log-probabilities of the trained tokens; ``[N, V]`` is never whole in memory.
+"""Turn hidden states into log-probabilities of the trained tokens; all of ``[N, V]`` is never in memory at once.
 
 ``PolicyModel`` picks the hidden states that predict a trained token and calls this. Shape letters: N = predicted
 tokens, C = tokens of one chunk, d = hidden size, V = vocabulary, W = words of sampling masks.
@@ -16,30 +16,30 @@ from torch.utils.checkpoint import checkpoint
 from async_rl.sampling_mask import words_at_most
 
 CHUNK_BYTES = 256 << 20
-"""Default size of one chunk's float32 logits. The peak is about three times that."""
+"""Default size of one chunk's float32 logits, in bytes. Peak memory is about three times that."""
 
 
 class TokenLogprobs(NamedTuple):
-    """The result of ``token_logprobs``: both float32 [N], nats, of the distribution that was sampled from."""
+    """The result of ``token_logprobs``: both float32 [N], nats, under the sampling distribution."""
 
     logprobs: Tensor
     entropies: Tensor
 
 
 class MaskTensors(NamedTuple):
-    """``SamplingMask`` on the device: the tokens that top-p and top-k left for each predicted token; int32 [N], [W]."""
+    """``SamplingMask`` on the device, int32 [N] and [W]: which tokens top-p and top-k left at each predicted one."""
 
     sizes: Tensor
     words: Tensor
 
     def split(self, rows: int) -> list[MaskTensors]:
-        """Split by predicted tokens, as ``Tensor.split`` does."""
+        """Split into parts of ``rows`` predicted tokens, as ``Tensor.split`` does."""
         sizes = self.sizes.split(rows)
         num_words = [int(s.abs().sum()) for s in sizes]
         return [MaskTensors(s, w) for s, w in zip(sizes, self.words.split(num_words), strict=True)]
 
     def mask(self, vocab_size: int) -> Tensor:
-        """bool [N, V]: whether each token of the vocabulary could be sampled."""
+        """Return bool [N, V]: whether each token of the vocabulary could be sampled."""
         num_words_N, row_N = self.sizes.abs().long(), torch.arange(len(self.sizes), device=self.sizes.device)
         row_W = row_N.repeat_interleave(num_words_N)
         is_id_W = self.sizes[row_W] > 0
@@ -47,7 +47,7 @@ class MaskTensors(NamedTuple):
         mask_NV[row_W[is_id_W], self.words[is_id_W].long()] = True
         of_bits_N = self.sizes < 0
         if bool(of_bits_N.any()):
-            # Put every word of bits into its column. Other rows, and the rest of a short row, stay 0.
+            # Put every word of bits into its row and column. Rows without words, and the rest of short rows, stay 0.
             column_W = torch.arange(len(row_W), device=row_W.device) - (num_words_N.cumsum(0) - num_words_N)[row_W]
             words_NX = self.words.new_zeros(len(row_N), words_at_most(vocab_size))
             words_NX[row_W[~is_id_W], column_W[~is_id_W]] = self.words[~is_id_W]
@@ -68,25 +68,25 @@ def token_logprobs(
     sampling_mask: MaskTensors | None = None,
     entropy_grad: bool = False,
 ) -> TokenLogprobs:
-    """``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
+    """Compute ``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
 
-    Rows are computed in chunks. If there are several, each is recomputed in the backward pass, so that only one chunk's
-    logits live at a time. ``head`` must run no collective (under FSDP its weight is in the root's group), because ranks
-    may have different numbers of chunks. With N = 0 the result is empty but still depends on ``hidden`` and the head's
-    weight, so that a rank without work joins every collective of the backward pass.
+    Rows are computed in chunks. If there are several, each chunk is recomputed in the backward pass, so that only one
+    chunk's logits are in memory at a time. ``head`` must run no collective (under FSDP its weight is in the root's
+    group), because ranks may have different numbers of chunks. With N = 0 the result is empty but still depends on
+    ``hidden`` and the head's weight, so that a rank without work joins every collective of the backward pass.
 
     Args:
         hidden_Nd: hidden states at the positions that predict the targets; carries grad.
         head: the language-model head, [C, d] -> [C, V], in any float dtype.
         targets_N: int64 token ids.
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
-        vocab_size: V, only to size the chunks.
+        vocab_size: V, used only for the size of the chunks.
         chunk_bytes: upper bound on one chunk's float32 logits (at least one row).
         sampling_mask: the tokens that could be sampled, with the target among them; the softmax is over these only.
-        entropy_grad: the entropies carry a gradient too; it takes the memory of about two more chunks.
+        entropy_grad: whether the entropies carry a gradient, which takes the memory of about two more chunks.
 
     Raises:
-        ValueError: the first three tensors disagree about N.
+        ValueError: the numbers of rows of the hidden states, targets and temperatures differ.
     """
     if not hidden_Nd.ndim == 2 or not len(hidden_Nd) == len(targets_N) == len(temperatures_N):
         raise ValueError(
@@ -134,7 +134,7 @@ class _Once:
 def _logits(
     head: Callable[[Tensor], Tensor], hidden_Cd: Tensor, temperatures_C: Tensor, sampling_mask: MaskTensors | None
 ) -> Tensor:
-    """float32 [C, V], divided by the temperature; -inf, without a gradient, for tokens that could not be sampled."""
+    """Return logits / temperature, float32 [C, V]; -inf, without gradient, for tokens that could not be sampled."""
     logits_CV = head(hidden_Cd).float() / temperatures_C.float()[:, None]
     if sampling_mask is None:
         return logits_CV
@@ -160,7 +160,8 @@ def _chunk_with_entropy(
     sampling_mask: MaskTensors | None,
 ) -> tuple[Tensor, Tensor]:
     logprobs_CV = _logits(head, hidden_Cd, temperatures_C, sampling_mask).log_softmax(-1)
-    # An impossible token has log p = -inf. It counts 0 in the sum and in its gradient; entr's would be infinite there.
+    # A token that could not be sampled has log p = -inf. It adds 0 to the sum and to the gradient; with
+    # torch.special.entr the gradient would be infinite there.
     safe_CV = logprobs_CV.masked_fill(logprobs_CV == -torch.inf, 0.0)
     entropies_C = -(logprobs_CV.exp() * safe_CV).sum(-1)
     return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropies_C
