@@ -1,9 +1,9 @@
 """LoRA (arXiv:2106.09685): low-rank adapters on frozen weights, W x + alpha / rank * B (A x), made by peft.
 
 peft puts the adapters into the model's linear layers. Generators and exports get *merged* weights, W + alpha / rank * B
-A, under the model's own names, so for them a version of a LoRA run is like any other. Checkpoints hold only the
-adapters, peft's ``adapter_config.json``, and the place and digest of the frozen weights, because adapters are useless
-with other weights. There is no dropout, because it would make the ratio pi/mu meaningless.
+A, under the base model's names, so they treat a version of a LoRA run like any other version. Checkpoints hold only the
+adapters, peft's ``adapter_config.json``, and the path and digest of the frozen weights, because adapters are useless
+with other weights. Adapters have no dropout, because it would make the ratio pi/mu meaningless.
 
 Called by ``fsdp_engine.py`` and ``export.py``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""File with peft's description of the adapters, in a checkpoint of adapters and in an exported adapter."""
+"""Name of the file with peft's description of the adapters, in checkpoints and in exported adapters."""
 
 _BASE = "adapter_base.json"
 _ADAPTER = "default"
@@ -53,13 +53,13 @@ class _Adapted:
 
 
 class Adapters:
-    """The adapters of one model. Constructing it adds them."""
+    """The adapters of one model. The constructor adds them to the model."""
 
     def __init__(self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, is_leader: bool) -> None:
         """Freeze ``policy``, cast its parameters to the ``dtype`` they compute in, and add float32 adapters.
 
-        At first they change nothing (B is 0). A is the same on every rank. The leader reads the weights' files again,
-        for their digest.
+        At first the adapters change nothing (B is 0). A is the same on every rank. The leader reads the weights' files
+        a second time to compute their digest.
 
         Raises:
             ModelError: ``lora.targets`` names a layer that does not exist or can't have an adapter.
@@ -78,7 +78,7 @@ class Adapters:
             inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
         for parameter in model.parameters():
             if not parameter.requires_grad:
-                # No update needs more precision. Not model.to(dtype), because buffers keep their dtype.
+                # Frozen parameters need no more precision. Not model.to(dtype), because buffers must keep their dtype.
                 parameter.data = parameter.data.to(dtype)
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self.names = list(trained)
@@ -95,7 +95,7 @@ class Adapters:
 
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
-            # Not peft's own switch, which freezes and unfreezes parameters; FSDP would not notice.
+            # peft's method to disable adapters also freezes and unfreezes parameters, which FSDP would not notice.
             layer.set_scale(_ADAPTER, 0.0)
         try:
             yield
@@ -105,7 +105,7 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The whole tensors of ``names`` (the model's own, without adapters), merged; parameters in ``dtype``.
+        """Yield the tensors of ``names`` (names of the base model), unsharded and merged; parameters in ``dtype``.
 
         It runs collectives, so all ranks must read it to the end.
         """
@@ -122,27 +122,27 @@ class Adapters:
             yield name, merge(*parts, scale=self._scale).to(dtype)
 
     def save_config(self, directory: Path) -> None:
-        """On the leader: write into a checkpoint the adapters' description, and the weights that they belong to."""
+        """On the leader, write the adapters' description and the base weights' path and digest to a checkpoint."""
         assert self._base is not None
         self._peft_config.save_pretrained(directory)
         (directory / _BASE).write_text(json.dumps(asdict(self._base)), encoding="utf-8")
 
     def check(self, directory: Path) -> None:
-        """Raise ``RunError``, on the leader, unless the adapters in ``directory`` belong to these weights."""
+        """On the leader, raise ``RunError`` if the adapters in ``directory`` belong to other weights."""
         if self._base is not None:
             _check_same(directory, self._base)
 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The frozen weights: a directory or hub id, and the digest of all its safetensors files."""
+    """The frozen weights: a directory or hub id, and the digest of all safetensors files there."""
 
     path: str
     digest: str
 
     @classmethod
     def of(cls, path: str) -> BaseWeights:
-        """Digest the files of the model at ``path``. It reads every byte, which takes seconds for 15 GB.
+        """Compute the digest of the files of the model at ``path``. It reads every byte: seconds for 15 GB.
 
         Raises:
             ModelError: there is no such model.
@@ -154,7 +154,7 @@ class BaseWeights:
             with file.open("rb") as content:
                 while piece := content.read(_PIECE_BYTES):
                     hasher.update(piece)
-        # Absolute, because the checkpoint may be used from another directory; a hub id stays one.
+        # The path is absolute, because the checkpoint may be used from another working directory. A hub id stays as is.
         return cls(str(Path(path).resolve()) if Path(path).is_dir() else path, hasher.hexdigest())
 
 
@@ -168,7 +168,7 @@ def _check_same(directory: Path, found: BaseWeights) -> None:
 
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
-    """``W + scale * B A``, float32 [O, I]."""
+    """Return ``W + scale * B A``, float32 [O, I]."""
     return weight_OI.float() + scale * (b_OR.float() @ a_RI.float())
 
 
@@ -194,7 +194,7 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
 
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint's adapters under the names that peft's files use."""
+    """Rename a checkpoint's adapters to the names that peft uses in its files."""
     return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in adapters.items()}
 
 
@@ -204,21 +204,21 @@ def has_adapters(directory: Path) -> bool:
 
 
 def base_weights(directory: Path) -> BaseWeights:
-    """The frozen weights that a checkpoint's adapters belong to.
+    """Return the frozen weights that a checkpoint's adapters belong to.
 
     Raises:
-        RunError: the checkpoint does not name them.
+        RunError: the checkpoint does not name the weights.
     """
     found = _read(directory, _BASE)
     return BaseWeights(str(found["path"]), str(found["digest"]))
 
 
 def check_base(directory: Path) -> Path:
-    """The directory of the weights that a checkpoint's adapters belong to.
+    """Return the directory of the weights that a checkpoint's adapters belong to.
 
     Raises:
-        ModelError: the weights are gone.
-        RunError: other weights are in their place.
+        ModelError: the weights no longer exist.
+        RunError: the files there now have another digest.
     """
     began = base_weights(directory)
     try:
@@ -251,7 +251,7 @@ def _peft_config(lora: LoraConfig, model_path: str) -> Any:
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        # Absolute, because the checkpoint may be used from another directory; a hub id stays one.
+        # The path is absolute, because the adapter may be used from another working directory. A hub id stays as is.
         base_model_name_or_path=str(base.resolve()) if base.is_dir() else model_path,
     )
 
@@ -280,14 +280,14 @@ def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConf
 
 
 def _weight_name(name: str, state: Mapping[str, Tensor]) -> str:
-    """The adapted model's name of the tensor ``name``: peft moves a target's own tensors one level down."""
+    """Return the name of tensor ``name`` in the adapted model: peft moves a target's tensors one level down."""
     module, _, kind = name.rpartition(".")
     moved = f"{module}.base_layer.{kind}"
     return moved if moved in state else name
 
 
 def _place(name: str, state: Mapping[str, Tensor]) -> _Adapted | None:
-    """The parts of the adapted weight ``name``; None if it is not an adapted weight."""
+    """Return the names of the parts of weight ``name``; None if the weight has no adapter."""
     module, _, _ = name.rpartition(".")
     a, b = (f"{module}.lora_{letter}.{_ADAPTER}.weight" for letter in "AB")
     is_weight = name.endswith(".weight") and a in state

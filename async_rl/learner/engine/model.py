@@ -1,8 +1,8 @@
 """The policy as the engine trains it, and its optimizer. Called by ``fsdp_engine.py``.
 
-A Hugging Face causal LM enters, log-probabilities of the trained tokens leave. ``load_model`` reads it with float32
-master weights. ``PolicyModel`` runs the decoder on packed rows, and the head only at tokens that have a loss.
-``Schedule`` is the learning rate, ``build_optimizer`` makes AdamW. Shape letters: T = packed tokens, N = trained
+``load_model`` loads a Hugging Face causal LM with float32 master weights. ``PolicyModel`` computes log-probabilities of
+the trained tokens: it runs the decoder on packed rows, and the head only where a trained token is predicted.
+``Schedule`` gives the learning rate, ``build_optimizer`` creates AdamW. Shape letters: T = packed tokens, N = trained
 tokens.
 """
 
@@ -28,15 +28,15 @@ from async_rl.learner.packing import MicroBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Models that scale or cap their logits after the head do so under one of these names, with this neutral value.
+# Config keys with which models scale or cap the logits after the head, and the value that has no effect.
 _PLAIN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """A ``MicroBatch`` on the model's device: the same fields as tensors, and its attention layout.
+    """A ``MicroBatch`` on the model's device: the same fields as tensors, and the attention layout.
 
-    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``sampling_mask`` is None if nothing was left out.
+    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``sampling_mask`` is None if all tokens could be sampled.
     """
 
     token_ids: Tensor
@@ -57,7 +57,7 @@ class DeviceBatch:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
-    """``batch`` as tensors on ``device``; on the CPU they share its memory."""
+    """Convert ``batch`` to tensors on ``device``; on the CPU they share the memory of ``batch``."""
 
     def moved(name: str) -> Tensor:
         return torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
@@ -72,10 +72,10 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The causal LM of ``model.path`` on the host, with float32 parameters and attention over packed rows.
+    """Load the causal LM of ``model.path`` on the host, with float32 parameters and attention over packed rows.
 
     Raises:
-        ModelError: the model is missing, is no causal LM, lacks weights, is quantised, or can't be trained on packed
+        ModelError: the model is missing, is not a causal LM, lacks weights, is quantised, or can't be trained on packed
             rows.
     """
     from transformers import AutoModelForCausalLM
@@ -97,7 +97,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     model, info = loaded
     missing = [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
     if missing:
-        # transformers would continue with random numbers in their place.
+        # transformers would replace missing weights with random numbers and continue.
         raise ModelError(
             f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}"
         )
@@ -111,12 +111,12 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
-    """The frozen reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began from.
+    """Load the frozen reference model of the KL: ``loss.kl_reference``; if unset, the model that the run began with.
 
-    Its parameters have the ``dtype`` they compute in, because no update needs more precision.
+    Its parameters have the ``dtype`` that it computes in: they are not updated and need no more precision.
 
     Raises:
-        ModelError: as ``load_model``.
+        ModelError: as in ``load_model``.
     """
     path = config.loss.kl_reference or config.model.path
     settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
@@ -126,7 +126,7 @@ def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
         raise ModelError(f"the reference model {path} (loss.kl_reference): {error}") from error
     model.requires_grad_(False)
     for parameter in model.parameters():
-        # Not model.to(dtype): buffers keep theirs, as the policy's do.
+        # Not model.to(dtype): buffers keep their dtype, as in the policy.
         parameter.data = parameter.data.to(dtype)
     return model
 
@@ -143,7 +143,7 @@ class PolicyModel(nn.Module):
         self.eval()
         if causal_lm.is_gradient_checkpointing:
             for layer in self.decoder_layers:
-                # The layer itself, not its children: transformers recomputes activations in training mode only.
+                # Not the layer's children: transformers needs only the layer in training mode to recompute activations.
                 layer.training = True
 
     @property
@@ -160,19 +160,19 @@ class PolicyModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the head, and so of token ids with a probability."""
+        """Number of rows of the head, which is the number of token ids that have a probability."""
         return cast(nn.Linear, self.causal_lm.get_output_embeddings()).weight.shape[0]
 
     def tensor_names(self) -> list[str]:
-        """Hugging Face names of all parameters and persistent buffers, tied ones once, in a fixed order."""
+        """Hugging Face names of all parameters and persistent buffers, in a fixed order; tied ones occur once."""
         kept = {name for name, _ in self.causal_lm.named_parameters()}
         tied = {name for name, _ in self.causal_lm.named_parameters(remove_duplicate=False)} - kept
         return [name for name in self.causal_lm.state_dict() if name not in tied]
 
     def forward(self, batch: DeviceBatch, *, entropy_grad: bool = False) -> TokenLogprobs:
-        """Log-probabilities (with grad) and entropies under the sampling distribution, float32 [N], nats.
+        """Return log-probabilities (with grad) and entropies under the sampling distribution, float32 [N], nats.
 
-        Hidden states are computed for the whole row, logits only at ``predict_index``.
+        It computes hidden states for the whole row, but logits only at ``predict_index``.
         """
         return token_logprobs(
             self.hidden_states(batch).index_select(0, batch.predict_index),
@@ -197,9 +197,9 @@ class PolicyModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The learning rate, a pure function of the number of updates done.
+    """The learning rate as a function of the number of updates done.
 
-    Cosine and linear schedules fall to ``min_ratio`` times ``lr`` at ``total_updates``.
+    Cosine and linear schedules decrease to ``min_ratio * lr`` at ``total_updates``.
     """
 
     kind: Literal["constant", "cosine", "linear"]
@@ -209,7 +209,7 @@ class Schedule:
     min_ratio: float
 
     def lr_at(self, num_updates: int) -> float:
-        """The rate of the update after ``num_updates`` updates. The first rate of a warm-up is not 0."""
+        """Return the learning rate of the next update after ``num_updates`` updates. A warm-up does not begin at 0."""
         if num_updates < self.warmup_updates:
             return self.lr * (num_updates + 1) / self.warmup_updates
         if self.kind == "constant":
@@ -221,9 +221,9 @@ class Schedule:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    """Fused AdamW. Only matrices have weight decay, because norms and biases gain nothing from it.
+    """Create fused AdamW. Only matrices have weight decay, because it does not help norms and biases.
 
-    Its state is created here, not at the first step, so that a new process has tensors to load a checkpoint into.
+    The optimizer's state is created now, not at the first step, so that a checkpoint can be loaded into it.
     """
     trained = [p for p in parameters if p.requires_grad]
     optimizer = torch.optim.AdamW(

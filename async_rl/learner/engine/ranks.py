@@ -1,12 +1,12 @@
-"""The learner's ranks: this process's place, rank 0's commands to the others, and how an error on one rank stops all.
+"""The learner's ranks: rank numbers, rank 0's commands to the other ranks, and how an error on one rank stops all.
 
-Rank 0 runs the trainer's loop and sends commands; every other rank waits for the next one. Commands are wire frames
-over gloo on the host, whatever the device. Rank 0 may wait an hour for data. It sends a tick every few seconds, so the
-other ranks' receive never reaches ``experimental.distributed_timeout_s``, which still ends them if rank 0 hangs.
+Rank 0 runs the trainer's loop and sends commands; the other ranks wait for them. Commands are wire frames over gloo on
+the host, whatever the device. Rank 0 may wait an hour for data. While it waits it sends a tick every few seconds, so
+the other ranks reach ``experimental.distributed_timeout_s`` only if rank 0 hangs; then they end.
 
-Errors travel in two ways. A rank that fails writes its cause into the rendezvous store and ends. gloo's closed
-connections wake the other ranks from any collective, and they read the first cause from the store. An error of rank 0
-between two commands goes out with its ``close`` command.
+Errors reach the other ranks in two ways. A rank that fails writes the cause into the rendezvous store and ends. Its
+closed gloo connections interrupt the collectives of the other ranks, which then read the first cause from the store. An
+error of rank 0 between two commands is sent with the ``close`` command.
 
 Called by ``fsdp_engine.py`` and by the roles that start ranks. Without torchrun's environment there is one rank.
 """
@@ -32,14 +32,14 @@ from async_rl.errors import ConfigError, TrainingError
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 300.0
-"""Ranks may start this far apart, even if ``experimental.distributed_timeout_s`` is shorter."""
+"""Ranks may start this many seconds apart, even if ``experimental.distributed_timeout_s`` is shorter."""
 
 _FAILURE_KEY = "first_failure"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's rank, from the environment that torchrun or ``launch`` sets."""
+    """This process's rank numbers, from the environment variables that torchrun or ``launch`` sets."""
 
     rank: int
     local_rank: int
@@ -50,7 +50,7 @@ class Place:
         """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``; without them there is one rank.
 
         Raises:
-            ConfigError: they are not numbers, or contradict each other.
+            ConfigError: the variables are not numbers, or contradict each other.
         """
         texts = {name: os.environ.get(name, default) for name, default in _PLACE_DEFAULTS.items()}
         try:
@@ -68,7 +68,7 @@ _PLACE_DEFAULTS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def init_ranks(config: Config) -> Ranks:
-    """Join the other ranks. A single rank on the CPU in float32 needs no process group.
+    """Join the other ranks. A single rank on the CPU in float32 gets no process group.
 
     Raises:
         ConfigError: torchrun's environment is malformed, or the CUDA device does not exist.
@@ -104,7 +104,7 @@ def init_ranks(config: Config) -> Ranks:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype that ``model.dtype`` means on ``device``."""
+    """Return the dtype that ``model.dtype`` selects on ``device``."""
     if config.model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
@@ -114,7 +114,7 @@ def _set_threads(config: Config, place: Place) -> None:
     if config.learner.num_threads is not None:
         torch.set_num_threads(config.learner.num_threads)
     elif config.sampling.deterministic:
-        # The number of threads decides the order of float sums, so it must not depend on the machine.
+        # The order of float sums depends on the number of threads, so that must not depend on the machine.
         torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ and place.world_size > 1:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
@@ -122,8 +122,8 @@ def _set_threads(config: Config, place: Place) -> None:
 
 
 def _use_deterministic_kernels() -> None:
-    """Make torch sum in a fixed order, on CUDA too, where sums are atomic additions otherwise."""
-    # CUDA reads this when it starts. Without it cuBLAS may choose another workspace, and so another order, every time.
+    """Make torch sum in a fixed order. By default CUDA kernels use atomic additions, whose order varies."""
+    # cuBLAS reads this when it starts. Without it the workspace, and so the order of sums, may differ every time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -132,7 +132,7 @@ def _device(config: Config, place: Place) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = place.local_rank
-    # If CUDA_VISIBLE_DEVICES is set (launch does it), the visible devices are numbered from 0.
+    # If CUDA_VISIBLE_DEVICES is set (``launch`` sets it), the visible devices are numbered from 0.
     if config.learner.devices is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
         index = config.learner.devices[place.local_rank]
     if index >= torch.cuda.device_count():
@@ -145,7 +145,7 @@ def _device(config: Config, place: Place) -> torch.device:
 
 
 class Ranks:
-    """This process among the learner's ranks. ``store`` is None if and only if there is no process group."""
+    """This process's connection to the other ranks. ``store`` is None if and only if there is no process group."""
 
     def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
@@ -162,16 +162,16 @@ class Ranks:
 
     @property
     def has_group(self) -> bool:
-        """Whether there is a process group, and so a device mesh to shard over."""
+        """Whether there is a process group. Only then can the model be sharded."""
         return self._store is not None
 
     @property
     def is_broken(self) -> bool:
-        """Whether a collective failed here. Nothing can be sent to the other ranks then."""
+        """Whether a collective failed on this rank. If so, it can send nothing to the other ranks."""
         return self._broken
 
     def scatter(self, frames: Sequence[bytes]) -> bytes:
-        """On rank 0: send every rank its frame. Returns rank 0's own."""
+        """On rank 0: send every other rank its frame. Returns rank 0's frame."""
         if len(frames) != self.world_size:
             raise ValueError(f"expected a frame for each of {self.world_size} ranks, got {len(frames)}")
         if self.world_size > 1:
@@ -198,7 +198,7 @@ class Ranks:
         return frame.numpy().tobytes()
 
     def gather(self, frame: bytes) -> list[bytes]:
-        """Send this rank's frame to rank 0. Returns all frames there, in order of rank, and an empty list elsewhere."""
+        """Send this rank's frame to rank 0. Returns all frames in rank order on rank 0, otherwise an empty list."""
         if self.world_size == 1:
             return [frame]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
@@ -226,10 +226,10 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Wrap work that all ranks do: record an error of this rank, raise that of a rank which failed first.
+        """Wrap work that all ranks do together. An error on this rank is recorded for the other ranks.
 
         Raises:
-            TrainingError: another rank failed first; the message is its cause.
+            TrainingError: another rank failed first; the message is the cause on that rank.
         """
         try:
             yield
@@ -242,7 +242,7 @@ class Ranks:
                 raise
             raise TrainingError(cause) from error
         except (KeyboardInterrupt, SystemExit):
-            # The others may be in the middle of a collective, where no command reaches them.
+            # The other ranks may be inside a collective, where they receive no command.
             self._broken = True
             self.record_failure(f"rank {self.rank}, {what}: it was stopped")
             raise
@@ -258,7 +258,7 @@ class Ranks:
             return cause
 
     def first_failure(self) -> str:
-        """The recorded first cause; empty if there is none or the store is gone."""
+        """Return the first recorded cause; empty if there is none or the store can't be reached."""
         if self._store is None or self.world_size == 1:
             return ""
         try:
@@ -268,12 +268,12 @@ class Ranks:
             return ""
 
     def close(self) -> None:
-        """Leave the process group. After a failure the end of the process does that: other ranks may be stuck in it."""
+        """Leave the process group, except after a failure, when leaving could hang: then the process's end does it."""
         if self._store is not None and not self._broken and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
 
 
 def _as_tensor(frame: bytes) -> Tensor:
-    # A copy: torch warns of read-only memory, and gloo may touch the buffer until the send is done.
+    # A copy, because torch warns about read-only memory, and gloo may use the buffer until the send is done.
     return torch.from_numpy(np.frombuffer(bytearray(frame), dtype=np.uint8))

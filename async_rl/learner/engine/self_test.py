@@ -1,12 +1,13 @@
-"""Does a model compute the same for packed sequences as for each of them alone? Asked before anything is trained.
+"""Check before training that a model computes the same values for packed sequences as for each sequence alone.
 
 ``check_packing`` runs one packed row of short sequences, two of which share their prompt, in float32. It compares every
-module's output and the gradient at the embeddings with those of each sequence alone. Alone, the model attends with
-transformers' own code and masks, so a model that packs wrongly differs: short convolutions, linear attention or other
-state along the row, a window that only exists in the mask. Called by ``fsdp_engine`` on rank 0, with whole weights.
+module's output and the gradient at the embeddings with those of each sequence alone. A sequence alone runs with
+transformers' attention code and masks. The values differ for models that can't be packed: those with short
+convolutions, linear attention or other state along the row, or with a window that exists only in the mask.
+``fsdp_engine`` calls it on rank 0, with unsharded weights.
 
-``check_neighbours`` asks the built engine, in the dtype and with the kernels that will train, whether a sequence's
-values change with its neighbours' tokens.
+``check_neighbours`` checks with the finished engine, in the dtype and with the kernels of training, that a sequence's
+values do not depend on its neighbours' tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
 from async_rl.learner.packing import TrainSequence, pack
 
 VALUE_TOLERANCE = 1e-4
-"""Largest difference of a module's outputs, over their largest absolute value: far above float32 rounding in a sum of
-thousands, and far below what a leak does."""
+"""Largest allowed difference of a module's outputs, relative to their largest absolute value. Float32 rounding in a sum
+of thousands stays far below it; a leak between sequences is far above it."""
 GRADIENT_TOLERANCE = 1e-3
 _NATIVE_ATTENTION = "eager"
 _WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
@@ -38,23 +39,23 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PROMPT_TOKENS, _ANSWER_TOKENS = 5, (9, 4)
 _LONE_TOKENS = 11
 NEIGHBOURS_TOKENS = 64
-"""Tokens of a row that holds all sequences of the test on one rank."""
+"""Row length, in tokens, that is enough for all sequences of the test on one rank."""
 _FEW_PARAMETERS = 500_000_000
-"""Of larger models only the first layers run, as many as there are kinds."""
+"""A model with more parameters is tested with its first layers only, up to the first layer of the last kind."""
 
 Outputs = dict[str, Tensor]
-"""By module name, in the order in which modules end: float32 [T, ...]."""
+"""Module name -> output, float32 [T, ...], in the order in which the modules finish."""
 
 
 def check_packing(policy: PolicyModel, *, max_length: int) -> None:
-    """Compare a packed row with its sequences alone, in float32.
+    """Compare the values of a packed row with those of each sequence alone, in float32.
 
     Args:
-        policy: on the host, whole, with packed attention. Its parameters and settings are as before afterwards.
+        policy: on the host, unsharded, with packed attention. Its parameters and settings are restored afterwards.
         max_length: tokens of the longest sequence that will be trained on.
 
     Raises:
-        ModelError: they differ, or the model fails; the message names the first module that does.
+        ModelError: values differ, or the model fails; the message names the first module that differs or fails.
     """
     model = policy.causal_lm
     _refuse_mixed_lengths(model, max_length)
@@ -80,17 +81,17 @@ def check_packing(policy: PolicyModel, *, max_length: int) -> None:
 
 
 def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> None:
-    """Change the tokens of a sequence's neighbours in a packed row. Its logprobs must stay the same, bit for bit.
+    """Check that a sequence's logprobs stay the same, bit for bit, if its neighbours in a packed row change.
 
-    Models with experts are not asked: which tokens an expert computes together depends on the neighbours, and so does
-    rounding. ``check_packing`` compares them in float32.
+    Models with experts are not checked here: the tokens that an expert computes together, and so its rounding, depend
+    on the neighbours. ``check_packing`` checks such models in float32.
 
     Args:
         model_config: the model's transformers config.
-        num_ranks: the more ranks, the more neighbours it takes for some to share a row with the sequence.
+        num_ranks: with more ranks the test needs more neighbours, so that some share a row with the sequence.
 
     Raises:
-        ModelError: they change.
+        ModelError: the logprobs change.
     """
     text = model_config.get_text_config()
     if any((getattr(text, key, None) or 0) > 1 for key in _EXPERT_KEYS):
@@ -106,7 +107,7 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> No
 
 
 def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) -> list[TrainSequence]:
-    """Sequence 0 is always the same; the others, which are longer, have random tokens of ``neighbours_seed``."""
+    """Return test sequences. Sequence 0 is always the same; the longer others are drawn from ``neighbours_seed``."""
     own, others = np.random.default_rng(0), np.random.default_rng(neighbours_seed)
 
     def tokens(generator: np.random.Generator, count: int) -> np.ndarray:
@@ -133,11 +134,11 @@ def _sequence(index: int, token_ids: np.ndarray, start: int) -> TrainSequence:
     )
 
 
-# The two runs.
+# Run the model on the packed row and on each sequence alone.
 
 
 def _places(batch: DeviceBatch) -> list[Tensor]:
-    """Where in the row each sequence's tokens lie: int64 [its tokens]."""
+    """Return the indices of each sequence's tokens in the row, int64 [tokens of the sequence]."""
     bounds = batch.layout.cu_seqlens.tolist()
     expand = batch.layout.expand
     index = torch.arange(bounds[-1]) if expand is None else expand
@@ -173,14 +174,14 @@ def _run_alone(policy: PolicyModel, token_ids: Tensor, index: int) -> tuple[Outp
 
 
 def _loss_weights(index: int, num_tokens: int, width: int) -> Tensor:
-    """[num_tokens, width]: a weight for each number of a hidden state, other ones for each sequence and token."""
+    """Return [num_tokens, width] weights of the hidden states in the test's loss, other weights for each sequence."""
     return torch.cos(torch.arange(num_tokens)[:, None] * 0.7 + torch.arange(width) * 1.3 + index)
 
 
 def _recorded(
     policy: PolicyModel, run: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], how: str, num_tokens: int
 ) -> tuple[Outputs, Tensor]:
-    """Every module's output and the gradient at the embeddings, [T, d], of ``loss`` of the hidden states."""
+    """Record every module's output, and the gradient of ``loss(hidden states)`` at the embeddings, [T, d]."""
     outputs: Outputs = {}
     embedded: list[Tensor] = []
     base = cast(Any, policy.causal_lm.base_model)
@@ -203,7 +204,7 @@ def _recorded(
         hidden_Td = run()
         outputs["the decoder's output"] = hidden_Td.detach()
         loss(hidden_Td).backward()
-    except Exception as error:  # whatever a model raises when it is called in a way that it does not know
+    except Exception as error:  # a model may raise anything for arguments that it does not support
         raise _refused(
             type(policy.causal_lm).__name__, f"it fails on sequences {how}: {type(error).__name__}: {error}"
         ) from error
@@ -216,11 +217,11 @@ def _recorded(
     return outputs, gradient[0]
 
 
-# The comparison.
+# Compare the two runs.
 
 
 def _compare_values(name: str, packed: Outputs, alone: list[Outputs], places: list[Tensor]) -> None:
-    """Raises ModelError at the first module, in the order in which they end, whose outputs differ."""
+    """Raise ModelError for the first module, in the order in which modules finish, whose outputs differ."""
     for module, value in packed.items():
         for outputs, place in zip(alone, places, strict=True):
             other = outputs.get(module)
@@ -235,7 +236,7 @@ def _compare_values(name: str, packed: Outputs, alone: list[Outputs], places: li
 
 
 def _difference(value: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest expected absolute value; infinite if either is not finite."""
+    """Return max |value - expected| / max |expected|; infinite if ``value`` or ``expected`` is not finite."""
     difference = float((value - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     return difference if difference == difference else float("inf")
 
@@ -246,11 +247,11 @@ def _refused(name: str, finding: str) -> ModelError:
     )
 
 
-# What is changed for the runs.
+# Change the model temporarily for the test.
 
 
 def _refuse_mixed_lengths(model: nn.Module, max_length: int) -> None:
-    """Positional scales that depend on the longest sequence of a row are right only below the original context."""
+    """Raise ModelError if sequences may be so long that positional scales depend on the row's longest sequence."""
     text = cast(Any, model).config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
@@ -268,7 +269,7 @@ def _refuse_mixed_lengths(model: nn.Module, max_length: int) -> None:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients of parameters: the one at the embeddings passes through every layer and needs far less memory."""
+    """Compute no parameter gradients. The gradient at the embeddings also tests every layer, with far less memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -281,7 +282,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _few_layers(policy: PolicyModel) -> Iterator[None]:
-    """Of a large model, leave the shortest beginning of its layers that has every kind of layer."""
+    """Shorten a large model to its first layers, as few as include every kind of layer."""
     layers, base = policy.decoder_layers, cast(Any, policy.causal_lm.base_model)
     kinds = [_kind(layer) for layer in layers]
     first_of_kind = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
@@ -305,7 +306,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def _narrow_windows(model: nn.Module, max_length: int) -> Iterator[None]:
-    """Make attention windows that the run's sequences pass so narrow that the test's sequences pass them, too."""
+    """Narrow the windows that are shorter than the run's longest sequence, so that test sequences exceed them too."""
     text = cast(Any, model).config.get_text_config()
     windows = {key: getattr(text, key, None) for key in _WINDOW_KEYS}
     windows = {key: width for key, width in windows.items() if isinstance(width, int) and 0 < width < max_length}

@@ -1,7 +1,8 @@
 """The loss of one micro-batch: pure functions, tensors in, tensors out.
 
-In: log-probabilities of the trained tokens by the learner and by the behavior policy, advantages, the ``[loss]``
-section. Out: a sum to backpropagate, its denominator, and statistics. The engine calls ``objective.py``, which calls
-``policy.py``, which combines the parts in ``parts.py``. Each kind of part is a table of functions by name;
-``config/loss.py`` has the same names. ``diagnostics.py`` measures how far the policy is from the one that sampled.
+The inputs are log-probabilities of the trained tokens under the learner's and the behavior policy, advantages, and the
+``[loss]`` section; the outputs are a sum to backpropagate, its denominator, and statistics. The engine calls
+``objective.py``, which calls ``policy.py``, which combines the parts in ``parts.py``. Each kind of part is a table of
+functions by name; ``config/loss.py`` has the same names. ``diagnostics.py`` measures how much the policy differs from
+the behavior policy.
 """

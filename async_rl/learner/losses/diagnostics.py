@@ -1,9 +1,9 @@
-"""Diagnostics by lag: how far the policy is from the one that sampled.
+"""Diagnostics by lag: how much the policy differs from the behavior policy.
 
-Noise between the engines shows at lag 0, staleness grows with the lag, wrong weights show at every lag.
-``diagnostic_sums`` gives a row of sums for each lag, on the device. Rows add up over micro-batches, ranks and updates;
-``summarise`` turns one into means. Quantiles of ratios come from a histogram, because histograms add up too. Ratios are
-pi/mu. N = trained tokens, L = lags.
+At lag 0 the difference is noise between the engines. Staleness makes it grow with the lag. Wrong weights make it large
+at every lag. ``diagnostic_sums`` computes a row of sums for each lag, on the device. Rows can be added over
+micro-batches, ranks and updates; ``summarise`` turns a row into means. Quantiles of ratios come from a histogram,
+because histograms can be added too. Ratios are pi/mu. N = trained tokens, L = lags.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FINEST = 1e-5
 _WIDTH = 0.1
 _HALF = math.ceil(math.asinh(LOG_RATIO_LIMIT / _FINEST) / _WIDTH)
 NUM_BINS = 2 * _HALF + 1
-"""Number of bins. They lie 0.1 apart on asinh(log ratio / 1e-5): equally wide near 0, then each 10 % wider."""
+"""Number of bins. They are 0.1 wide in asinh(log ratio / 1e-5): equally wide near 0, then each 10 % wider."""
 
 _NAMES = (*COUNTS, *SUMS)
 COLUMNS = len(_NAMES) + NUM_BINS
@@ -55,7 +55,7 @@ def diagnostic_sums(
     counts = torch.stack(
         [received_N, out.finite, kept_N, out.capped_low, out.capped_high, skipped_N, updated_N], 1
     ).double()
-    # expm1: for the small d of an on-policy token, exp(d) - 1 - d would be rounding noise.
+    # expm1, because for the small d of an on-policy token exp(d) - 1 - d would be rounding noise.
     k3_N = d_N.expm1() - d_N
     kept = counts[:, 2]
     ratio_N = d_N.exp() * kept
@@ -63,7 +63,7 @@ def diagnostic_sums(
     row_N = lag_N.clamp(max=num_lags - 1)
     by_lag = counts.new_zeros(num_lags, counts.shape[1] + sums.shape[1])
     by_lag.index_add_(0, row_N, torch.cat([counts, sums], 1))
-    # A NaN of the learner makes the step fail later; here it must not index outside the histogram.
+    # A NaN in the learner's logprobs makes the step fail later. Here it must not index outside the histogram.
     bin_N = ((d_N / _FINEST).asinh_() / _WIDTH).round_().nan_to_num_().long() + _HALF
     histogram = counts.new_zeros(num_lags * NUM_BINS).index_add_(0, row_N * NUM_BINS + bin_N, kept)
     return torch.cat([by_lag, histogram.view(num_lags, NUM_BINS)], 1)
@@ -71,7 +71,7 @@ def diagnostic_sums(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of some tokens: those of one lag, or all. Ratios are over kept tokens, ``mismatch`` over finite ones.
+    """Statistics of all tokens or of those of one lag. Ratios are over kept tokens, ``mismatch`` over finite ones.
 
     Attributes:
         tokens, kept: number of tokens, and of those in the loss.
@@ -80,9 +80,10 @@ class Summary:
         mean_abs_log: mean |log pi - log mu|, nats.
         kl: the k3 estimate over kept tokens.
         ratio_mean: mean of pi/mu.
-        ratio_max, ratio_p01, ratio_p50, ratio_p99: from the histogram, so within 5 % of their logarithm.
-        clip_low, clip_high: share of kept tokens whose ratio was cut at a bound.
-        skipped, out_of_range: share of tokens in skipped sequences, and of single ones outside ``loss.token_range``.
+        ratio_max, ratio_p01, ratio_p50, ratio_p99: from the histogram, so their logarithm is accurate to 5 %.
+        clip_low, clip_high: share of kept tokens whose ratio was clipped at the lower and at the upper bound.
+        skipped, out_of_range: share of tokens in skipped sequences, and of tokens left out one by one by
+            ``loss.token_range``.
         ess: normalised effective sample size, ``(sum r)^2 / (n sum r^2)``, in (0, 1].
     """
 
@@ -113,9 +114,9 @@ class Summary:
 
 
 def summarise(row: np.ndarray) -> Summary:
-    """The statistics of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows.
+    """Return the statistics of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows.
 
-    Without tokens they are those of a policy that has not changed.
+    For a row without tokens they are the statistics of an unchanged policy.
     """
     total = dict(zip(_NAMES, row[: len(_NAMES)].tolist(), strict=True))
     received, kept, finite = max(1.0, total["received"]), max(1.0, total["kept"]), max(1.0, total["finite"])
@@ -142,10 +143,10 @@ def summarise(row: np.ndarray) -> Summary:
 
 
 def update_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
-    """For each lag: the number of tokens after a weight update, their mean k3, and that of the other tokens (nats).
+    """Return for each lag the number of tokens after a weight update, their mean k3, and the other tokens' (nats).
 
-    Both means are of one lag, so their difference does not come from the policy's staleness. Lags without tokens of
-    both kinds are left out.
+    Both means are at the same lag, so staleness does not explain their difference. Lags are left out unless they have
+    tokens of both kinds.
 
     Args:
         by_lag: rows of ``diagnostic_sums``, or a sum of such.
@@ -161,12 +162,12 @@ def update_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
 
 
 def k3_sum_and_tokens(row: np.ndarray) -> tuple[float, int]:
-    """The sum of the k3 estimates of one row, nats, and the number of finite tokens in it."""
+    """Return the sum of the k3 estimates of one row, nats, and the number of its finite tokens."""
     return float(row[_NAMES.index("k3")]), int(row[_NAMES.index("finite")])
 
 
 def _quantile(cumulated: np.ndarray, share: float) -> float:
-    """The ratio at or below which ``share`` of the tokens lie, from the bins' cumulated counts; 1 without tokens."""
+    """Return the ratio's quantile ``share`` from the bins' cumulated counts; 1 if there are no tokens."""
     if not cumulated[-1]:
         return 1.0
     position = int(cumulated.searchsorted(share * cumulated[-1]))

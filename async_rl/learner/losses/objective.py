@@ -1,7 +1,7 @@
-"""Objectives: what a step minimises. One micro-batch enters; a loss to backpropagate and sums of statistics leave.
+"""Objectives map one micro-batch to a loss, which is backpropagated, and to sums of statistics.
 
-``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. Every statistic is a
-sum over trained tokens with its count, so those of micro-batches and ranks add up, however the step is cut.
+``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. Statistics are sums and
+counts over trained tokens, so they can be added over micro-batches and ranks, however the step is cut.
 ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
 """
 
@@ -27,7 +27,7 @@ SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
 
 
 class MicroBatchResult(NamedTuple):
-    """``sums`` has one length on every rank and in every micro-batch."""
+    """The result of one micro-batch. ``sums`` has the same length on every rank and in every micro-batch."""
 
     loss_sum: Tensor  # [], float64, carries grad: this micro-batch's part of the step's loss times its denominator
     sums: Tensor  # float64 [len(SUM_NAMES) + COLUMNS * lags]
@@ -46,9 +46,9 @@ class Objective(Protocol):
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
     def why_skip(self, sums: Tensor) -> str:
-        """Why the optimizer step must be skipped; empty if it need not be.
+        """Return why the optimizer step must be skipped; empty if it need not be.
 
-        ``sums`` are those of the whole step, on the host.
+        ``sums`` are the sums of the whole step, on the host.
         """
         ...
 
@@ -57,7 +57,7 @@ class Objective(Protocol):
 class PolicyObjective:
     """The loss that ``[loss]`` describes.
 
-    ``max_lag`` is the last staleness with diagnostics of its own. ``max_length`` is ``sampling.max_new_tokens``, a
+    Diagnostics are separate for each staleness up to ``max_lag``. ``max_length`` is ``sampling.max_new_tokens``, the
     divisor under ``aggregation = "sequence_sum"``.
     """
 
@@ -100,10 +100,10 @@ class PolicyObjective:
         return MicroBatchResult(out.loss_sum, torch.cat([torch.stack(fixed), by_lag.view(-1)]), out.skipped, ratio_max)
 
     def why_skip(self, sums: Tensor) -> str:
-        """See ``Objective``. The engine itself skips a step without tokens.
+        """See ``Objective``. A step without tokens is skipped by the engine.
 
-        ``loss.min_ess`` limits the effective sample size of the kept tokens' ratios, ``loss.max_kl`` their k3 estimate
-        of KL(mu || pi).
+        ``loss.min_ess`` limits the effective sample size of the kept tokens' ratios, ``loss.max_kl`` the k3 estimate of
+        KL(mu || pi) over kept tokens.
         """
         loss, step = self.loss, summarise(_rows(sums).sum(0).numpy())
         if loss.min_ess is not None and step.ess < loss.min_ess:
@@ -120,7 +120,7 @@ class PolicyObjective:
 
 
 class SupervisedObjective:
-    """The mean negative log-likelihood of all tokens. It skips no step and reads no behavior policy."""
+    """The mean negative log-likelihood of all trained tokens. It skips no step and uses no behavior policy."""
 
     @property
     def needs_entropy_grad(self) -> bool:
@@ -139,15 +139,15 @@ class SupervisedObjective:
 
 
 def policy_objective(config: Config) -> PolicyObjective:
-    """The objective of a reinforcement learning run, with diagnostics for every staleness that may occur."""
+    """Build the objective of a reinforcement learning run, with diagnostics for every staleness that may occur."""
     return PolicyObjective(config.loss, config.queue.max_staleness, config.sampling.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The optimizer step's outcome. ``reason`` is empty unless it was skipped.
+    """The optimizer step's outcome. ``reason`` is empty unless the step was skipped.
 
-    ``grad_norm`` is that of the mean loss, before clipping.
+    ``grad_norm`` is the norm of the mean loss's gradient, before clipping.
     """
 
     reason: str
@@ -158,7 +158,7 @@ class StepOutcome:
 def update_stats(
     sums: Tensor, ratio_max: float, skipped_sequence_ids: Sequence[int], outcome: StepOutcome
 ) -> UpdateStats:
-    """Statistics of a step from its sums over micro-batches and ranks (host, float64)."""
+    """Compute a step's statistics from its sums over micro-batches and ranks (host, float64)."""
     total = dict(zip(SUM_NAMES, sums.tolist()))
     count = max(1.0, total["tokens"])
     rows = _rows(sums).numpy()

@@ -1,8 +1,8 @@
-"""The parts of a policy loss: ratios, surrogates, corrections, KL estimates, aggregations. Pure.
+"""The parts of a policy loss, as pure functions: ratios, surrogates, corrections, KL estimates, aggregations.
 
-``policy.py`` puts the parts together. Parts that ``[loss]`` names are rows of a table. To add one, add a function and
-its row here, and a row in the table of the same names in ``config/loss.py``. Ratios are of pi (learner) to mu
-(behavior), or to the proximal policy, as logarithms in nats. Shape letters: N = trained tokens, S = sequences.
+``policy.py`` combines the parts. Parts that ``[loss]`` names are rows of a table. To add a part, add a function and its
+row here, and a row of the same name in ``config/loss.py``. Ratios compare pi (learner) with mu (behavior) or with the
+proximal policy; they are stored as logarithms in nats. Shape letters: N = trained tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from async_rl.config.loss import LossConfig
 from async_rl.config.section import look_up
 
 LOG_RATIO_LIMIT = 60.0
-"""|log ratio| is clamped here, in nats, before ``exp``: e^60 is finite in float32, and its square in float64."""
+"""Limit of |log ratio|, in nats, before ``exp``: e^60 is finite in float32, and its square in float64."""
 
 
 def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor, chosen_N: Tensor) -> Tensor:
-    """log pi/other [N], clamped; 0 with gradient 0 where ``chosen_N`` is False, even if the inputs are NaN there."""
-    # torch.where, not a product with 0: 0 times NaN is NaN, in the gradient too.
+    """Return log pi/other [N], clamped. Where ``chosen_N`` is False it is 0 with gradient 0, even for NaN inputs."""
+    # Not a product with 0, because 0 times NaN is NaN, in the gradient too.
     ratio_N = torch.where(chosen_N, logprobs_N - other_logprobs_N, 0.0)
     return ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_log_ratio(log_ratio_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
-    """Every token's log ratio [N] becomes the mean of its sequence's: the length-normalised ratio of GSPO.
+    """Replace each token's log ratio [N] by the mean over its sequence: the length-normalised ratio of GSPO.
 
-    arXiv:2507.18071 eq. 7, in the form of its eq. 14 (GSPO-token): the *value* is the sequence's; the gradient flows
-    through the token's own logprob with factor 1. If all tokens of a sequence have one advantage, their mean has the
-    value and the gradient of eq. 5.
+    arXiv:2507.18071 eq. 7, in the form of its eq. 14 (GSPO-token): the *value* is the sequence's mean; the gradient
+    flows through this token's logprob with factor 1. If all tokens of a sequence have the same advantage, the mean of
+    their objectives has the value and the gradient of eq. 5.
     """
     counts_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences)
     sums_S = sum_by(sequence_index_N, log_ratio_N.detach().double(), num_sequences)
@@ -41,10 +41,10 @@ def sequence_log_ratio(log_ratio_N: Tensor, sequence_index_N: Tensor, num_sequen
 
 
 def interpolated_proximal(logprobs_N: Tensor, behavior_logprobs_N: Tensor, lag_N: Tensor) -> Tensor:
-    """Logprobs [N] of a proximal policy one version behind pi, without a forward pass; detached.
+    """Estimate logprobs [N] of a proximal policy one version behind pi, without a forward pass; detached.
 
-    A-3PO (arXiv:2512.06547): ``log prox = log mu / d + (1 - 1/d) log pi`` for a token of lag d, log-linear between the
-    policies of d versions ago and of now. At lag 0 pi itself is the proximal policy, at lag 1 it is mu.
+    A-3PO (arXiv:2512.06547): ``log prox = log mu / d + (1 - 1/d) log pi`` for a token of lag d. It interpolates
+    log-linearly between the policy d versions ago and the current one. At lag 0 the proximal policy is pi, at lag 1 mu.
 
     Args:
         lag_N: int64 [N], versions between sampling and now, >= 0.
@@ -54,21 +54,21 @@ def interpolated_proximal(logprobs_N: Tensor, behavior_logprobs_N: Tensor, lag_N
 
 
 def sum_by(index_N: Tensor, values_N: Tensor, size: int) -> Tensor:
-    """[size]: the values of each index, added up in the values' dtype."""
+    """Sum the values of each index. Returns [size], in the values' dtype."""
     return values_N.new_zeros(size).index_add_(0, index_N, values_N)
 
 
 def check_shapes(*tensors: Tensor) -> None:
-    """Raises ValueError unless all are [N]."""
+    """Raise ValueError unless all tensors have the same shape [N]."""
     if any(t.ndim != 1 or t.shape != tensors[0].shape for t in tensors):
         raise ValueError(f"expected tensors of one shape [N], got {[list(t.shape) for t in tensors]}")
 
 
 class SurrogateInputs(NamedTuple):
-    """What a surrogate reads, float [N]; the first two carry grad. All three are 0 on tokens that are left out.
+    """A surrogate's inputs, float [N]; the first two carry grad. All three are 0 on tokens that are left out.
 
-    ``log_ratio`` is log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu,
-    or prox with another ``loss.anchor``. ``logprobs`` is log pi.
+    ``log_ratio`` is log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu or
+    the proximal policy (``loss.anchor``). ``logprobs`` is log pi.
     """
 
     log_ratio: Tensor
@@ -77,9 +77,9 @@ class SurrogateInputs(NamedTuple):
 
 
 class TokenObjective(NamedTuple):
-    """What each token adds to the objective, [N]. ``policy.py`` weighs, sums and negates it, since it is maximised.
+    """Each token's term of the objective to maximise, [N]. ``policy.py`` weights, sums and negates it.
 
-    ``capped_low`` and ``capped_high`` (bool [N]) say where the ratio was cut at a lower or upper bound.
+    ``capped_low`` and ``capped_high`` (bool [N]) are True where the ratio was clipped at a lower or upper bound.
     """
 
     objective: Tensor
@@ -90,14 +90,14 @@ class TokenObjective(NamedTuple):
 def clipped(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
     """PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv:1707.06347 eq. 7; two bounds: arXiv:2503.14476 eq. 8).
 
-    With ``loss.dual_clip = c``, at A < 0 no less than ``c A`` (arXiv:1912.09729), since the minimum alone has no bound
-    there as r grows. A token that is cut has gradient 0; one exactly on a bound keeps its own.
+    With ``loss.dual_clip = c`` and A < 0 the value is at least ``c A`` (arXiv:1912.09729); otherwise it would be
+    unbounded as r grows. A clipped token has gradient 0; a token exactly on a bound keeps its gradient.
     """
     advantages_N = inputs.advantages
     ratio_N = inputs.log_ratio.exp()
     low_N = (advantages_N < 0) & (ratio_N < 1 - loss.clip_low)
     high_N = (advantages_N > 0) & (ratio_N > 1 + loss.clip_high)
-    # Chosen, not min(): at equal arguments min() splits the gradient between them.
+    # Not min(), because for equal arguments min() splits the gradient between them.
     effective_N = ratio_N.masked_fill(low_N, 1 - loss.clip_low).masked_fill(high_N, 1 + loss.clip_high)
     if loss.dual_clip is not None:
         dual_N = (advantages_N < 0) & (ratio_N > loss.dual_clip)
@@ -109,8 +109,8 @@ def clipped(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
 def clipped_weight(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
     """CISPO: ``sg(clip(r, 1 - low, 1 + high)) A log pi`` (arXiv:2506.13585 eq. 4 and 5); every token keeps a gradient.
 
-    The paper sets no lower bound: ``clip_low = 1``. Its upper bound is 1 + clip_high; where others give the bound
-    itself (ScaleRL's eps_max), clip_high is one less. The value is not comparable to that of ``clipped``.
+    The paper uses no lower bound, which is ``clip_low = 1``. The upper bound is 1 + clip_high; for papers that state
+    the bound itself (ScaleRL's eps_max), set clip_high one lower. The value can't be compared with that of ``clipped``.
     """
     ratio_N = inputs.log_ratio.detach().exp()
     low, high = 1 - loss.clip_low, 1 + loss.clip_high
@@ -129,7 +129,7 @@ SURROGATE_FUNCTIONS: Mapping[str, Callable[[SurrogateInputs, LossConfig], TokenO
     "cispo": clipped_weight,
     "plain": plain,
 }
-"""``loss.surrogate`` -> its function. The row of the same name in ``config.loss.SURROGATES`` says what it reads."""
+"""``loss.surrogate`` -> its function. The row of the same name in ``config.loss.SURROGATES`` lists its inputs."""
 
 
 @torch.no_grad()
@@ -139,9 +139,9 @@ def skipped_sequences(
     """bool [S]: sequences that leave the loss and its denominator, because they are too far from the behavior policy.
 
     A sequence is skipped if ``loss.skip_statistic`` of its tokens' pi/mu is *above* ``loss.skip_threshold``, or if one
-    of its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version:
-    the statistic over all tokens of the micro-batch decides about all of it, so the result depends on the cut. Its
-    padding counted with ratio 1; here there is no padding.
+    of its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version: it
+    skips all or none of a micro-batch by the statistic over all its tokens, so the result depends on how the step is
+    cut. Colossal-RL also counted padding, with ratio 1; here there is no padding.
 
     Args:
         log_ratio_N: log pi/mu, float64, nats; 0 where not finite.
@@ -157,7 +157,7 @@ def skipped_sequences(
     if loss.skip_unit == "sequence":
         statistic_S = statistic_of(log_ratio_N, sequence_index_N, num_sequences)
         return nonfinite_S | (statistic_S > loss.skip_threshold)
-    # Tokens that are not finite have ratio 1. They form a unit of their own, so they don't dilute the statistic.
+    # Tokens that are not finite have ratio 1. They form a separate unit, so they don't change the statistic.
     statistic = statistic_of(log_ratio_N, (~finite_N).long(), 2)[0]
     has_tokens_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences) > 0
     return nonfinite_S | (has_tokens_S & (statistic > loss.skip_threshold))
@@ -191,7 +191,7 @@ SKIP_STATISTIC_FUNCTIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] 
     "geometric": _geometric_mean_ratio,
     "k3": _mean_k3,
 }
-"""``loss.skip_statistic`` -> its function: log ratios [N], each one's unit [N], number of units -> float64 [units].
+"""``loss.skip_statistic`` -> its function: log ratios [N], unit of each token [N], number of units -> float64 [units].
 
 A unit without tokens gets 0 (geometric: 1).
 """
@@ -200,8 +200,8 @@ A unit without tokens gets 0 (geometric: 1).
 def in_range(log_ratio_N: Tensor, token_range: tuple[float, float]) -> Tensor:
     """bool [N]: tokens whose ratio lies in ``token_range``, bounds included.
 
-    The token mask of IcePop (arXiv:2510.18855), there on the ratio of the training engine's old policy to the
-    inference engine's. IcePop keeps masked tokens in its denominator; here they leave it, like all masked tokens.
+    This is the token mask of IcePop (arXiv:2510.18855), which uses the ratio of the training engine's old policy to the
+    inference engine's. IcePop counts masked tokens in its denominator; here no masked token counts.
     """
     low, high = token_range
     ratio_N = log_ratio_N.detach().double().exp()
@@ -222,12 +222,12 @@ def kl_estimate(log_ratio_N: Tensor, estimator: str) -> Tensor:
 
 
 def k1(log_ratio_N: Tensor) -> Tensor:
-    """``d``. Unbiased; as a loss it has no effect, for its gradient, that of log pi, is 0 on average."""
+    """``d``. Unbiased, but useless as a loss: its gradient is that of log pi, which is 0 on average."""
     return log_ratio_N
 
 
 def k2(log_ratio_N: Tensor) -> Tensor:
-    """``d^2 / 2``. Its gradient is the unbiased one of KL(pi || ref) on samples of pi."""
+    """``d^2 / 2``. On samples of pi, its gradient is an unbiased estimate of the gradient of KL(pi || ref)."""
     return log_ratio_N.square() / 2
 
 
@@ -236,7 +236,7 @@ def k3(log_ratio_N: Tensor) -> Tensor:
 
     Its gradient is that of KL(ref || pi).
     """
-    # expm1: for small d, exp(-d) - 1 + d would be rounding noise.
+    # expm1, because for small d exp(-d) - 1 + d would be rounding noise.
     return torch.expm1((-log_ratio_N).clamp(max=LOG_RATIO_LIMIT)) + log_ratio_N
 
 
@@ -247,8 +247,8 @@ KL_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k
 class Weights(NamedTuple):
     """The step's loss is the sum of ``weight * token loss`` divided by the sum of ``denominator``.
 
-    Both sums are over all micro-batches and ranks and known only after the last one. So a weight must not depend on
-    anything outside its own sequence; a sequence is never cut.
+    Both sums are over all micro-batches and ranks, so they are known only after the last one. A weight must therefore
+    depend only on its sequence, which is never split over micro-batches.
     """
 
     weight: Tensor | float  # float64 [N], or one for all
@@ -258,9 +258,9 @@ class Weights(NamedTuple):
 def aggregate(
     kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, aggregation: str, *, max_length: int
 ) -> Weights:
-    """Weights of the kept tokens (``kept_N``, bool) under ``aggregation``.
+    """Return the weights of the kept tokens (``kept_N``, bool) under ``aggregation``.
 
-    Sequences without a kept token are in no denominator.
+    Sequences without a kept token do not count in the denominator.
     """
     function = look_up(AGGREGATION_FUNCTIONS, aggregation, "loss.aggregation")
     return function(kept_N, sequence_index_N, num_sequences, max_length)

@@ -1,13 +1,12 @@
-"""The policy loss of one micro-batch: the parts that ``[loss]`` names, put together. Pure: tensors in, tensors out.
+"""The policy loss of one micro-batch: pure functions that combine the parts that ``[loss]`` names.
 
 The loss of a step is ``sum over kept tokens of weight * (-w * objective + kl_coef * KL - entropy_coef * entropy)``
 divided by a denominator. The parts are in ``parts.py``, each with its paper.
 
-This module returns the *sum*. Skipped sequences leave the denominator, so it is known only when the last micro-batch of
-the step has run, on all ranks. Gradients are linear in 1 / denominator: the engine backpropagates the sums, adds up the
-denominators, and multiplies the gradients once. So the result is the same for any cut into micro-batches and any number
-of ranks. A sequence is never cut, so what is computed per sequence is exact too (``skip_unit = "micro_batch"`` is the
-exception).
+This module returns the *sum*. Skipped sequences do not count in the denominator, so it is known only after the last
+micro-batch of the step, on all ranks. The engine therefore backpropagates the sums, adds up the denominators, and
+divides the gradients once. So the result does not depend on the cut into micro-batches or on the number of ranks.
+Sequences are never cut, so this is also true of values per sequence. The exception is ``skip_unit = "micro_batch"``.
 
 Shape letters: N = trained tokens, S = sequences. Called by ``objective.py``.
 """
@@ -67,7 +66,7 @@ class PolicyInputs:
 
 
 class PolicyLoss(NamedTuple):
-    """Everything but ``loss_sum`` is detached. A token is *kept* if it counts in the loss and its denominator."""
+    """The result of ``policy_loss``; only ``loss_sum`` carries grad. *Kept* tokens count in loss and denominator."""
 
     loss_sum: Tensor  # [], float64, carries grad
     denominator: Tensor  # [], int64
@@ -81,7 +80,7 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> PolicyLoss:
-    """The sum of the losses of one micro-batch, and which of its tokens count.
+    """Return the sum of the losses of one micro-batch, and which of its tokens count.
 
     A NaN in a token that is left out (behavior logprob or advantage) does not reach the gradient of the others: its log
     ratio and advantage are replaced, not multiplied by 0. A *learner* logprob that is not finite stays in, so that the
@@ -93,8 +92,8 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
         max_length: ``sampling.max_new_tokens``, the constant of ``aggregation = "sequence_sum"``.
 
     Raises:
-        ValueError: shapes differ, or something that the settings need is missing: proximal or reference logprobs,
-            entropies with a gradient.
+        ValueError: shapes differ, or the settings need proximal logprobs, reference logprobs or entropies with a
+            gradient, and these are missing.
     """
     _check(inputs, loss)
     finite_N = inputs.behavior_logprobs.isfinite()
@@ -127,7 +126,7 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
 def _keep(
     inputs: PolicyInputs, anchor_N: Tensor, log_ratio_N: Tensor, finite_N: Tensor, loss: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Which sequences are skipped (bool [S]) and which tokens are in the loss (bool [N])."""
+    """Return which sequences are skipped (bool [S]) and which tokens are in the loss (bool [N])."""
     index_N, num_sequences = inputs.sequence_index, inputs.num_sequences
     skipped_S = skipped_sequences(log_ratio_N, finite_N, index_N, num_sequences, loss)
     kept_N = ~skipped_S[index_N]
@@ -136,7 +135,7 @@ def _keep(
     if loss.anchor != "behavior":
         log_ratio_N = log_ratio(anchor_N, inputs.behavior_logprobs, kept_N)
     kept_N = kept_N & in_range(log_ratio_N, loss.token_range)
-    # A sequence without a token left counts as skipped.
+    # A sequence counts as skipped if none of its tokens is left.
     before_S = sum_by(index_N, torch.ones_like(index_N), num_sequences)
     after_S = sum_by(index_N, kept_N.long(), num_sequences)
     skipped_S = skipped_S | ((before_S > 0) & (after_S == 0))
@@ -144,7 +143,7 @@ def _keep(
 
 
 def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
-    """[N], detached: log-probabilities under the policy that pi is compared with."""
+    """Return [N], detached: log-probabilities under the anchor, the policy that pi is compared with."""
     if loss.anchor == "behavior":
         return inputs.behavior_logprobs
     if loss.anchor == "proximal":
@@ -153,7 +152,7 @@ def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
 
 
 def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, loss: LossConfig) -> TokenObjective:
-    """The surrogate times its importance weight, 0 with gradient 0 off ``kept_N``."""
+    """Return the surrogate times its importance weight; 0 with gradient 0 for tokens that are not kept."""
     advantages_N = inputs.advantages.masked_fill(~kept_N, 0.0)
 
     def ratio(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
@@ -172,7 +171,7 @@ def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, los
     )
     if loss.importance_cap is None:
         return tokens
-    # prox/mu corrects a surrogate of pi/prox; pi/mu corrects one without a ratio.
+    # prox/mu corrects a surrogate with ratio pi/prox; pi/mu corrects a surrogate without a ratio.
     numerator_N = inputs.logprobs.detach() if loss.anchor == "behavior" else anchor_N
     importance_N = ratio(numerator_N, inputs.behavior_logprobs)
     return TokenObjective(
