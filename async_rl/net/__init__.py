@@ -1,5 +1,5 @@
-"""Bytes between processes: messages and their wire format, frames, addresses and who may connect.
+"""Communication between processes: the wire format of messages, streams, addresses, and the keys of allowed clients.
 
-A record or bytes enter; a checked record leaves, or an error that names the malformed part. The queue, the weights and
-the code that communicates with child processes call it. It does not depend on roles or the queue's state.
+Encoding turns records into bytes; decoding returns checked records, or raises an error that names the malformed part.
+The queue, the weights and the code for child processes call it. It does not depend on roles or the queue's state.
 """

@@ -12,10 +12,10 @@ _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._*-]+):(?P<
 
 
 def check_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``tcp://HOST:PORT``. Port 0 (or ``*``) stands for any free port.
+    """Return host and port of ``tcp://HOST:PORT``. Port 0 (or ``*``) means any free port.
 
     Raises:
-        AddressError: it is malformed.
+        AddressError: the address is malformed.
     """
     match = _ADDRESS.fullmatch(address)
     port = 0 if match and match["port"] == "*" else int(match["port"]) if match else -1
@@ -25,7 +25,7 @@ def check_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is reachable from this machine only. Names are resolved; one that can't be is not loopback."""
+    """Whether only this machine can reach ``host``. A name is resolved; if that fails, it is not loopback."""
     if host == "*":
         return False
     try:
@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) -> None:
-    """Refuse to bind beyond loopback without keys, unless ``--insecure`` is given.
+    """Refuse to bind an address other than loopback without keys, unless ``--insecure`` is given.
 
     Raises:
         AddressError: the address is open to a network.
@@ -53,7 +53,7 @@ def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) ->
 
 
 def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None:
-    """Refuse to join a queue beyond loopback without keys, unless ``--insecure`` is given.
+    """Refuse to join a queue on another machine without keys, unless ``--insecure`` is given.
 
     Raises:
         AddressError: the queue is not authenticated, so another server could replace it.
@@ -67,10 +67,10 @@ def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None
 
 
 def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
-    """Refuse to send or receive weights beyond loopback on a network that is not declared trusted.
+    """Refuse to send or receive weights by collectives, except on loopback or a trusted network.
 
     Raises:
-        AddressError: collectives would listen on a network.
+        AddressError: collectives would listen on a network that is not trusted.
     """
     if not is_trusted and not is_loopback(host):
         raise AddressError(
@@ -81,7 +81,7 @@ def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
 
 
 def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
-    """Refuse to send or receive weights by ``tcp`` beyond loopback without keys, unless the network is trusted.
+    """Refuse to send or receive weights by ``tcp``, except with keys, on loopback or on a trusted network.
 
     Raises:
         AddressError: weights would be sent unencrypted and unauthenticated.
@@ -98,7 +98,7 @@ def local_host_towards(address: str) -> str:
     """Return the address of this machine's interface that reaches ``address``. No packet is sent.
 
     Raises:
-        AddressError: there is no route to it.
+        AddressError: this machine has no route to ``address``.
     """
     host, port = check_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

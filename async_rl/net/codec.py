@@ -29,14 +29,14 @@ from async_rl.sampling_mask import SamplingMask, split, why_malformed
 _T = TypeVar("_T")
 _COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
 Count = Annotated[int, msgspec.Meta(ge=0)]
-"""For the fields of records: a number that is not negative."""
+"""The type of a record's field that is an integer of at least 0."""
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
     """Return ``fields[key]``, which must be a ``kind``. An int is accepted as a float, but not a bool as an int.
 
     Raises:
-        WireError: the key is missing or of another type.
+        WireError: the key is missing, or its value has another type.
     """
     value: Any = fields.get(key)
     if type(value) is kind:
@@ -54,7 +54,7 @@ def read_as(plain: Any, kind: type[_T]) -> _T:
     The types are checked in C. Fields that a record does not have are ignored.
 
     Raises:
-        WireError: something is missing or of the wrong type.
+        WireError: a field is missing or has the wrong type.
     """
     try:
         return msgspec.convert(plain, kind)
@@ -66,8 +66,8 @@ class TurnFields(msgspec.Struct, frozen=True, gc=False):
     """The U turns of a group's R rollouts, one rollout after the other.
 
     Attributes:
-        counts: [R], adds up to U.
-        num_tokens: [U], under the mask.
+        counts: [R], turns of each rollout; they add up to U.
+        num_tokens: [U], tokens under the mask.
         rewards: [U].
         scores: [U].
     """
@@ -79,12 +79,12 @@ class TurnFields(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """The fields of a group's message in addition to its arrays. R rollouts of S sequences with T tokens in all.
+    """The fields of a group's message, without its arrays. The group has R rollouts, S sequences and T tokens.
 
     Attributes:
-        num_sequences: [R], adds up to S.
-        lengths: [S], tokens of each sequence, adds up to T.
-        reward_parts: by name [R], None for a rollout without that part.
+        num_sequences: [R], sequences of each rollout; they add up to S.
+        lengths: [S], tokens of each sequence; they add up to T.
+        reward_parts: for each name a list [R], with None for a rollout without that part.
         accuracy: [R].
         finish_reason: [R].
         extracted: [R].
@@ -157,7 +157,7 @@ def encode_group(group: Group) -> bytes:
 
 
 def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:
-    # A view of nothing can't be cast.
+    # The memory of an empty array can't be cast.
     return Pieces(dtype, [np.ascontiguousarray(array, dtype).data.cast("B") for array in arrays if len(array)])
 
 
@@ -166,15 +166,15 @@ _READER = TypedReader("group", GroupFields)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatGroup:
-    """A group's message as received, and checked.
+    """A received and checked message of a group. All arrays are views into the frame.
 
     Attributes:
-        fields: all but the arrays.
-        token_ids: int32 [T], one sequence after the other; like the other arrays a view into the frame.
+        fields: the fields without the arrays.
+        token_ids: int32 [T], one sequence after the other.
         loss_mask: bool [T].
         behavior_logprobs: float32 [T].
         versions: int32 [T].
-        sampling_mask: for the tokens under the mask; None if top-p and top-k excluded no token.
+        sampling_mask: the sampling mask of the tokens under ``loss_mask``; None if top-p and top-k excluded no token.
     """
 
     fields: GroupFields
@@ -262,7 +262,7 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     for array, dtype in zip(arrays, _COLUMN_DTYPES):
         if array.dtype != dtype or array.shape != (num_tokens,):
             raise WireError("expected four flat arrays of one length: int32, bool, float32, int32")
-    # Sums of other bytes would count tokens that are not there.
+    # With other bytes, a sum over the mask would be larger than the number of masked tokens.
     if np.greater(loss_mask.view(np.uint8), 1).tobytes().find(1) >= 0:
         raise WireError("expected a mask of bytes 0 and 1")
     _check_sum("lengths", fields.lengths, num_tokens)

@@ -1,8 +1,8 @@
-"""CURVE keys: they define who may connect to a run's sockets, and encrypt the messages.
+"""CURVE keys. They define which clients may connect to a run's sockets, and encrypt the messages.
 
-``async-rl keys new DIR`` makes a directory: ``queue.key`` (the server's pair), a file for every client (its pair, with
-the server's public key: all that a client needs) and ``allowed.txt``, the public keys that are admitted. Servers
-``guard`` their socket with it; clients ``identify`` themselves on theirs.
+``async-rl keys new DIR`` makes a directory with ``queue.key`` (the server's key pair), one file for each client (the
+client's key pair and the server's public key) and ``allowed.txt`` (the public keys of admitted clients). A server calls
+``guard`` for its socket, and a client calls ``identify``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NONE_FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A client's own key pair and the public key of the server that it trusts, as z85 text."""
+    """A client's key pair and the public key of the server that it trusts, as z85 text."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -42,10 +42,10 @@ class ClientKeys:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a client's file.
+        """Read a client's key file.
 
         Raises:
-            KeyFileError: it is missing, readable by others, or not a client's.
+            KeyFileError: the file is missing, readable by other users, or not a client's key file.
         """
         plain = _read_secret(Path(path), ("public", "secret", "server"))
         return cls(plain["public"], plain["secret"], plain["server"])
@@ -55,14 +55,14 @@ class ClientKeys:
         return ClientKeys(self.public, self.secret, public)
 
     def identify(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the keys on ``socket``, before ``connect``: nothing is sent to a server that can't prove its key."""
+        """Set the keys on ``socket``, before ``connect``. Nothing is sent to a server that can't prove its key."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = self.server
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """A server's key pair, as z85 text, and the file that lists the clients it admits."""
+    """A server's key pair, as z85 text, and the file that lists admitted clients."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -73,7 +73,7 @@ class ServerKeys:
         """Read ``queue.key`` of a directory that ``keys new`` made.
 
         Raises:
-            KeyFileError: a file is missing, readable by others, or not made by ``keys new``.
+            KeyFileError: a file is missing, readable by other users, or not made by ``keys new``.
         """
         plain = _read_secret(Path(directory) / SERVER_FILE, ("public", "secret"))
         return cls(plain["public"], plain["secret"], _checked_list(directory))
@@ -83,14 +83,17 @@ class ServerKeys:
         """Make a key pair for this process only, with the allow-list of ``directory``. Clients get the public key.
 
         Raises:
-            KeyFileError: there is no list.
+            KeyFileError: the allow-list is missing or malformed.
         """
         return cls(*zmq.curve_keypair(), _checked_list(directory))
 
     def guard(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> Guard:
-        """Set the keys on ``socket``, before ``bind``: only listed clients get in. The caller stops the guard last."""
+        """Set the keys on ``socket``, before ``bind``, so that it admits only listed clients.
+
+        The caller stops the guard after it has closed the socket.
+        """
         guard = _start_guard(context, AllowList(self.allowed))
-        # With a domain the guard must be asked: without its answer no client is admitted.
+        # With a domain, libzmq admits a client only if the guard answers.
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         return guard
@@ -103,7 +106,7 @@ class Guard(Protocol):
 
 
 class AllowList:
-    """The public keys of ``allowed.txt``, read again whenever it changed. Safe to use from several threads."""
+    """The public keys of ``allowed.txt``. The file is read again whenever it has changed. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -115,7 +118,7 @@ class AllowList:
         return self.name_of(key) is not None
 
     def name_of(self, key: bytes) -> str | None:
-        """The client's name; None if it is not on the list, or the list can't be read."""
+        """The name of the client with this public key; None if the key is not listed, or the list can't be read."""
         with self._lock:
             self._refresh()
             return self._names.get(key)
@@ -141,10 +144,10 @@ def _start_guard(context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList)
 
 
 def client_keys_of(directory: str | None) -> ClientKeys | None:
-    """The client keys of the directory ``queue.keys``; None without encryption.
+    """The keys of ``client.key`` in the directory ``queue.keys``; None if that is unset.
 
     Raises:
-        KeyFileError: as ``ClientKeys.load``.
+        KeyFileError: see ``ClientKeys.load``.
     """
     return None if directory is None else ClientKeys.load(Path(directory) / CLIENT_FILE)
 
@@ -152,10 +155,11 @@ def client_keys_of(directory: str | None) -> ClientKeys | None:
 def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
     """Make the missing keys of ``directory``: the server's, ``client.key`` and those of ``clients``.
 
-    Existing keys are never replaced. Returns lines that describe what was done.
+    Existing keys are never replaced. Return one line of text for each file that was made or kept.
 
     Raises:
-        KeyFileError: a name is unfit, the directory is open to others, can't be written, or lost its ``queue.key``.
+        KeyFileError: a client's name is not allowed; or the directory is accessible to other users, can't be written,
+            or has client keys without ``queue.key``.
     """
     names = list(dict.fromkeys((DEFAULT_CLIENT, *clients)))
     for name in names:
@@ -198,10 +202,10 @@ def _make_client(directory: Path, name: str, server: bytes) -> str:
 
 
 def read_allowed(path: Path) -> dict[bytes, str]:
-    """Map public keys to names; the name may be missing.
+    """Return the names of clients by public key. A key without a name is ``unnamed``.
 
     Raises:
-        KeyFileError: others may write it, or a line is not a key and a name. OSError: it can't be read.
+        KeyFileError: other users may write the file, or a line is malformed. OSError: the file can't be read.
     """
     text, mode = _read(path)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -218,7 +222,7 @@ def read_allowed(path: Path) -> dict[bytes, str]:
 
 
 def _checked_list(directory: str | Path) -> Path:
-    """Return the allow-list of ``directory``. It is read once now, so that a mistake in it is reported at the start."""
+    """Return the path of the allow-list of ``directory``. Read it once, to report a mistake at the start."""
     path = Path(directory) / ALLOWED_FILE
     try:
         read_allowed(path)
@@ -242,7 +246,7 @@ def _read_secret(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     except tomllib.TOMLDecodeError:
         plain = {}
     keys = {name: plain.get(name) for name in names}
-    # The text itself is never shown: it holds a secret.
+    # The error does not show the text, because it contains a secret.
     wrong = [name for name, key in keys.items() if not isinstance(key, str) or not _KEY.fullmatch(key)]
     if wrong:
         raise KeyFileError(

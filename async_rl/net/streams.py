@@ -1,8 +1,8 @@
 """Streams of bytes between processes: TCP sockets and pipes. Read exactly n bytes, and send messages as frames.
 
-A frame is a little-endian uint32 length and that many bytes. Readers take a function ``read(size)`` that returns at
-least one byte and at most ``size``, or nothing at the end of the stream: ``socket.recv``, or a function that waits
-until a deadline first. Called by environments, rewards, doctor and the weights' transports. No torch, no ZeroMQ.
+A frame is a little-endian uint32 length, followed by that many bytes. Functions here get a function ``read(size)`` that
+returns 1 to ``size`` bytes, or ``b""`` at the end of the stream: ``socket.recv``, or the result of ``until``, which has
+a deadline. Called by environments, rewards, doctor and the weights' transports. No torch, no ZeroMQ.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CHUNK_BYTES = 1 << 20
 
 
 class StreamEndedError(ConnectionError):
-    """The stream ended before all the bytes that were expected."""
+    """The stream ended before all expected bytes arrived."""
 
 
 def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = False) -> bytes:
-    """Read ``size`` bytes; with ``may_end``, nothing if the stream ends before the first of them.
+    """Read ``size`` bytes. With ``may_end``, return ``b""`` if the stream ends before the first byte.
 
     Raises:
         StreamEndedError: the stream ended before the last byte.
@@ -45,9 +45,9 @@ def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = Fal
 
 
 def until(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
-    """A ``read`` for the functions above that ends at ``deadline`` (``time.monotonic``), however the bytes trickle in.
+    """Return a ``read`` function that waits for bytes until ``deadline`` (``time.monotonic``), over all calls.
 
-    It changes the connection's timeout. Raises TimeoutError (an OSError): the deadline has passed.
+    It changes the connection's timeout. It raises TimeoutError (an OSError) after the deadline.
     """
 
     def read(size: int) -> bytes:
@@ -61,28 +61,28 @@ def until(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
 
 
 class UnauthenticatedPeers:
-    """How many connections have not authenticated themselves yet, in all and by address. Not thread-safe."""
+    """Limits connections that have not authenticated themselves yet, in total and by address. Not thread-safe."""
 
     def __init__(self, *, most: int, most_of_address: int) -> None:
         self._most, self._most_of_address = most, most_of_address
         self._counts: Counter[str] = Counter()
 
     def admit(self, address: str) -> bool:
-        """Count a new connection from ``address``; False, and nothing is counted, if there are too many."""
+        """Count a new connection from ``address``. If there are too many already, return False and don't count it."""
         if self._counts.total() >= self._most or self._counts[address] >= self._most_of_address:
             return False
         self._counts[address] += 1
         return True
 
     def release(self, address: str) -> None:
-        """The connection has authenticated itself, or ended."""
+        """Stop counting a connection, which has authenticated itself or ended."""
         self._counts[address] -= 1
         if not self._counts[address]:
             del self._counts[address]
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit on open files as far as it may. Return the limit."""
+    """Raise this process's limit on open files to the hard limit. Return that limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -109,7 +109,7 @@ def receive_into(connection: socket.socket, into: memoryview) -> None:
 
 
 def pack_frame(body: bytes) -> bytes:
-    """``body`` as a frame."""
+    """Return ``body`` as a frame."""
     return _LENGTH.pack(len(body)) + body
 
 
@@ -128,13 +128,13 @@ def read_body(read: Callable[[int], bytes], header: bytes, *, max_bytes: int) ->
     """Read the body of the frame whose first ``LENGTH_BYTES`` are ``header``.
 
     Raises:
-        WireError, StreamEndedError: as ``read_frame``.
+        WireError, StreamEndedError: see ``read_frame``.
     """
     return read_exactly(read, _checked_length(header, max_bytes))
 
 
 def take_frame(buffer: bytearray, *, max_bytes: int) -> bytes | None:
-    """Take the body of the first frame out of ``buffer``; None if the frame is not complete yet.
+    """Remove the first frame from ``buffer`` and return its body; None if the frame is not complete yet.
 
     Raises:
         WireError: the frame is longer than ``max_bytes``.

@@ -1,4 +1,4 @@
-"""Frames: a message is one contiguous byte string, whose arrays are read without a copy, followed by its parts.
+"""The wire format. A message is a frame (one byte string, whose arrays are read without a copy) and its parts.
 
 Layout (little-endian)::
 
@@ -9,8 +9,8 @@ the padded header and are multiples of ``ALIGNMENT``. Everything read from a fra
 against the size of the frame, before memory is allocated. A ``TypedReader`` reads messages of one frequent type and
 checks their fields in C. Arrays are read-only views into the frame.
 *Parts* are byte strings that follow the frame as separate frames, so that a process can forward them without a copy or
-decoding. The code that sends and receives frames handles them; this module only counts them.
-Errors quote through ``reprlib``: the quoted data may be huge, or nested deeper than ``repr`` supports.
+decoding. This module only counts parts; the code that sends and receives frames handles them.
+Error messages quote data with ``reprlib``, because it may be huge, or nested more deeply than ``repr`` supports.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Limits:
     """Limits on the contents of a frame.
 
     ``max_items`` limits the length of every list and map of its fields; ``max_depth`` limits their nesting, including
-    the header's own list. If ``max_depth`` is None, the sender is trusted: its fields are not checked for these two
-    limits, nor for being plain data.
+    the header's outer list. If ``max_depth`` is None, the sender is trusted: neither these two limits nor the types of
+    its fields are checked.
     """
 
     max_bytes: int = 1 << 30
@@ -82,14 +82,14 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
 
 Piece = bytes | memoryview
-"""A piece of a frame. A view must be of plain bytes, so that its length is its size."""
+"""A piece of a frame. A memoryview must have items of one byte, so that ``len`` is its number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
     """One flat array of ``dtype`` (numpy's ``str``), in contiguous pieces.
 
-    The pieces are joined only in the frame. Joining them before would copy them once more.
+    ``encode`` joins the pieces in the frame. Joining them earlier would cost another copy.
     """
 
     dtype: str
@@ -115,7 +115,7 @@ _DECODER = msgspec.msgpack.Decoder()
 
 
 def pack_plain(data: Any) -> bytes:
-    """Pack maps, lists, text, bytes and numbers (also of numpy) as msgpack. Tuples are unpacked as lists.
+    """Pack maps, lists, text, bytes and numbers (also numpy's) as msgpack. Tuples become lists.
 
     Raises:
         TypeError: the data contains another type. OverflowError, ValueError, RecursionError: it is too large, or nested
@@ -203,17 +203,17 @@ class TypedReader(Generic[_F]):
         self._decoder = msgspec.msgpack.Decoder(_TypedHeader[fields])
 
     def read(self, frame: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[_F, Arrays]:
-        """The fields and arrays in ``frame``.
+        """Return the fields and arrays in ``frame``.
 
         Raises:
-            WireError: as for ``decode``, or the fields are not those of the type.
+            WireError: as for ``decode``; or the frame is of another type, has parts, or has unfit fields.
         """
         view = memoryview(frame).toreadonly()
         raw, start = _raw_header(view, limits)
         try:
             header: _TypedHeader[_F] = self._decoder.decode(raw)
         except (ValueError, RecursionError) as error:
-            # An error that applies to any message, such as its schema, is the better report.
+            # If the frame is wrong for any type (e.g. its schema), ``decode`` raises a clearer error.
             decode(frame, limits)
             raise WireError(f"not the fields of a {self._type!r} message: {error}") from error
         if (header.schema, header.type, header.num_parts) != (SCHEMA_VERSION, self._type, 0):
@@ -228,7 +228,7 @@ class TypedReader(Generic[_F]):
 
 
 def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
-    """The header's bytes, and the offset of the first array."""
+    """Return the header's bytes and the offset of the first array."""
     if len(view) > limits.max_bytes:
         raise WireError(f"expected at most {limits.max_bytes} bytes, got {len(view)}")
     if len(view) < _PREFIX.size:
@@ -261,7 +261,7 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
 
 
 def _unpacked(raw: memoryview) -> Any:
-    """Unpack msgpack. It allocates nothing for items that are only claimed, and limits the nesting."""
+    """Unpack msgpack. The decoder limits the nesting, and allocates no memory for items that the data lacks."""
     try:
         return _DECODER.decode(raw)
     except (ValueError, TypeError, RecursionError) as error:
@@ -287,7 +287,7 @@ def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None
                 values = container.values()
             kinds = set(map(type, values))
             if not kinds <= _PLAIN:
-                # Extension types of msgpack, timestamps among them.
+                # For example extension types of msgpack, such as timestamps.
                 raise WireError(f"expected plain data, got {(kinds - _PLAIN).pop().__name__}")
             if not _CONTAINERS.isdisjoint(kinds):
                 deeper += [value for value in values if type(value) in _CONTAINERS]

@@ -1,9 +1,9 @@
-"""Every message between the queue server and its clients, as records: sent as they are, checked by type on arrival.
+"""All messages between the queue server and its clients, as records. The receiver checks the types of their fields.
 
-The first part has the records that several messages and the queue itself use; then come the requests, filed by sender,
-and the replies, filed by receiver. ``REQUESTS`` and ``REPLIES`` name the wire type of each.
+First come records that several messages and the queue itself use, then the requests, grouped by sender, and the
+replies, grouped by receiver. ``REQUESTS`` and ``REPLIES`` list the wire type of each.
 
-One ROUTER socket serves everyone. Every request carries ``request_id``, and its reply carries the same id. A client
+One ROUTER socket serves all clients. Every request carries ``request_id``, and its reply carries the same id. A client
 repeats a request under the same id until it is answered, so every handler is idempotent. Any reply to a generator may
 also carry a notice (``announcement``, ``cancelled``, ``finished``); a message of type ``notice`` without
 ``request_id`` carries only that. Several messages to one peer may travel as the frames of one multipart message.
@@ -21,7 +21,7 @@ from async_rl.net.codec import Count
 from async_rl.records import Group, Lease, Prompt
 
 RECEIVE_HIGH_WATER_MARK = 64
-"""Number of messages of one peer that may wait in memory."""
+"""Maximum number of received messages of one peer that wait in memory."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """A name that the server stores; its length is limited."""
 
@@ -35,11 +35,11 @@ Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "
 """The outcome of a returned group."""
 
 FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error"]
-"""Why a generator returns a lease unsampled. A prompt that is too long is refused at once, without a retry."""
+"""The reason why a generator returns a lease without a group. A prompt that is too long is not tried again."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """The newest published version. ``channel`` is the learner's weights address, ``digest`` the manifest's.
+    """The newest published version. ``channel`` is the learner's weights address, ``digest`` its manifest's digest.
 
     ``probe`` holds tokens that generators must score at this version (``parity.decode_probe``). It may be empty.
     """
@@ -52,7 +52,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Everything a stateless generator needs. ``files`` are the model config and the tokenizer, name -> bytes."""
+    """The data that a generator needs to start. ``files`` has the model config and the tokenizer, name -> bytes."""
 
     run_id: str
     config_toml: str
@@ -60,7 +60,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class GeneratorStats(msgspec.Struct, frozen=True):
-    """Totals since the generator started. Seconds are wall-clock; sequence-seconds sum over running sequences."""
+    """Totals since the generator started. Times are wall-clock; ``busy_sequence_s`` is a sum over running sequences."""
 
     max_running: int = 0
     wall_s: float = 0.0
@@ -74,7 +74,7 @@ class GeneratorStats(msgspec.Struct, frozen=True):
 class LeasesGranted(msgspec.Struct, frozen=True):
     """Answer to a lease request.
 
-    Without a lease, ``reason`` is the reason; ``activate`` names a version that the generator must activate first.
+    If no lease is granted, ``reason`` says why, and ``activate`` may name a version that the generator must activate.
     """
 
     leases: tuple[Lease, ...]
@@ -96,7 +96,7 @@ class Returned(msgspec.Struct, frozen=True):
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """A version (or a learner) that the generator did not know."""
+    """The queue announced a version, or a learner, that is new to this generator."""
 
     announcement: Announcement
 
@@ -109,8 +109,9 @@ GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
 
 
 class TakenGroup(msgspec.Struct, frozen=True, eq=False):
-    """A group handed to the learner. ``queued_s`` is its time in the queue; ``masked`` marks ``refill = false``.
+    """A group that the learner took. ``queued_s`` is its time in the queue.
 
+    ``masked``: its accuracy is outside ``queue.filter_range``, but ``queue.refill = false`` keeps it in the batch.
     ``arrival_version`` is the newest announced version when the group arrived, so that staleness in flight
     (arrival_version - sampled version) and in the queue (trained version - arrival_version) can be distinguished.
     """
@@ -123,7 +124,7 @@ class TakenGroup(msgspec.Struct, frozen=True, eq=False):
 
 
 class QueueStats(msgspec.Struct, frozen=True):
-    """The queue at one instant. ``generators`` sums the cumulative stats of the ``alive_generators`` (their ids)."""
+    """Statistics of the queue. ``generators`` is the sum over the generators in ``alive_generators`` (ids)."""
 
     depth: int
     bytes: int
@@ -145,8 +146,8 @@ class Batch(msgspec.Struct, frozen=True):
 class NotReady(msgspec.Struct, frozen=True):
     """Answer to a take that can't be filled yet. ``reason`` is one line for the watchdog.
 
-    ``stop`` is a diagnosis if the run can't continue. ``exhausted``: the stream has ended, and fewer groups are left
-    than a step needs.
+    ``stop`` says why the run can't continue; empty if it can. ``exhausted``: no further step can be filled, because the
+    stream has ended or all steps are trained.
     """
 
     reason: str
@@ -158,7 +159,7 @@ class NotReady(msgspec.Struct, frozen=True):
 class TrainedCounts(msgspec.Struct, frozen=True):
     """Counts of a trained step, for the ledger of rollouts and tokens (sums over its groups).
 
-    Every rollout and every received token of the step is trained or masked (by its first cause).
+    Each rollout and each received token of the step counts as trained, or as masked under its first cause.
     """
 
     stepped: bool
@@ -176,7 +177,7 @@ class Acked(msgspec.Struct, frozen=True):
 
 
 class EvalResult(msgspec.Struct, frozen=True, eq=False):
-    """One finished evaluation: every row's group with its prompt, in row order."""
+    """One finished evaluation: the prompt and the group of every row, in row order."""
 
     dataset: str
     step: int
@@ -184,7 +185,7 @@ class EvalResult(msgspec.Struct, frozen=True, eq=False):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """Fields of every request in addition to its own. Every reply repeats them."""
+    """A field of every request in addition to those of its record. The reply repeats it."""
 
     request_id: Name | None = None
 
@@ -193,7 +194,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True):
-    """The sender takes over the queue. The parts are the ``files`` in this order, then the snapshot if there is one."""
+    """The sender takes over the queue. The parts are the ``files`` in order, then the snapshot if there is one."""
 
     run_id: str
     lineage: Name
@@ -221,7 +222,7 @@ class ConfirmLineage(OfLearner, frozen=True):
 
 
 class LearnerGoodbye(OfLearner, frozen=True):
-    """The learner ends. The server waits ``experimental.linger_s`` for the next one."""
+    """The learner ends. The server waits ``experimental.linger_s`` for another learner."""
 
 
 class Evaluate(OfLearner, frozen=True):
@@ -244,7 +245,7 @@ class AwaitEval(OfLearner, frozen=True):
 
 
 class Take(OfLearner, frozen=True):
-    """Take the groups of the next step. ``step`` steps are done; the groups are trained first at ``version``."""
+    """Take the groups of the next step, after ``step`` steps. The learner trains them first at ``version``."""
 
     step: int
     version: int
@@ -254,7 +255,7 @@ class StepAck(msgspec.Struct, frozen=True):
     """The step that was taken as ``step`` is done, and the learner is at ``version``.
 
     ``lease_bound`` is the staleness bound of new leases; if unset, ``queue.max_staleness``. If ``snapshot``, the answer
-    carries the queue's snapshot for a checkpoint.
+    contains the queue's snapshot for a checkpoint.
     """
 
     lineage: str
@@ -270,7 +271,7 @@ class TakeSnapshot(OfLearner, frozen=True):
 
 
 class CheckpointCommitted(OfLearner, frozen=True):
-    """The checkpoint after ``step`` steps is complete. The server may delete what only older ones need."""
+    """The checkpoint after ``step`` steps is complete. The server may delete groups that only older ones need."""
 
     step: int
 
@@ -295,7 +296,7 @@ class OfGenerator(msgspec.Struct, frozen=True):
 
 
 class Hello(OfGenerator, frozen=True):
-    """Register a generator. The one that it ``replaces`` is dead: that one's leases are requeued at once."""
+    """Register a generator. ``replaces`` names a dead generator, whose leases are requeued at once."""
 
     host: Name
     backend: Name
@@ -311,20 +312,20 @@ class LeaseRequest(OfGenerator, frozen=True):
 
 
 class Heartbeat(OfGenerator, frozen=True):
-    """Progress by lease. A lease whose number does not grow expires."""
+    """Report progress by lease. A lease expires if its progress does not grow for ``queue.lease_timeout_s``."""
 
     progress: dict[str, Count]
     stats: GeneratorStats
 
 
 class ReturnGroups(OfGenerator, frozen=True):
-    """Finished groups. The parts are the encoded groups of these leases, in this order."""
+    """Return finished groups. The parts are the encoded groups of these leases, in this order."""
 
     lease_ids: tuple[str, ...]
 
 
 class FailLease(OfGenerator, frozen=True):
-    """A lease is returned unsampled. ``detail`` is for people."""
+    """Return a lease without a group. ``detail`` is text for people."""
 
     lease_id: str
     cause: FailureCause
@@ -343,7 +344,7 @@ class Goodbye(OfGenerator, frozen=True):
     """A generator leaves. Its leases are requeued at once."""
 
 
-# Requests of anyone.
+# Requests of any client.
 
 
 class Ping(msgspec.Struct, frozen=True):
@@ -376,7 +377,7 @@ class TakenEntry(msgspec.Struct, frozen=True):
 
 
 class BatchPart(msgspec.Struct, frozen=True):
-    """Some groups of a batch of ``num_groups``, starting with number ``first``. The parts are the encoded groups.
+    """Groups ``first``, ``first + 1``, ... of a batch of ``num_groups`` groups. The parts are the encoded groups.
 
     If ``more``, further messages of the same reply follow.
     """
@@ -388,7 +389,7 @@ class BatchPart(msgspec.Struct, frozen=True):
 
 
 class EvalRow(msgspec.Struct, frozen=True):
-    """A row of a finished evaluation. Its encoded group is a part, unless the row could not be sampled."""
+    """A row of a finished evaluation. If ``answered``, a part has its group; if not, it could not be sampled."""
 
     prompt: Prompt
     answered: bool
@@ -409,13 +410,13 @@ class EvalResults(msgspec.Struct, frozen=True):
 
 
 class EvalWait(msgspec.Struct, frozen=True):
-    """The reason why no evaluation is finished; empty once one is."""
+    """The reason why no evaluation can be delivered yet; empty if one can."""
 
     reason: str
 
 
 class ProbeAnswers(msgspec.Struct, frozen=True):
-    """The parts are the encoded answers of these generators, in this order."""
+    """Answers to probes. The parts are the encoded answers of these generators, in this order."""
 
     generators: tuple[str, ...]
 
@@ -424,7 +425,7 @@ class ProbeAnswers(msgspec.Struct, frozen=True):
 
 
 class WelcomeReply(msgspec.Struct, frozen=True):
-    """A ``Welcome``. The parts are the ``files``, by name in this order."""
+    """A ``Welcome``. ``files`` lists file names; the parts are their contents, in the same order."""
 
     run_id: str
     config_toml: str
@@ -438,7 +439,7 @@ class NotYet(msgspec.Struct, frozen=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """Leases to stop sampling."""
+    """Answer to a heartbeat. The generator must stop sampling the ``cancelled`` leases."""
 
     cancelled: tuple[str, ...]
 
@@ -450,15 +451,15 @@ class ReturnReply(msgspec.Struct, frozen=True):
     why: dict[str, str]
 
 
-# Replies to anyone.
+# Replies to any client.
 
 
 class Ok(msgspec.Struct, frozen=True):
-    """Done."""
+    """The request succeeded."""
 
 
 class Pong(msgspec.Struct, frozen=True):
-    """``versions`` are those of the packages that are installed where the server runs."""
+    """Answer to a ping. ``versions`` has the versions of the packages that are installed where the server runs."""
 
     run_id: str
     attached: bool

@@ -2,8 +2,8 @@
 
 The learner scores a few given tokens while it holds a version. It sends them, as a ``Probe``, with the version's
 announcement. Every generator scores the same tokens once it has activated that version, and returns its ``Answer``
-through the queue. So neither side waits, and each generator is compared at exactly one version. The two sides are in
-``learner.parity`` and ``generator.parity``; the doctor compares in one process.
+through the queue. So neither side waits, and both sides score at the same version. ``learner.parity`` and
+``generator.parity`` implement the two sides; the doctor compares in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUNDED_LIMIT = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeSequence:
-    """Tokens int32 [T], of which the last ``num_scored`` are scored, each after all those before it."""
+    """Tokens, int32 [T]. The last ``num_scored`` of them are scored, each given all tokens before it."""
 
     token_ids: np.ndarray
     num_scored: int
@@ -43,8 +43,8 @@ class Probe:
     """The tokens that generators must score at ``version``, and the learner's results.
 
     Attributes:
-        temperature: the divisor of the logits. There is no top-p and no top-k.
-        logprobs: the learner's, float32 [num_scored] of every sequence, nats.
+        temperature: the divisor of the logits. Top-p and top-k are not applied.
+        logprobs: the learner's log-probabilities, float32 [num_scored] for each sequence, nats.
         dtype: the dtype in which the learner computes, by torch's name.
         limit: ``experimental.parity_limit``; if None, it depends on the dtypes of both sides.
     """
@@ -63,7 +63,7 @@ class Answer:
     """A generator's results at the probe's version.
 
     Attributes:
-        logprobs: float32, of all scored tokens in order; None if its engine can't score given tokens.
+        logprobs: float32 [N], for all scored tokens in order; None if the engine can't score given tokens.
         backend, dtype: the engine, and the dtype in which it computes.
         cause: the likely cause of a difference above the limit, found by the generator's experiments; empty if unknown.
         excluded: the causes that those experiments excluded.
@@ -81,7 +81,7 @@ class Answer:
 class Difference:
     """|engine - learner| over ``tokens`` log-probabilities, nats; ``bias`` is the mean of engine - learner.
 
-    A difference is infinite if one side gives a token no probability.
+    A difference is infinite if one side gives a token the probability 0.
     """
 
     tokens: int
@@ -93,7 +93,7 @@ class Difference:
     bias: float
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """``parity/mean`` and so on, for a row of ``metrics.jsonl``."""
+        """All fields but ``bias``, with ``prefix`` before each name, for a row of ``metrics.jsonl``."""
         names = ("tokens", "mean", "p50", "p95", "p99", "max")
         return {f"{prefix}{name}": getattr(self, name) for name in names}
 
@@ -124,7 +124,7 @@ def compare(engine: np.ndarray, learner: np.ndarray) -> Difference:
 def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
     """The mean |difference| above which the two sides count as different.
 
-    Kernels that round to bfloat16 differ by about 0.01 from one another; float32 ones by 1e-6.
+    Results of two kernels differ by about 0.01 if they round to bfloat16, and by 1e-6 in float32.
     """
     if limit is not None:
         return limit
@@ -134,7 +134,7 @@ def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
 def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:
     """Whether the engine seems to exclude tokens (top-p, top-k) that the learner counts.
 
-    Then every excluded token has no probability, and every other token has a greater one than at the learner.
+    Then the engine gives every excluded token the probability 0, and all others a higher one than the learner does.
     """
     delta = engine.astype(np.float64) - learner.astype(np.float64)
     kept = delta[engine > -np.inf]
@@ -157,7 +157,7 @@ def decode_probe(data: bytes) -> Probe:
     """The inverse of ``encode_probe``.
 
     Raises:
-        WireError: it is malformed.
+        WireError: the data is malformed.
     """
     message = decode(data, _LIMITS)
     scored, arrays = field(message.fields, "scored", list), message.arrays
@@ -193,7 +193,7 @@ def decode_answer(data: bytes) -> Answer:
     """The inverse of ``encode_answer``.
 
     Raises:
-        WireError: it is malformed.
+        WireError: the data is malformed.
     """
     message = decode(data, _LIMITS)
     fields: Any = message.fields
