@@ -1,5 +1,5 @@
-"""What every process of a run needs: starting children, ending with the parent, importing the user's own code.
+"""Helpers for every process of a run: start children, end with the parent, import the user's code.
 
-Enters the name of a module to start, of a fault point, or of code that a config names; leaves a running child, a
-process that ends with its parent, or imported code whose source has the expected digest. Every folder above calls it.
+It also has the fault points of tests, and checks that imported code has the expected digest. Every folder of a higher
+layer calls this one.
 """

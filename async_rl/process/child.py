@@ -1,6 +1,6 @@
-"""How a process of a run starts, ends with its parent, and keeps the memory that it frees.
+"""Start processes of a run, end them with their parent, and let them reuse freed memory.
 
-``module_command`` and ``package_environment`` start a module of this very package, wherever it was imported from.
+``module_command`` and ``package_environment`` start a module of the same copy of this package.
 
 ``ParentWatch`` is a pipe that closes when the parent dies. ``launch`` holds the write end and never writes. Every child
 inherits the read end, whose number is in ``ASYNC_RL_PARENT_WATCH_FD``; every role's command calls ``watch_parent``
@@ -25,7 +25,7 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 PARENT_WATCH_FD = "ASYNC_RL_PARENT_WATCH_FD"
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK_BYTES = 32 << 20
@@ -42,13 +42,13 @@ def module_command(module: str, *arguments: str, flags: Sequence[str] = ()) -> t
 
 
 def package_path(inherited: Mapping[str, str]) -> str:
-    """The value of ``PYTHONPATH`` that finds this package first, then what ``inherited`` lists."""
+    """Return a ``PYTHONPATH`` with this package first, then the folders in ``inherited``."""
     others = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", PACKAGE_ROOT)]
     return os.pathsep.join([PACKAGE_ROOT, *others])
 
 
 def package_environment() -> dict[str, str]:
-    """This process's environment, in which a child finds this package first."""
+    """Return a copy of this process's environment in which a child finds this package first."""
     return {**os.environ, "PYTHONPATH": package_path(os.environ)}
 
 
@@ -70,12 +70,12 @@ class ParentWatch:
     """The parent's side of the pipe: open as long as the parent lives."""
 
     def __init__(self) -> None:
-        self.read_fd, self._write_fd = os.pipe()  # both close on exec: only ``spawn`` hands one on
+        self.read_fd, self._write_fd = os.pipe()  # both close on exec, so only ``spawn`` passes one to a child
 
     def spawn(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
-        """Start ``command`` in a process group of its own; it ends with this parent. Append its output to ``log``.
+        """Start ``command`` in a new process group and append its output to ``log``. It ends when this process ends.
 
         It inherits the descriptors ``pass_fds``.
 
@@ -102,8 +102,8 @@ class ParentWatch:
 def watch_parent() -> bool:
     """End this process (and the group it leads) when the parent dies.
 
-    Returns False, and does nothing, where the environment names no parent watch. Removes the variable, since this
-    process's own children don't inherit the descriptor.
+    Return False, and do nothing, if the environment variable is not set. Remove the variable, because the children of
+    this process don't inherit the descriptor.
     """
     value = os.environ.pop(PARENT_WATCH_FD, None)
     if value is None:
@@ -119,8 +119,8 @@ def _wait_for_end(fd: int) -> None:
         pass
     sys.stderr.write("the parent process is gone: ending\n")
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        _kill_group_and_exit(grace_s=0.0)  # SIGTERM would end this process at once, and nobody would end the group
-    # Not a daemon: the interpreter waits for it, so the group is killed even when the main thread ends in time.
+        _kill_group_and_exit(grace_s=0.0)  # SIGTERM would end only this process and leave its group running
+    # Not a daemon: the interpreter waits for the thread, so the group is killed even if the main thread ends first.
     threading.Thread(target=_kill_group_and_exit, args=(GRACE_S,), name="parent-watch-end", daemon=False).start()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -143,7 +143,7 @@ def exit_on_sigterm() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine lives. A dead process that nobody has waited for does not."""
+    """Return whether a process of this machine lives. A zombie (dead, but not yet waited for) does not live."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

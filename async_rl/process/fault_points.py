@@ -1,7 +1,7 @@
 """Named points in the code where a fault test can stop a process, to kill it or another one at that moment.
 
 ``ASYNC_RL_FAULTS`` names a directory. A file NAME in it arms the point NAME: the first process that gets there renames
-the file to NAME.PID and stops as by SIGSTOP, until the test kills it or sends SIGCONT. If the variable is unset, a
+the file to NAME.PID and stops, as after SIGSTOP, until the test kills it or sends SIGCONT. If the variable is unset, a
 point costs one comparison. ``FAULT_POINTS`` lists all points.
 """
 

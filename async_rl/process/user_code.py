@@ -1,4 +1,4 @@
-"""Imports the user's own code that a config names. The code is never sent: every machine that runs it must have it.
+"""Import user code that a config names. The code is never sent: every machine that runs it must have a copy.
 
 A name is ``module:attribute`` (the working directory is searched last) or ``file.py:attribute``. An environment's name
 may omit the attribute; it is then the module itself. A machine runs only code that its operator allowed by name
@@ -50,7 +50,7 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
     """Check that this machine allows the modules and files of all ``names``.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a module or file is not allowed.
     """
     for name in names:
         place, _ = _parts(name)
@@ -75,7 +75,7 @@ def code_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
-    """The digest that the source of ``name`` must have; None if any source will do.
+    """Return the digest that the source of ``name`` must have; None if any source is accepted.
 
     Args:
         digests: the learner's digests; None if the caller itself named the code.
@@ -100,7 +100,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
         digest: expected digest of the source, from ``digest_of``; None to skip the comparison.
 
     Raises:
-        ConfigError: the code is not allowed, missing, of another source, or fails to import.
+        ConfigError: the code is not allowed or missing, its source has another digest, or its import fails.
     """
     check_allowed([name], allowed)
     _, attribute = _parts(name)
@@ -116,7 +116,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
         )
     folder = LocalFolder(search_folder(source))
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that nothing there hides an installed module
+        sys.path.append(folder)  # last, so that no module there hides an installed one
     try:
         module = sys.modules.get(spec.name)
         if module is None:
@@ -124,7 +124,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
             sys.modules[spec.name] = module
             assert spec.loader is not None  # it has a source file
             spec.loader.exec_module(module)
-    except Exception as error:  # the user's own code raises whatever it likes
+    except Exception as error:  # user code may raise anything
         sys.modules.pop(spec.name, None)
         raise ConfigError(f"{name}: importing {source} failed: {type(error).__name__}: {error}") from error
     _check_origins(sources, name)
@@ -175,7 +175,7 @@ def read_digests(content: bytes | None) -> Mapping[str, str]:
 
 
 def _parts(name: str) -> tuple[str, str | None]:
-    """Module or file, and attribute."""
+    """Split a name into its module or file, and its attribute."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise ConfigError(f"expected module:name or file.py:name, got {name!r}")
@@ -192,10 +192,10 @@ def _spec(name: str) -> ModuleSpec:
         spec = importlib.util.spec_from_file_location(f"async_rl_local_{path.stem}_{digest}", path)
     else:
         if os.getcwd() not in sys.path and "" not in sys.path:
-            sys.path.append(os.getcwd())  # last, so that nothing there hides an installed module
+            sys.path.append(os.getcwd())  # last, so that no module there hides an installed one
         try:
             spec = importlib.util.find_spec(place)
-        except Exception as error:  # a parent package runs when it is looked into, and may raise anything
+        except Exception as error:  # the search runs parent packages, which may raise anything
             raise ConfigError(f"{name}: can't import {place}: {type(error).__name__}: {error}") from error
     if spec is None:
         raise ConfigError(
@@ -206,7 +206,7 @@ def _spec(name: str) -> ModuleSpec:
 
 
 def _sources(spec: ModuleSpec, name: str) -> dict[str, Path]:
-    """As ``source_files``; the named file first."""
+    """Return the result of ``source_files``, with the named file first."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise ConfigError(f"{name}: expected a module with a Python source file, got {spec.origin or 'none'}")
     return source_files(spec, Path(spec.origin))
@@ -224,7 +224,7 @@ def _digest(sources: Mapping[str, Path]) -> str:
 
 
 def _check_origins(sources: Mapping[str, Path], name: str) -> None:
-    """Check that the imported modules are the files whose digest was taken; a process has one module of each name.
+    """Check that imported modules come from the files that the digest covers: a process has one module per name.
 
     Raises:
         ConfigError: a module of the same name was imported from elsewhere before.
@@ -261,7 +261,7 @@ def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
     folder = search_folder(source)
     found = {spec.name: source}
     if folder.name in _INSTALLED and source.parent == folder:
-        return found  # a module that is installed as a single file: the files next to it belong to other packages
+        return found  # the module is installed as a single file; the files next to it belong to other packages
     root = folder / source.relative_to(folder).parts[0] if source.parent != folder else folder
     # Where a module is imported by its name, its packages run first.
     todo = [".".join(spec.name.split(".")[:depth]) for depth in range(1, spec.name.count(".") + 1)]
@@ -279,16 +279,16 @@ def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
 
 
 def _find(name: str, folder: Path) -> Path | None:
-    """The file in ``folder`` that Python would import as ``name``, if that were the only ``LocalFolder``.
+    """Return the file in ``folder`` that Python would import as ``name`` if ``folder`` were the only ``LocalFolder``.
 
-    None if there is none, or if another place of ``sys.path`` comes first.
+    Return None if there is no such file, or if an earlier entry of ``sys.path`` has the module.
     """
     first, *rest = name.split(".")
     places = [*(place for place in sys.path if not isinstance(place, LocalFolder)), str(folder)]
     top = PathFinder.find_spec(first, places)
     if top is None or (top.origin is not None and not Path(top.origin).resolve().is_relative_to(folder)):
         return None
-    # Below the top all is in its folder, with or without an __init__.py.
+    # All submodules are in the folder of their top-level package, with or without an __init__.py.
     place = folder.joinpath(first, *rest)
     for path in (place / _PACKAGE_FILE, place.with_name(f"{place.name}.py")):
         if path.is_file():
@@ -297,10 +297,10 @@ def _find(name: str, folder: Path) -> Path | None:
 
 
 def _imported(source: Path, package: str) -> set[str]:
-    """Every dotted name that ``source``, a module in ``package``, may import, and all packages on the way to it.
+    """Return every dotted name that ``source``, a module in ``package``, may import, and the packages that contain it.
 
-    A name that is imported *from* a module may be a module itself, so it is among them. Nothing of a file that is not
-    Python.
+    A name that is imported *from* a module may be a module itself, so it is included. The result is empty if ``source``
+    is not Python.
     """
     try:
         tree = ast.parse(source.read_bytes())
@@ -317,7 +317,7 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
         return
     parents = package.split(".") if package else []
     if node.level > len(parents):
-        return  # beyond the outermost package: Python refuses it
+        return  # Python refuses a relative import beyond the outermost package
     above = parents[: len(parents) + 1 - node.level] if node.level else []
     base = ".".join([*above, *filter(None, [node.module])])
     yield base

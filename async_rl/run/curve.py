@@ -20,10 +20,10 @@ _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def write_curve(run_dir: RunDir) -> bool:
-    """Draw accuracy, evaluations, reward and staleness over steps. The file appears complete or not at all.
+    """Draw accuracy, evaluations, reward and staleness over steps. The file is written completely or not at all.
 
     Returns:
-        False if there is no row to draw; then nothing is written.
+        False, without writing a file, if there is no row to draw.
     """
     rows = read_rows(run_dir.metrics)
     if not rows:
@@ -74,7 +74,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:
-    """Draw the raw series pale and its running mean, over a twentieth of the run, in full colour."""
+    """Draw the raw series in a pale colour, and its running mean over a twentieth of the run in full colour."""
     steps, values = _series(rows, key)
     if not values:
         return

@@ -33,19 +33,19 @@ MAY_DIFFER: tuple[str, ...] = (
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
     "experimental.sft_checkpoint_every", "sft",
 )  # fmt: skip
-"""Keys (and one whole section) that a resumed run may change. They decide where and how fast the run goes and what it
-records, not what it learns."""
+"""Keys (and one section) that may change when a run is resumed. They change where and how fast the run computes and
+what it records, but not what it learns."""
 
 _ENTRIES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
     "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "run_id", "sft",
 })  # fmt: skip
-"""Names that a run directory may hold before ``config.toml``: the queue server may have started first."""
+"""Names that may exist in a run directory before ``config.toml``, because the queue server may start first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run's files. Constructing it touches no disk."""
+    """Paths of one run's files. The constructor does not access the disk."""
 
     path: Path
 
@@ -90,7 +90,7 @@ class RunDir:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The content of ``checkpoints/latest``, unchecked; None before the first checkpoint."""
+        """The content of ``checkpoints/latest``, not validated; None before the first checkpoint."""
         latest = self.checkpoints / "latest"
         return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
 
@@ -121,7 +121,7 @@ class RunDir:
         return self.finished_marker.exists()
 
     def mark_finished(self, facts: Mapping[str, Any]) -> None:
-        """Write the marker with ``facts`` (plain data: steps, seconds) in it. It is the last file that a run writes."""
+        """Write the run's last file, which marks it as finished. ``facts`` is plain data: steps, seconds."""
         write_atomically(self.finished_marker, json.dumps(dict(facts), indent=2) + "\n")
 
 
@@ -133,7 +133,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that files can be written to ``path``, which may not exist yet. It tries, since permissions don't tell all.
+    """Check that files can be written to ``path``, by creating a temporary directory. It may not exist yet.
 
     Raises:
         RunError: ``path`` can't be written; the message names the config ``key``.
@@ -153,7 +153,7 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
-    """Make the checks of ``prepare_run_dir`` without writing. Returns the directory that it would prepare.
+    """Make the checks of ``prepare_run_dir``, but write nothing. Returns the run directory.
 
     Raises:
         RunError: as in ``prepare_run_dir``.
@@ -184,7 +184,7 @@ def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
 
     Raises:
         RunError: the directory holds a run with another config (the message names the keys that differ outside
-            ``MAY_DIFFER``), holds files of no run, or can't be written.
+            ``MAY_DIFFER``), holds other files but no run, or can't be written.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     try:

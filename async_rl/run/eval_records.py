@@ -1,11 +1,12 @@
-"""What an evaluation records: its figures, and its answers as lines of a JSONL file.
+"""The records of an evaluation: figures, and answers as lines of a JSONL file.
 
-The groups of one set enter, one per row; a flat mapping of figures and JSON objects leave. Called during training
-(``learner``) and offline (``evaluation``). Rollouts that were trained on are logged in the same form.
+The functions take the groups of one data set, one group per row. They return a flat mapping of figures, or JSON
+objects. They are called during training (``learner``) and offline (``evaluation``). Trained rollouts are logged in the
+same form.
 
-A row that could not be sampled (its prompt is too long, or it failed every time) is a group without rollouts. It counts
-as wrong in every figure of accuracy, so that a set's figures always have the same denominator, and ``unanswered``
-counts it. Lengths, rewards and scores are means over the answers that exist.
+A row that could not be sampled (its prompt is too long, or every attempt failed) is a group without rollouts. It counts
+as wrong in every figure of accuracy, so a set's figures always have the same denominator; ``unanswered`` is the number
+of such rows. Lengths, rewards and scores are means over the answers that exist.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from async_rl.rewards.answers import VoteKey, majority
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of solving a problem in ``k`` tries from ``num_samples`` (Chen et al. 2021, eq. 1).
+    """Estimate, without bias, the probability that ``k`` tries solve a problem (Chen et al. 2021, eq. 1).
 
     Raises:
         ValueError: k is not in 1..num_samples.
@@ -43,12 +44,12 @@ def eval_metrics(
 
 
 def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None = None) -> dict[str, float]:
-    """The figures of a set, as ``metrics.EVAL_FIGURES`` describes them.
+    """Return the figures of a set; ``metrics.EVAL_FIGURES`` describes them.
 
     Args:
         rows: each row's rollouts, in the order of their index.
-        vote_key: answers with the same key vote together. There is no majority figure if it is None, or if no answer
-            was extracted from any rollout.
+        vote_key: answers with the same key count as one in the majority vote. There is no majority figure if
+            ``vote_key`` is None, or if no rollout has an extracted answer.
     """
     if not rows:
         return {"rows": 0}
@@ -68,7 +69,7 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
 
 
 def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[str, float]:
-    """``pass_at_k`` with k the samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to k.
+    """Return ``pass_at_k``, with k the number of samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to k.
 
     An answer with partial accuracy does not solve a row.
     """
@@ -110,7 +111,7 @@ Decode = Callable[[np.ndarray], str]
 
 
 def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, Any]]:
-    """One line per answer to a row of an evaluation. A row without an answer gets one line that says so."""
+    """Return one record per answer to a row of an evaluation. A row without answers gets one record, too."""
     if not group.rollouts:
         asked = {"row": prompt.row, "messages": [dict(m) for m in prompt.messages], **_expected(prompt)}
         return [{**asked, "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}]
@@ -121,7 +122,7 @@ def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, 
 
 
 def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """One answer as a JSON object: prompt, response, extracted and expected answer, scores, versions that sampled it.
+    """Convert one answer to a JSON object: prompt, response, extracted and expected answer, scores, sampling versions.
 
     ``expected`` is the row's answer; a row with tests has ``num_tests`` instead.
     """
@@ -149,7 +150,7 @@ def _expected(prompt: Prompt) -> dict[str, Any]:
 
 
 def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """For a rollout of an environment, its turns and each sequence's whole text, the environment's included."""
+    """Return, for a rollout of an environment, its turns and each sequence's text, with the environment's text."""
     if not rollout.turns:
         return {}
     return {
@@ -168,7 +169,7 @@ def append_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write one object per line. The file appears complete or not at all."""
+    """Write one object per line. The file is written completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as out:

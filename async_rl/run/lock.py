@@ -1,8 +1,9 @@
 """The lock of a run directory: one ``launch`` or one ``learner`` at a time.
 
-``run.lock`` is locked by flock and names its holder. ``launch`` hands the locked descriptor to its learner, so the lock
-lasts as long as one of the two. The lock is a courtesy: it tells a user in time who uses the directory. What protects
-the files is the queue, which knows the newest lineage and refuses older ones.
+flock locks ``run.lock``, which names the process that holds the lock. ``launch`` hands the locked descriptor to its
+learner, so the lock lasts as long as one of these two processes lives. The lock only helps the user: it shows early
+that another process uses the directory. The queue protects the files: it knows the newest lineage and refuses older
+ones.
 
 ``launch`` and the learner's rank 0 call ``locked_run_dir``; a learner of ``launch`` calls ``RunLock.inherit``.
 """
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 LOCK_FD = "ASYNC_RL_RUN_LOCK_FD"
 """Environment variable with the number of the descriptor that ``launch`` hands to its learner."""
 ENDING_S = 10.0
-"""Longest wait for the children of a holder that has died: they end with it."""
+"""Longest wait, in seconds, for the children of a dead holder, which end soon after it."""
 _LOOK_AGAIN_S = 0.05
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 
@@ -50,7 +51,7 @@ class Holder:
 
     @property
     def may_live(self) -> bool:
-        """Whether it lives, as far as this machine can tell."""
+        """Whether the process may still live, as far as this machine can tell."""
         return not self.is_local or is_alive(self.pid)
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class Holder:
 
 
 class RunLock:
-    """A held lock. ``fd`` is its descriptor."""
+    """A lock that this process holds. ``fd`` is the descriptor of the lock file."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
@@ -68,7 +69,7 @@ class RunLock:
         """Take over the descriptor that ``launch`` handed to this process; None if it handed none.
 
         Raises:
-            RunError: another process has taken the run directory over meanwhile.
+            RunError: another process has taken over the run directory in the meantime.
         """
         value = os.environ.pop(LOCK_FD, None)
         if value is None:
@@ -84,7 +85,7 @@ class RunLock:
 
     @property
     def is_current(self) -> bool:
-        """Whether the directory's lock file is still this one: not after a takeover or a move."""
+        """Whether the directory's lock file is still this one. It is not after a takeover or a move."""
         try:
             found, own = os.stat(self.path), os.fstat(self.fd)
         except FileNotFoundError:
@@ -92,16 +93,16 @@ class RunLock:
         return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
     def check(self) -> None:
-        """Check that nobody has taken the run directory over.
+        """Check that no other process has taken over the run directory.
 
         Raises:
-            LineageError: somebody has.
+            LineageError: another process has taken it over.
         """
         if not self.is_current:
             raise LineageError(f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}")
 
     def record(self, role: str) -> None:
-        """Name this process as a holder, after those that are named already."""
+        """Add this process to the holders named in the lock file."""
         line = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), role))) + "\n"
         os.pwrite(self.fd, line.encode(), os.fstat(self.fd).st_size)
 
@@ -111,9 +112,9 @@ class RunLock:
 
 
 def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
-    """Lock ``run_dir``, which is created if it does not exist. Write nothing else.
+    """Lock ``run_dir``, and create it if it does not exist. Write nothing else.
 
-    With ``takeover`` supersede a holder: it keeps its old lock file, which means nothing any more.
+    With ``takeover`` supersede a holder: the old holder keeps the old lock file, which has no effect any more.
 
     Raises:
         RunError: another process holds the lock, or the directory can't be written.
@@ -156,7 +157,7 @@ def locked_run_dir(
 ) -> Iterator[tuple[RunDir, RunLock]]:
     """Lock the run directory, then prepare it. The lock is held until the block ends.
 
-    With ``fresh`` the lock of the old directory is held until that of the new one is.
+    With ``fresh`` the lock of the old directory is held until the new directory is locked.
 
     Raises:
         RunError: another process uses the directory, or as in ``prepare_run_dir``.
@@ -189,7 +190,7 @@ def _try_lock(fd: int, run_dir: RunDir) -> bool:
 
 
 def _take_over(run_dir: RunDir, role: str) -> RunLock:
-    """Put a new lock file, locked by this process, in the place of the old one."""
+    """Replace the lock file by a new one that this process has locked."""
     partial = run_dir.lock.with_name(f".{run_dir.lock.name}.{os.getpid()}.partial")
     lock = RunLock(run_dir.lock, os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
     _try_lock(lock.fd, run_dir)
@@ -205,7 +206,7 @@ def _holder_of(path: Path) -> Holder | None:
 
 
 def _read_holder(fd: int) -> Holder | None:
-    """The first named process that may live, or the first named; None before the holder has written its name."""
+    """Return the first named holder that may live, or else the first named; None if no holder is named yet."""
     *lines, _ = os.pread(fd, 1 << 16, 0).decode("utf-8", errors="replace").split("\n")
     holders = [Holder(**json.loads(line)) for line in lines]
     return next((holder for holder in holders if holder.may_live), holders[0] if holders else None)

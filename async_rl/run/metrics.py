@@ -112,7 +112,7 @@ METRIC_KEYS: dict[str, str] = {
     "parity/<name>": "Of the same differences: max, p50, p95, p99 in nats; number of tokens and generators; version.",
     "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner still "
     "held; in nats.",
-    # What is lost on the way.
+    # Groups that are lost before training.
     "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",
     "bias/lost": "Share of them that was dropped or cancelled.",
     "bias/length": "Mean tokens per answer that was kept (trained or filtered, without tokens masked as stale) divided "
@@ -148,7 +148,7 @@ METRIC_KEYS: dict[str, str] = {
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and flushes each, and sends them to Weights & Biases. A run has one writer."""
+    """Append rows to ``metrics.jsonl``, flush each, and send them to Weights & Biases. A run has one writer."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         """Open for appending; cut off a last line that a dying process left incomplete.

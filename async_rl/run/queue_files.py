@@ -15,12 +15,12 @@ from async_rl.run.directory import write_atomically
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
-"""Steps that follow each other faster share one write of the ledger."""
+"""Shortest time between two writes of the ledger, in seconds. Faster steps share one write."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRecord:
-    """A run's queue server. ``run_id`` is empty until the first learner attaches, unless the server was given one."""
+    """A run's queue server. ``run_id`` is empty until the first learner attaches, unless an option set it."""
 
     run_id: str
     pid: int
@@ -44,7 +44,7 @@ def read_record(run_dir: Path) -> QueueRecord | None:
 
 
 def last_port(run_dir: Path, run_id: str) -> int | None:
-    """The port of this run's last server, which generators still use; None if there is none."""
+    """Return the port of this run's last server, to which generators still connect; None if none is recorded."""
     record = read_record(run_dir)
     if record is None or (run_id and record.run_id != run_id):
         return None
@@ -56,9 +56,9 @@ def _write_json(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 class BackgroundFile:
-    """A JSON file that a thread rewrites, because a write may wait for the disk longer than the server can.
+    """A JSON file that a thread rewrites, because a slow disk must not block the server.
 
-    ``write`` and ``close`` raise the OSError of the last write, if it failed.
+    ``write`` and ``close`` raise the OSError of the previous write if it failed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class BackgroundFile:
         return self._writing is not None and not self._writing.done()
 
     def write(self, plain: Mapping[str, Any]) -> None:
-        """Begin to write. Do not call it while ``is_busy``."""
+        """Start to write in the background. Do not call it while ``is_busy``."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

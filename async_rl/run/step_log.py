@@ -22,8 +22,8 @@ Row = dict[str, Any]
 class StepLog:
     """Appends rows, each flushed when ``write`` returns. A file has one writer.
 
-    ``rewind_to`` puts a new file in the place of the old one. A writer that still has the old file open writes to that
-    alone: a learner that was replaced can add no row.
+    ``rewind_to`` replaces the file by a new one. An older learner that still has the old file open writes only to that,
+    so it can add no row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class StepLog:
     def rewind_to(self, step: int, *, is_gone: Callable[[Row], bool] = lambda row: False) -> int:
         """Move rows beyond ``step``, and rows for which ``is_gone`` is true, to ``NAME.rolled_back-N.jsonl``.
 
-        These rows belong to an abandoned history. A start without a checkpoint passes -1, so no row stays.
+        These rows belong to steps that were rolled back. A start without a checkpoint passes -1, which moves all rows.
 
         Returns:
             The number of rows moved.
@@ -89,7 +89,7 @@ class StepLogTail:
             return []
         replaced = self._inode is not None and inode != self._inode
         self._inode = inode
-        if replaced:  # by its own beginning, whose rows were returned before
+        if replaced:  # by a file with only its first rows, which were returned before
             self._offset = 0
             self._read()
             return []
@@ -105,7 +105,7 @@ class StepLogTail:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file, without an incomplete last line; no rows if there is no file.
+    """Return all rows of a file, without an incomplete last line; no rows if the file does not exist.
 
     Raises:
         ValueError: a line before the last is not a JSON object.
