@@ -1,4 +1,4 @@
-"""Run all checks of one config, each under a deadline, in a thread or a process of its own: none can hang the doctor.
+"""Run all checks of one config, each with a deadline, in a separate thread or process: none can hang the doctor.
 
 Findings are plain data, printed as a table or as JSON. Each has a fix if something is wrong. A process is for checks
 that may never return, may crash the interpreter or leave much memory behind: the user's code, models, collectives. Its
@@ -106,7 +106,7 @@ class Check:
 
 
 def run_check(check: Check) -> list[Finding]:
-    """Run a check in a thread; a FAIL if it raises or does not end in time. Such a thread is abandoned."""
+    """Run a check in a thread. Return a FAIL if it raises, or does not end in time; then the thread is abandoned."""
     found: list[Finding] = []
 
     def work() -> None:
@@ -138,7 +138,7 @@ def _overdue(name: str, deadline_s: float) -> Finding:
 
 
 class CheckProcess:
-    """A check in a process of its own. It starts when this is constructed; ``findings`` waits for it."""
+    """A check in a separate process. The constructor starts it; ``findings`` waits for it."""
 
     def __init__(self, name: str, function: str, arguments: Mapping[str, Any], deadline_s: float) -> None:
         self._name, self._deadline_s = name, deadline_s
@@ -155,7 +155,7 @@ class CheckProcess:
         self._process.stdin = None
 
     def findings(self) -> list[Finding]:
-        """Wait for its findings; a FAIL if it failed, died or did not end in time, when it is killed."""
+        """Wait for the findings. Return a FAIL if the process failed, died, or was killed at its deadline."""
         left_s = max(0.1, self._started + self._deadline_s - time.monotonic())
         try:
             output, _ = self._process.communicate(timeout=left_s)
@@ -186,7 +186,7 @@ def run_checks(
 ) -> list[Finding]:  # fmt: skip
     """Run every check and return the findings, in the order of the table.
 
-    The long checks, in processes of their own, start first and are collected last; the others run one after another.
+    The long checks start first, in separate processes, and are collected last. The others run one after another.
 
     Args:
         connect: address of a queue server to check, as a generator of this machine would; None: check instead that

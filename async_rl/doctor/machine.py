@@ -1,6 +1,6 @@
-"""Checks of this machine: versions, devices, disk and file systems, keys.
+"""Checks of this machine (versions, devices, disk and file systems, keys) and of its network.
 
-And of its network: the queue's address, the server behind it, interfaces, and a real collective of two ranks.
+The network checks cover the queue's address, the server at that address, interfaces, and a collective of two ranks.
 """
 
 from __future__ import annotations
@@ -297,10 +297,10 @@ def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
 
 
 def weights_host(config: Config, connect: str | None) -> str:
-    """The address of this machine that collectives use: that of the interface towards the queue.
+    """Return the address of this machine that collectives use: that of the network interface towards the queue.
 
     Raises:
-        AddressError: there is no route there.
+        AddressError: there is no route to the queue.
     """
     address = connect or config.queue.advertise or config.queue.address
     if address is None:

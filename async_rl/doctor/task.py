@@ -167,7 +167,7 @@ def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | 
     if kind.runs_programs:
         return None, 0.0, _accuracy(config, reward, _WRONG_PROGRAM, data)
     right = None if gold is None else kind.write_answer(str(gold), thoughts="thoughts")
-    # A reward that needs nothing of the row can only judge the form, so its wrong answer has none.
+    # A reward that uses no field of the row can only judge the form, so its wrong answer has the wrong form.
     wrong = kind.write_answer(_WRONG, thoughts="thoughts") if kind.row_fields else _WRONG
     accuracy = 0.0 if right is None else _accuracy(config, reward, right, data)
     return right, accuracy, _accuracy(config, reward, wrong, data)

@@ -39,7 +39,7 @@ _DAY_S = 86400
 def launch(
     config: Config, config_path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool, insecure: bool
 ) -> int:
-    """Run ``config`` until it is finished, has failed or is stopped; the exit code.
+    """Run ``config`` until the run is finished, has failed or is stopped. Returns the exit code.
 
     Args:
         config_path: the file that ``config`` was read from; ``dry_run`` prints commands with it.
@@ -80,7 +80,7 @@ def preflight(config: Config, *, insecure: bool) -> None:
 
 
 def _readiness(config: Config, *, insecure: bool) -> list[str]:
-    """Whether a launch would start on this machine. A dry run may be of a recipe for another machine."""
+    """Return lines on whether a launch would start on this machine. A dry run's recipe may be for another machine."""
     try:
         preflight(config, insecure=insecure)
     except UserError as error:
@@ -89,7 +89,7 @@ def _readiness(config: Config, *, insecure: bool) -> list[str]:
 
 
 def describe_commands(config: Config, commands: RunCommands) -> list[str]:
-    """What ``--dry-run`` prints: one shell line per process. Ports chosen at start are shown as 0 and 29500."""
+    """Return the output of ``--dry-run``: a shell line per process. Ports chosen at start appear as 0 and 29500."""
     address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
     lines = [f"# run directory: {config.run.dir}; free ports are chosen at start"]
     for command in (
@@ -110,7 +110,7 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
 
 
 def _has_gpu() -> bool:
-    """Whether there is an NVIDIA or AMD GPU. Then cores are not assigned: the system knows which are near it."""
+    """Return whether there is an NVIDIA or AMD GPU. If so, the system places processes on cores near the GPU."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
@@ -161,7 +161,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
 
 
 def ledger_line(ledger: Mapping[str, Any]) -> str:
-    """Where all issued groups went: the terms of the ledger that are not zero."""
+    """Return the terms of the ledger that are not zero: how many of the issued groups ended in each way."""
     groups = ledger["groups"]
     terms = [
         f"{name} {groups[name]}" for name in ("in_flight", "queued", "taken", "trained", "filtered") if groups[name]
@@ -171,7 +171,7 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
 
 
 def explain(outcome: Outcome, *, checkpoint: str | None = None) -> list[str]:
-    """Why the run stopped, the first cause last; empty if it finished. ``checkpoint`` is the latest one's name."""
+    """Explain why the run stopped, the first cause last; empty if it finished. ``checkpoint`` is the latest's name."""
     if outcome.exit_code == 0:
         return []
     if outcome.exit_code > 128:
@@ -207,9 +207,9 @@ class RunCommands:
         Args:
             config_arguments: how the roles name the config: a path and its ``--set`` options.
             inherited: the environment that every process inherits.
-            cores: shared out among ranks and generators, if there is one for each and the user has set no number of
-                threads. On a CPU that gains a fifth of the steps/s: otherwise the system moves processes away from
-                their warm caches.
+            cores: divided among ranks and generators, if there is at least one for each and the user has not set the
+                number of threads. On a CPU this makes a run a fifth faster, because the system can't move processes
+                away from their warm caches.
 
         Raises:
             ConfigError: a device index is not among those that ``inherited`` makes visible.
@@ -268,14 +268,14 @@ class RunCommands:
         ]
 
     def generator(self, index: int, address: str, num_restarts: int) -> Command:
-        """One generator. A restarted one has a new name, and names the one that it replaces."""
+        """The command of one generator. A restarted generator has a new name and names the one that it replaces."""
         name = f"generator-{index}"
         identity, dead = (f"{name}-{n}" if n else name for n in (num_restarts, num_restarts - 1))
         size = self._config.generator.tensor_parallel_size
         extra: dict[str, str] = {}
         if self._generator_devices is not None:
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
-        # This machine is the config's own. Elsewhere, the config that the queue sends decides none of this.
+        # The config's keys about the machine are for this machine. A generator ignores them in the config it is sent.
         own = [word for override in machine_overrides(self._config) for word in ("--set", override)]
         own += ["--replaces", dead] if num_restarts else []
         argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
@@ -296,7 +296,7 @@ class RunCommands:
 
 
 def _shares(cores: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
-    """Divide ``cores`` among the processes, neighbours together, as evenly as possible; none if there are too few."""
+    """Divide ``cores`` evenly into blocks of neighbours, one per process; return none if there are too few cores."""
     if len(cores) < num_processes:
         return [()] * num_processes
     bounds = [-(-index * len(cores) // num_processes) for index in range(num_processes + 1)]
@@ -308,7 +308,7 @@ def _python(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, str]) -> list[str] | None:
-    """Entries of CUDA_VISIBLE_DEVICES for device indices, which count among the devices that this process may use."""
+    """Return entries of CUDA_VISIBLE_DEVICES for ``devices``, which are indices of the devices visible to a process."""
     if devices is None:
         return None
     value = inherited.get("CUDA_VISIBLE_DEVICES")

@@ -35,7 +35,7 @@ _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
 class StatusPoller:
-    """Asks the queue server every ``POLL_S`` seconds in a thread of its own; ``latest`` is the newest answer."""
+    """Ask the queue server every ``POLL_S`` seconds in a thread; ``latest`` is the newest answer."""
 
     def __init__(self, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._ask = ask
@@ -243,7 +243,7 @@ class LiveView:
 
 
 def _processes_text(processes: Sequence[ProcessStatus]) -> RenderableType:
-    """Every process with its state, none broken over two lines; if there are many, counts by kind and state."""
+    """List every process with its state, none broken over two lines; if there are many, count by kind and state."""
     if len(processes) <= MAX_NAMED_PROCESSES:
         texts = [Text(_process_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in processes]
     else:
@@ -267,7 +267,7 @@ def _style(state: str) -> str:
 
 
 def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
-    """Who waits for what and since when, for waits of at least ``SHOWN_WAIT_S``, as the queue server reports them."""
+    """List the waits that the queue server reports, of at least ``SHOWN_WAIT_S``: process, what it awaits, how long."""
     shown = [
         f"{wait['who']} for {awaited_by(wait)} ({duration(wait['since_s'])})"
         for wait in waits

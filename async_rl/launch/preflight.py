@@ -83,7 +83,7 @@ def check_keys(config: Config, *, is_server: bool) -> None:
     """Check that the learner's key in ``queue.keys`` can be read, and the queue server's if it starts here.
 
     Raises:
-        KeyFileError: one can't.
+        KeyFileError: a key can't be read.
     """
     client_keys_of(config.queue.keys)
     if is_server and config.queue.keys is not None:
@@ -108,7 +108,7 @@ def check_code(config: Config) -> None:
 
 
 def check_data(config: Config) -> LoadedRows:
-    """Load every data set; the training rows.
+    """Load every data set. Returns the training rows.
 
     Raises:
         ConfigError: ``data.train`` is not set.
@@ -130,7 +130,7 @@ def check_code_reward(config: Config) -> None:
     """Check that this machine, where generators will run, can isolate programs, or that their verifier answers.
 
     Raises:
-        SandboxError: neither, and ``reward.code.allow_unsafe`` is false.
+        SandboxError: neither is true, and ``reward.code.allow_unsafe`` is false.
     """
     if config.reward.runs_programs:
         build_reward(config).close()
@@ -212,7 +212,7 @@ def check_devices(config: Config, *roles: str) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Check that the engine of the generators started here is installed. Whether it runs the model, it checks itself.
+    """Check that the engine of the generators started here is installed. The engine itself checks the model.
 
     Raises:
         ModelError: its package is missing.

@@ -46,7 +46,7 @@ _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_e
 
 
 def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -> dict[str, Any]:
-    """Ask once, on a connection of its own.
+    """Ask the queue server once, on a new connection.
 
     Raises:
         QueueError: no answer came within ``timeout_s``.
@@ -61,10 +61,10 @@ def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -
 
 
 def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
-    """What the queue server at ``address`` answers.
+    """Return the answer of the queue server at ``address``.
 
     Raises:
-        AddressError: none answers within ``timeout_s``.
+        AddressError: no server answers within ``timeout_s``.
     """
     try:
         return ask_status(address, timeout_s, keys)
@@ -77,13 +77,13 @@ def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[s
 
 
 def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
-    """What the queue server of the run in ``path`` answers; of a finished run, what its files say.
+    """Return the answer of the queue server of the run in ``path``; for a finished run, the status from its files.
 
     Args:
-        keys: if None, those of the run's config.
+        keys: if None, the keys in the run's config are used.
 
     Raises:
-        RunError: it is no run directory, or its queue server has not started yet.
+        RunError: ``path`` is not a run directory, or its queue server has not started yet.
         AddressError: the run is not finished, and its queue server does not answer within ``timeout_s``.
     """
     run_dir = RunDir(path)
@@ -188,7 +188,7 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
-    """Where training's groups are, where the evaluations' are, and what became of the received ones."""
+    """Return tables of training's groups, of the evaluations' groups, and of what happened to received groups."""
     accounts = {name: ledger[name] for name in ("groups", "rollouts", "tokens") if name in ledger}
     tables = [_accounts_table("ledger", accounts), _accounts_table("ledger of evaluations", ledger.get("eval", {}))]
     outcomes = Table(title="what became of received groups", title_justify="left")
@@ -261,7 +261,7 @@ def _words(key: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value in short; of a mapping the entries that are not zero."""
+    """Format a value briefly; for a mapping, only the entries that are not zero."""
     if isinstance(value, Mapping):
         return ", ".join(f"{_words(key)} {_text(v)}" for key, v in value.items() if v) or "-"
     if isinstance(value, list | tuple):

@@ -344,14 +344,14 @@ class Supervisor:
         self._view.note(f"{death}; restarting the learner from {newest} (log: {death.log})")
 
     def _failure(self, unit: _Unit, death: Death, stopped_by: str = "") -> _Stop:
-        """The end of the run. The first cause is the oldest death whose unit has not recovered since."""
+        """Build the exception that ends the run. The first cause is the oldest death whose unit has not recovered."""
         now = time.monotonic()
         open_deaths = [d for u, d in self._deaths if u is unit or not u.running() or now - u.started_at < CAUSE_S]
         deaths = (death,) if not open_deaths or open_deaths[0] is death else (death, open_deaths[0])
         return _Stop(Outcome(1, stopped_by or str(death), deaths))
 
     def _await_others(self) -> None:
-        """Wait for the generators: they end when the queue server tells them that the run is finished."""
+        """Wait for the generators, which end when the queue server notifies them that the run is finished."""
         deadline = time.monotonic() + self._timing.finish_s
         while time.monotonic() < deadline and any(unit.running() for unit in self._generators):
             self._pause()

@@ -18,7 +18,7 @@ import numpy as np
 from async_rl.errors import WireError
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
-# Parts of an even load into which sequences that share a prompt are cut, at the least.
+# Sequences that share a prompt are split into parts, each at most an even load divided by this number.
 _PARTS_PER_BIN = 4
 _DUMMY_ID = -1
 _OPTIONAL = ("reference_logprobs", "proximal_logprobs")
@@ -74,7 +74,7 @@ class MicroBatch:
 
     Attributes:
         token_ids: int64 [T]; position_ids: int64 [T], from 0 in each sequence.
-        token_index: int64 [E], the place in T of each sequence token; those of a shared prompt occur repeatedly.
+        token_index: int64 [E], the index into T of each sequence token; indices of a shared prompt occur repeatedly.
         cu_seqlens: int32 [S + 1], the place in E where each sequence starts.
         predict_index: int64 [N], the place in T of the hidden state that predicts each trained token.
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
@@ -137,7 +137,7 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for round_index in range(num_rounds):
         chosen = bins[round_index * num_ranks : (round_index + 1) * num_ranks]
-        # Back and forth, so that one rank does not get the larger half of every round.
+        # The order of ranks alternates, so that no rank gets the larger micro-batch of every round.
         for rank, members in zip(ranks, chosen if round_index % 2 == 0 else reversed(chosen), strict=True):
             longest_first = sorted(members, key=lambda i: (-spans[i].length, i))
             rank.append(_micro_batch([sequences[i] for i in longest_first]) if members else dummy_micro_batch())
@@ -222,7 +222,7 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
 
 
 class _Span(NamedTuple):
-    """The part of a sequence that is computed: its first ``length`` tokens. Others may share the first ``prompt``."""
+    """A sequence's first ``length`` tokens are computed. Other sequences may share the first ``prompt`` tokens."""
 
     prompt: int
     length: int
@@ -309,7 +309,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         return np.concatenate([part[at] for part, at in zip(parts, trained_at, strict=True)]).astype(dtype)
 
     def optional(parts: Sequence[np.ndarray]) -> np.ndarray:
-        # ``_check`` has seen to it that all have them or none.
+        # ``_check`` has ensured that all sequences have these logprobs, or none has.
         return trained(parts, np.float32) if len(parts[0]) else _no_logprobs()
 
     num_trained = [len(at) for at in trained_at]

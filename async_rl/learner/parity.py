@@ -47,9 +47,9 @@ from async_rl.queue.parity import (
 logger = logging.getLogger(__name__)
 
 _SAMPLED_SEQUENCES = 4
-"""Sequences of each generator that are compared as they were sampled."""
+"""Most sequences per generator in a comparison of sampled tokens."""
 _SAMPLED_TOKENS = 4096
-"""Tokens that are compared as they were sampled, of all generators together."""
+"""Most tokens, of all generators together, in a comparison of sampled tokens."""
 _REPEAT_AFTER_VERSIONS = 5
 """If a generator has not answered a probe after this many versions, another probe is sent."""
 _MAX_OPEN_PROBES = 8
@@ -208,7 +208,7 @@ class ParityGate:
         )
 
     def _judge_unscored(self, generator_id: str, answer: Answer, suspicion: _Suspicion | None) -> None:
-        """Skip a generator that can't score. A backend without a model (and so without a dtype) is never suspect."""
+        """Skip a generator that can't score. A backend without a model, which has no dtype, is never suspected."""
         logger.info("parity: generator %s (%s) can't score probe sequences; not compared", generator_id, answer.backend)
         limit = parity_limit(self._limit, (self._dtype, answer.dtype))
         if answer.dtype and suspicion is not None and suspicion.mean > limit:
@@ -250,7 +250,7 @@ class ParityGate:
 def cause_of_sampled(
     engine: Engine, sequences: Sequence[TrainSequence], behavior: np.ndarray, difference: Difference, limit: float
 ) -> str:
-    """The likely cause why ``behavior`` (float32 [N], all trained tokens) differs from the engine's scores.
+    """Find the likely cause why ``behavior`` (float32 [N], all trained tokens) differs from the engine's scores.
 
     It scores the same tokens with other settings, while the engine still holds the version that sampled them. The
     result is empty if no setting explains the difference.

@@ -1,4 +1,4 @@
-"""Write down each step: the groups it trained on, its row of ``metrics.jsonl``, its rollouts as text.
+"""Record each step: the groups it trained on, its row of ``metrics.jsonl``, its rollouts as text.
 
 The trainer calls ``StepRecorder.record_trained`` once the queue has acknowledged a step, so an older learner records
 nothing, and ``record_step`` after it published the step. ``log.rollouts_every`` says which steps write

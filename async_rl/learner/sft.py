@@ -1,4 +1,4 @@
-"""Supervised warm start: ``async-rl sft CONFIG``, alone or under torchrun. Rows in, a Hugging Face directory out.
+"""Supervised warm start: ``async-rl sft CONFIG``, alone or under torchrun, trains on rows and exports the model.
 
 The engine is that of reinforcement learning (same packing, ranks, checkpoints) with another loss. There is no queue and
 no generator. Checkpoints and ``metrics.jsonl`` lie under ``run.dir/sft``. The same command continues from the last
@@ -277,7 +277,7 @@ def _encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, wher
 def _chat_segments(
     messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[tuple[list[int], bool]]:
-    """The row's parts in order: tokens, and whether they are trained on. It ends with the last assistant turn."""
+    """Split a row into parts up to the last assistant turn: the tokens of each, and whether they are trained on."""
     for message in messages:
         match message:
             case {"role": str(), "content": str()}:
@@ -321,9 +321,7 @@ def _render(
         text = tokenizer.apply_chat_template(
             [dict(m) for m in messages], tokenize=False, add_generation_prompt=open_turn
         )
-    except (
-        Exception
-    ) as error:  # a template raises whatever its author wrote; without one transformers raises ValueError
+    except Exception as error:  # a template may raise anything; without a template transformers raises ValueError
         raise DataError(f"{where}: the chat template can't render the messages: {error}") from error
     return str(text)
 

@@ -1,4 +1,4 @@
-"""What staleness does to a run: how old trained tokens are, what is lost to staleness, and the adaptive bound.
+"""Staleness in a run: the age of trained tokens, the bias from lost groups, and the adaptive bound.
 
 - ``check_staleness`` and ``staleness_summary`` are about the tokens of one batch.
 - ``DropBias`` compares the groups that were kept in the last steps with all groups that ended, to show whether the lost
@@ -76,7 +76,7 @@ def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> St
 WINDOW_STEPS = 50
 """The bias metrics cover this many of the last steps, and a warning is given at most once in that time."""
 MIN_GROUPS = 100
-"""With fewer ended groups there is no warning."""
+"""Smallest number of ended groups for a warning."""
 MAX_LENGTH_SKEW = 0.05
 MAX_ACCURACY_SKEW = 0.05
 
@@ -171,7 +171,7 @@ class BoundState:
     Attributes:
         bound: the staleness bound for new leases, in versions.
         streak: steps in a row with one verdict; healthy ones count up, overloaded ones down.
-        settling: number of coming steps whose batches were leased before the last change; they say nothing about it.
+        settling: number of coming steps to ignore, because their batches were leased before the bound last changed.
     """
 
     bound: int
@@ -231,7 +231,7 @@ def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits
         bound = min(limits.highest, state.bound + 1)
     else:
         return replace(state, streak=streak)
-    # Without a change there is nothing to wait for, and the streak keeps its length.
+    # If the bound has not changed, no step is ignored and the streak goes on.
     return BoundState(bound, settling=state.bound + 1) if bound != state.bound else state
 
 

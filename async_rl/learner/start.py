@@ -1,7 +1,7 @@
 """Start a learner: build the ``Trainer`` with its real parts, restore the latest checkpoint, and run it.
 
-``run_learner`` is the command ``async-rl learner`` on every rank. It calls ``train_with``, as benchmarks do with an
-engine of their own.
+``run_learner`` is the command ``async-rl learner`` on every rank. Rank 0 calls ``train_with``, which benchmarks call
+with another engine.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run_learner(
 
 
 def _lead(config: Config, ranks: Ranks, lock: RunLock, *, insecure: bool, may_start_queue: bool) -> None:
-    """Rank 0 in the run directory that it has locked."""
+    """Run rank 0 in the run directory, which this process has locked."""
     with ranks.together("reading tokenizer and code"):
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
         context = LearnerContext(
@@ -303,7 +303,7 @@ def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool, confirm: Cal
     confirm()
     checkpoint = latest_checkpoint(run_dir.path)
     if export and checkpoint is not None:
-        # A learner that died after its export left these. The export itself never replaces files.
+        # A learner that died after its export left these files. The export never replaces files.
         for remains in (run_dir.export, *run_dir.path.glob(f".{run_dir.export.name}.*.partial")):
             shutil.rmtree(remains, ignore_errors=True)
         export_checkpoint(checkpoint, run_dir.export)

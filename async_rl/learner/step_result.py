@@ -1,4 +1,4 @@
-"""What one step did: the tokens it trained on, what it left out and why, and its metrics.
+"""The result of one step: the tokens it trained on, the tokens it left out and why, and its metrics.
 
 The trainer makes a ``StepResult`` after the updates of a batch. The ack, the adaptive bound and the metrics read it.
 ``step_metrics`` gives the step's row of ``metrics.jsonl``; with several updates per step, means are token-weighted.
