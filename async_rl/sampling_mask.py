@@ -84,7 +84,7 @@ def contains(mask: SamplingMask, token_ids_N: npt.NDArray[np.int32]) -> npt.NDAr
     sizes_W = np.repeat(mask.sizes, np.abs(mask.sizes))
     ids_W = np.repeat(token_ids_N, np.abs(mask.sizes))
     column_W = _columns(mask)
-    # In a word of bits everything but the token's own bit is noise; a negative id is in no set.
+    # Of a word of bits, only the token's bit matters; a negative id is in no set.
     bit_W = (mask.words >> (ids_W % BITS_PER_WORD)) & (column_W == ids_W // BITS_PER_WORD)
     hit_W = np.where(sizes_W > 0, mask.words == ids_W, bit_W == 1)
     hits_N = np.bincount(np.repeat(np.arange(len(mask)), np.abs(mask.sizes)), weights=hit_W, minlength=len(mask))
@@ -106,10 +106,10 @@ def largest_id(mask: SamplingMask) -> int:
 
 
 def why_malformed(sizes: npt.NDArray[np.int32], words: npt.NDArray[np.int32], num_sampled: int) -> str:
-    """Say what is wrong with int32 arrays from the wire as the sets of ``num_sampled`` tokens; empty if nothing."""
+    """Return the error in int32 arrays that should hold the sets of ``num_sampled`` tokens; empty if valid."""
     if sizes.shape != (num_sampled,):
         return f"expected sizes of {num_sampled} sampling masks, got {list(sizes.shape)}"
-    # Widened first: the most negative int32 has no absolute value of its own.
+    # Converted to a wider type first: the absolute value of the lowest int32 does not fit into int32.
     lengths = np.abs(sizes.astype(np.int64))
     if words.shape != (lengths.sum(),):
         return f"expected {lengths.sum()} words of sampling masks, got {list(words.shape)}"

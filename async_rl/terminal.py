@@ -1,4 +1,4 @@
-"""What may be sent to a terminal: text in which every control character is shown, so that none acts.
+"""Makes text safe for a terminal: control characters are shown as escapes, so that none takes effect.
 
 Ids, host names and messages come from other machines, and logs quote what a model wrote. An escape sequence in them
 could move the cursor, hide lines or change the terminal's title. Called by everything that prints or logs.
@@ -25,7 +25,7 @@ def visible(text: str) -> str:
 
 
 def visible_values(value: Any) -> Any:
-    """Plain data (maps, lists, text, numbers) with every text in it as ``visible`` shows it."""
+    """Apply ``visible`` to every text in plain data (maps, lists, text, numbers)."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, Mapping):
@@ -36,7 +36,7 @@ def visible_values(value: Any) -> Any:
 
 
 class VisibleFormatter(logging.Formatter):
-    """A log record as one visible text."""
+    """Formats a log record as text without control characters (see ``visible``)."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

@@ -138,7 +138,7 @@ class Config(Section):
 
     def _check_backend(self) -> None:
         capabilities = known_capabilities(self.generator.backend)
-        if capabilities is not None:  # those of a user's own backend are checked where it is imported
+        if capabilities is not None:  # the capabilities of a user's backend are checked on the machine that imports it
             check_capabilities(self, capabilities)
 
     def _check_device_keys(self) -> None:
@@ -192,7 +192,7 @@ class Config(Section):
 
     @property
     def system_prompt(self) -> str:
-        """The system message; empty for none."""
+        """The system message; empty if there is none."""
         if self.data.system_prompt is not None:
             return self.data.system_prompt
         if self.environment.is_set:
@@ -214,12 +214,12 @@ class Config(Section):
 
     @property
     def own_vocab_size(self) -> int | None:
-        """Number of tokens that a backend without a model samples from; None: the model's vocabulary."""
+        """Vocabulary size of a backend without a model; None if the backend uses the model's vocabulary."""
         return None if has_model(self.generator.backend) else self.experimental.fake.vocab_size
 
     @property
     def makes_up_rows(self) -> bool:
-        """Whether there is no training file: an environment makes its own tasks."""
+        """Whether the environment generates its tasks, so that no training file is needed."""
         return self.environment.is_set and self.environment.rows is not None
 
     @property

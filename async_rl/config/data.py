@@ -122,11 +122,11 @@ class EvalConfig(EvalSetConfig):
 
     @field_serializer("sets")
     def _only_what_is_set(self, sets: dict[str, EvalSetConfig]) -> dict[str, dict[str, Any]]:
-        """A default written out here would hide the key of the whole section when the config is read again."""
+        """Write set keys only: when read again, a written default would override the same key of ``[eval]``."""
         return {name: own.model_dump(exclude_unset=True, exclude_none=True) for name, own in sets.items()}
 
     def of(self, name: str) -> EvalSetConfig:
-        """How the set called ``name`` is answered."""
+        """Return the settings for answering the set ``name``."""
         shared = {key: getattr(self, key) for key in EvalSetConfig.model_fields}
         own = self.sets.get(name, EvalSetConfig()).model_dump(exclude_unset=True)
         return EvalSetConfig(**{**shared, **own})

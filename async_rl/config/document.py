@@ -46,12 +46,12 @@ class Key:
 
     @property
     def description(self) -> str:
-        """One sentence that reads on its own."""
+        """One complete sentence that describes the key."""
         return self.field.description or ""
 
     @property
     def values(self) -> str:
-        """The values that the key takes, in words."""
+        """Describe the allowed values of the key in words."""
         text = _values(self.field.annotation, _limits(self.field.metadata))
         section, _, key = self.name.partition(".")
         if section == "loss" and key in OFF_VALUES:
@@ -60,17 +60,17 @@ class Key:
 
     @property
     def shown_default(self) -> str:
-        """The default as it would stand in TOML, or ``required`` or ``unset``."""
+        """The default in TOML syntax, or ``required`` or ``unset``."""
         return "required" if self.field.is_required() else self._with_sizes(_in_toml(self.name, self.default))
 
     def _with_sizes(self, text: str) -> str:
-        """``text`` with large sizes in larger units as well, as in 1073741824 (1 GiB)."""
+        """Add a larger unit to each large size in ``text``, as in 1073741824 (1 GiB)."""
         return re.sub(r"\d{5,}", _size, text) if self.name.endswith("_bytes") else text
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One TOML table: its name, its purpose and its own keys."""
+    """One TOML table: its name, its purpose and its keys, without those of inner tables."""
 
     name: str
     description: str
@@ -128,7 +128,7 @@ def explain(config: Config, name: str | None, *, width: int) -> list[str]:
     """Lines that show each key of ``config`` with its value, its meaning, the values it takes and its default.
 
     Args:
-        name: a section, a table or a key; None: all of them.
+        name: a section, a table or a key; None for all keys.
         width: columns of the terminal.
 
     Raises:
@@ -204,7 +204,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _limits(metadata: Sequence[Any]) -> str:
-    """Describe the bounds among ``metadata``, each with a comma before it."""
+    """Describe the bounds in ``metadata``, with a comma before each bound."""
     found = ((words, getattr(one, name, None)) for name, words in _LIMITS.items() for one in metadata)
     return "".join(f", {words} {_number(value)}" for words, value in found if value is not None)
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 FALLBACK = "transformers"
-"""Runs on every machine, with a learner or offline: what to use where the configured backend can't be."""
+"""The backend to use where the configured one can't run. It runs on every machine, also offline."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """What the rest of the program may rely on. The defaults promise the least.
+    """What a backend can do. The defaults promise the least.
 
     Attributes:
         deterministic: under ``sampling.deterministic`` the same lease and weights give the same tokens, bit for bit.
@@ -41,7 +41,7 @@ class BackendCapabilities:
         has_model: it samples from the run's model. Without a model its log-probabilities are artificial, so the parity
             check is skipped, and no device is needed.
         min_temperature: the lowest ``sampling.temperature`` that it applies exactly.
-        package: the Python package that it needs, beyond those of async-rl; empty: none.
+        package: the Python package that it needs in addition to those of async-rl; empty if none.
         package_version: the version of ``package`` that it is made for, a prefix such as ``0.32``.
         install: how to install ``package``.
         needs_cuda_for_auto: ``generator.backend = "auto"`` picks it on machines with CUDA only.
@@ -66,7 +66,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
             scores_tokens=True,
             reports_sampling_mask=True,
             recomputes_kv=True,
-            min_temperature=0.01,  # below it vLLM samples hotter than it was asked to
+            min_temperature=0.01,  # at lower settings vLLM samples at a higher temperature than requested
             package="vllm",
             package_version="0.32",
             install='pip install "async-rl[vllm]" (with a GPU; without one see docs/vllm.md)',
@@ -98,7 +98,7 @@ def check_backend_name(name: str) -> None:
 
 
 def known_capabilities(name: str) -> BackendCapabilities | None:
-    """What is known of a backend before it is loaded; None of a user's own. ``auto`` promises what all candidates do.
+    """Return a backend's capabilities; None for a user's backend. ``auto`` has those that all candidates share.
 
     Raises:
         ValueError: no backend has this name.
@@ -124,7 +124,7 @@ def has_model(name: str) -> bool:
 
 
 def missing_package(name: str, reason: str) -> str:
-    """The error for a machine that lacks the package of the built-in backend ``name``."""
+    """Return the error for a machine without the package of the built-in backend ``name``."""
     needs = BACKENDS[name]
     return (
         f'generator.backend = "{name}" needs {needs.package} {needs.package_version}, which can\'t be imported here '

@@ -22,7 +22,7 @@ from async_rl.errors import ConfigError
 MACHINE_KEYS = ("reward.code.allow_unsafe", "reward.code.endpoint", "reward.code.packages")
 """Keys that only the operator of a generator's machine may set for it, in addition to ``generator.allow_code``."""
 _GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.", *MACHINE_KEYS)
-"""Keys, or what they begin with, that one generator may set for itself."""
+"""Keys, or prefixes of keys, that a generator may set for its machine alone."""
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -47,7 +47,7 @@ _EXPECTED: Mapping[str, str] = {
     "too_long": "at most {max_length} items",
     "too_short": "at least {min_length} items",
 }
-"""What was expected, by pydantic's type of error; filled from the error's context."""
+"""pydantic's error type -> the expected input, a template that is filled from the error's context."""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -102,7 +102,7 @@ def _explain(detail: Mapping[str, Any]) -> str:
 
 
 def _first_missing(key: str) -> str:
-    """``key``; for a section that is missing as a whole, its first key without a default."""
+    """Return ``key``, or the first required key of a section if the whole section is missing."""
     field = Config.model_fields.get(key)
     section = None if field is None else field.annotation
     if not (isinstance(section, type) and issubclass(section, BaseModel)):
@@ -122,7 +122,7 @@ def _suggestion(location: Sequence[Any]) -> str:
 
 
 def machine_overrides(config: Config) -> list[str]:
-    """What ``config`` asks of the machine of a generator, as ``--set`` values with which its operator allows that.
+    """Return the ``--set`` values with which an operator allows what ``config`` asks of a generator's machine.
 
     A generator takes these keys from its own ``--set`` only: a queue server can't decide which code runs on another
     machine, without which protection, and where programs are sent.

@@ -58,7 +58,7 @@ class SkipStatistic(NamedTuple):
 
 
 class KlEstimator(NamedTuple):
-    """An estimate of a KL divergence from samples. ``is_loss``: its gradient is one that pulls to the reference."""
+    """An estimate of a KL divergence from samples. ``is_loss``: its gradient pulls pi to the reference."""
 
     description: str
     is_loss: bool = True
@@ -137,15 +137,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "anchor": "proximal",
         "importance_cap": 5.0,
     },
-    # arXiv:2506.13585 eq. 4: no lower bound; the upper, which it leaves open, as ScaleRL's 5 (arXiv:2510.13786).
+    # arXiv:2506.13585 eq. 4: no lower bound, no value for the upper; ours is ScaleRL's 5 (arXiv:2510.13786).
     "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
     # arXiv:1707.06347 with dual clip (arXiv:1912.09729, c = 3).
     "ppo_clip": {"dual_clip": 3.0},
-    # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, prox/mu beside, capped.
+    # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, times a capped prox/mu.
     "decoupled_ppo": {"anchor": "proximal", "importance_cap": 5.0},
     "agpo": {"aggregation": "sequence", "length_bonus": 0.1},
 }
-"""What each preset sets that differs from the fields' defaults, which are those of plain PPO clipping by token."""
+"""The keys that each preset sets. Other keys keep the fields' defaults, those of plain PPO clipping by token."""
 
 OFF_VALUES: Mapping[str, Any] = {
     "skip_threshold": 0,
@@ -301,7 +301,7 @@ class LossConfig(Section):
             return data
         given = {key: None if _is_off(key, value) else value for key, value in data.items()}
         preset = given.get("preset", "dapo")
-        # An unknown preset is the field's to refuse.
+        # The validation of the field refuses an unknown preset.
         filled = {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given
         surrogate = SURROGATES.get(str(filled.get("surrogate", "clip")))
         if surrogate is not None and not surrogate.has_dual_clip:
@@ -341,7 +341,7 @@ class LossConfig(Section):
 
 
 class Contradiction(NamedTuple):
-    """An invalid combination of settings. ``example`` is one; ``expected`` and ``reason`` are shown to the user."""
+    """An invalid combination of settings, with an ``example``. The user sees ``expected`` and ``reason``."""
 
     keys: tuple[str, ...]
     holds: Callable[[LossConfig], bool]

@@ -45,7 +45,7 @@ class RewardType:
     answer_form: str = "{answer}"
 
     def write_answer(self, answer: str, *, thoughts: str) -> str:
-        """A text that gives ``answer`` in the form that this reward accepts."""
+        """Return a text that gives ``answer`` in the form that this reward accepts."""
         return self.answer_form.replace("{thoughts}", thoughts).replace("{answer}", answer)
 
 
@@ -86,7 +86,7 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
 )
 
 USER_CODE = RewardType(is_user_code=True)
-"""What is known of a function of the user's own before it is imported."""
+"""What is known about a user's reward function before it is imported."""
 
 
 def reward_type(name: str) -> RewardType:
@@ -238,12 +238,12 @@ class RewardConfig(Section):
 
     @property
     def types(self) -> tuple[RewardType, ...]:
-        """The table's rows of all rewards that the run asks for, that of ``type`` first."""
+        """The row of ``REWARD_TYPES`` for every reward of the run, that of ``type`` first."""
         return tuple(reward_type(name) for name in self.names)
 
     @property
     def compares_mathematics(self) -> bool:
-        """Whether math_verify may be asked whether an answer is right."""
+        """Whether math_verify may be needed to compare answers."""
         return self.equality == "math" and any(one.compares_mathematics for one in self.types)
 
     @property

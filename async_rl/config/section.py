@@ -19,7 +19,7 @@ class Section(BaseModel):
 
 
 def look_up(table: Mapping[str, T], name: str, key: str) -> T:
-    """The row of ``table`` that the config key ``key`` names.
+    """Return the row of ``table`` that the config key ``key`` names.
 
     Raises:
         ConfigError: there is no such row; the message lists the known names.

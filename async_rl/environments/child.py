@@ -77,7 +77,7 @@ _STEP_KEYS = {"next_state", "reward", "score", "done", "extra_info"}
 
 
 class RemoteRollout:
-    """``protocol.Rollout`` over the socket. ``turns`` has [reward, score] of every action so far."""
+    """``protocol.Rollout`` over the socket. ``turns`` holds [reward, score] of every action so far."""
 
     def __init__(self, channel: _Channel, start: dict[str, Any]) -> None:
         self.extra_info: dict[str, Any] = start["extra_info"]
@@ -122,7 +122,7 @@ class _Channel:
         await asyncio.get_running_loop().sock_sendall(self._sock, pack(message))
 
     async def receive(self) -> dict[str, Any] | None:
-        """Wait for the next message; None after the generator's end."""
+        """Return the next message; None after the generator closed the socket."""
         while (message := unpack(self._buffer)) is None:
             chunk = await asyncio.get_running_loop().sock_recv(self._sock, _CHUNK)
             if not chunk:
@@ -132,7 +132,7 @@ class _Channel:
 
 
 def serve(sock: socket.socket, code: Any) -> None:
-    """Play rollouts with ``code`` until the generator closes its end."""
+    """Play rollouts with ``code`` until the generator closes the socket."""
     with contextlib.suppress(ConnectionError):
         asyncio.run(_serve(_Channel(sock), code))
 
@@ -170,7 +170,7 @@ async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
             await _end_tasks(asyncio.all_tasks() - before)
     except (EnvironmentFault, FrameError) as error:
         await channel.send({"type": "failed", "error": str(error)})
-    except Exception:  # the boundary to the environment's code: its rollout fails, with its traceback in the log
+    except Exception:  # an error in the environment's code fails its rollout; the traceback is logged
         await channel.send({"type": "failed", "error": traceback.format_exc()[-_ERROR_CHARACTERS:]})
     else:
         await channel.send({"type": "ended", "turns": rollout.turns})

@@ -1,4 +1,4 @@
-"""Imports an environment's code once, then forks a process for each rollout that runs beside others.
+"""Imports an environment's code once, then forks a process for each concurrent rollout.
 
 A fork takes milliseconds and shares what the import loaded, such as a search index. With a process for every rollout, a
 crash or an endless loop costs that rollout only. ``pool.py`` starts this process and sends records of 5 bytes over a
@@ -62,7 +62,7 @@ def _refuse(control: socket.socket, error: str) -> None:
 
 
 def _die_with_parent(expected_parent: int | None) -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere the closed socket has to do)."""
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere it ends when the socket closes)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -103,7 +103,7 @@ class _Server:
             self._be_child(descriptor, server)
         os.close(descriptor)
         if pid > 0:
-            with contextlib.suppress(OSError):  # the child may have done so, or ended, already
+            with contextlib.suppress(OSError):  # the child may have done this already, or may have ended
                 os.setpgid(pid, pid)
             self._children.add(pid)
         self._control.sendall(RECORD.pack(b"F", max(pid, 0)))
@@ -124,11 +124,11 @@ class _Server:
         except BaseException:
             traceback.print_exc()
         finally:
-            # Whatever happens, never back into the server's loop.
+            # The forked child must never return into the server's loop.
             os._exit(code)
 
     def _kill(self, pid: int) -> None:
-        """End a process and its group. Only children that were not reaped are killed, so their ids are theirs."""
+        """Kill a child and its process group. Only unreaped children are killed: their ids can't be reused yet."""
         if pid not in self._children:
             return
         for kill in (os.killpg, os.kill):

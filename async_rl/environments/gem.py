@@ -26,11 +26,11 @@ PROMPTS: dict[str, str] = {
         "all tests.\nQuestion: {observation}\nPlease reason step by step, and write your code in a ```python block."
     ),
 }
-"""How an observation is put to the model, as a user's message."""
+"""Templates that turn an observation into a user's message."""
 
 
 def _make(env_id: str, **kwargs: Any) -> Any:
-    # An extra, so not there for the type checker; and by its name, for this module has the same.
+    # GEM is an extra, so the type checker lacks it; imported by name, because this module is called gem too.
     return importlib.import_module("gem").make(env_id, **kwargs)
 
 
@@ -73,5 +73,5 @@ class Gem:
 
 
 def _with_suffix(observation: str, info: dict[str, Any]) -> str:
-    """Append GEM's hint at what to do next, if there is one, to the observation."""
+    """Append GEM's hint about the next action, if any, to the observation."""
     return re.sub(r"\s+\Z", "", f"{observation}\n{info.get('suffix', '')}")

@@ -25,7 +25,7 @@ from async_rl.net.streams import read_exactly
 from async_rl.process.child import module_command, package_environment
 
 START_TIMEOUT_S = 120.0
-"""Longest import of the environment's code."""
+"""Time limit for importing the environment's code."""
 
 _CHUNK = 1 << 16
 _FORK_LIMIT_S = 30.0
@@ -67,7 +67,7 @@ class EnvironmentPool:
     ``allowed`` and ``digest`` as for ``process.user_code.load_code``.
 
     Raises:
-        ConfigError: the code is not allowed here, not there, not the learner's, or fails when it is imported.
+        ConfigError: the code is not allowed here, is missing, differs from the learner's, or fails on import.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class EnvironmentPool:
         self._idle.append(process)
 
     def _fail(self, process: _Process, count: str, error: str) -> list[Event]:
-        """End a process. Return the failure of its rollout, if it had one."""
+        """End a process. Return the ``failed`` event of its rollout, if it was playing one."""
         if process.sock.fileno() < 0:
             return []
         self._end(process)
@@ -258,7 +258,7 @@ class EnvironmentPool:
         return process
 
     def _try_fork(self) -> tuple[int | None, socket.socket]:
-        """Return our end of a socket and a process id: 0 if the fork failed, None if the server has ended."""
+        """Return a socket and a process id; the id is 0 if the fork failed. None if the server has ended."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

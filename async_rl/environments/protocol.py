@@ -25,10 +25,10 @@ class StepResult(TypedDict, total=False):
         next_state: as far as it begins with the old state and the action, the model's own tokens are kept and only the
             rest is tokenised; if it does not, a new token sequence of the same rollout begins with it.
         reward: for this action, finite; what is trained on.
-        score: for this action, finite, only logged; none: ``reward``. A rollout's accuracy is the sum of its scores,
-            cut to 0..1, so let them add up to 1 where the task is solved.
-        done: whether that was the last action; none: no.
-        extra_info: replaces the old one; none: the old one stays, with what was changed in it.
+        score: for this action, finite, only logged; ``reward`` if absent. A rollout's accuracy is the sum of its
+            scores, cut to 0..1, so let them add up to 1 where the task is solved.
+        done: whether that was the last action; false if absent.
+        extra_info: replaces the old one. If absent, the old one stays, with any changes made to it.
     """
 
     next_state: State | None

@@ -19,7 +19,7 @@ from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.verifier import MathVerifier
 
 Equality = Callable[[str, str], bool]
-"""Whether the row's answer and a given one are the same."""
+"""Whether the row's answer (first) and the model's answer are equal."""
 
 STRUCTURE_POINTS = 0.1
 TAG_POINTS = 0.05
@@ -30,7 +30,7 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _END = "</answer>"
 
 VoteKey = Callable[[str], Hashable]
-"""From an extracted answer to what it votes for: answers with one key vote together."""
+"""Maps an extracted answer to its key: answers with the same key vote together."""
 
 
 class AnswerReward:
@@ -51,7 +51,7 @@ class AnswerReward:
         format_reward: float = 0.0,
         verifier: MathVerifier | None = None,
     ) -> None:
-        """``verifier`` is what ``equal`` asks, if it asks one; it is closed with this reward."""
+        """``verifier`` is the one that ``equal`` uses, if any. It is closed with this reward."""
         self._extract = extract
         self._equal = equal
         self._scale = scale
@@ -89,12 +89,12 @@ def same_mathematics(verifier: MathVerifier, time_limit_s: float) -> Equality:
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Character by character, but for space around the whole."""
+    """Compare two texts, ignoring white space at both ends."""
     return gold.strip() == answer.strip()
 
 
 def xml_format_points(text: str) -> float:
-    """0.3 for the whole form; less for parts of it, and for what comes after it.
+    """Return 0.3 for the whole form, less for parts of the form or if text follows it.
 
     0.1 if the text begins with thoughts and an answer between their tags; 0.05 for each tag, with its line breaks, that
     occurs exactly once. For each of the last two tags that earns its points, every character after the end of the
@@ -128,7 +128,7 @@ class XmlFormatReward:
 
 
 def vote_key_of(config: Config) -> VoteKey | None:
-    """How the run's answers vote; None for programs, which never vote.
+    """Return the function that gives an answer's vote key; None for programs, which never vote.
 
     Where answers are compared as mathematics, those that are equal by sight vote together (``equality``'s first two
     steps, no verifier): ``1/2`` and ``0.50`` do, ``x+1`` and ``1+x`` don't. Else the same text does, space around it
@@ -141,7 +141,7 @@ def vote_key_of(config: Config) -> VoteKey | None:
 
 
 def majority(answers: Sequence[str | None], vote_key: VoteKey) -> int | None:
-    """The index of the answer that most agree with: of those, the first that was given. None if nobody answered.
+    """Return the index of the first answer with the most common key; None if no rollout has an answer.
 
     A rollout without an answer (None) has no vote. Of answers with equally many votes, the one given first wins.
     """

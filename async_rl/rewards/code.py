@@ -24,7 +24,7 @@ from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
 from async_rl.sandbox.sandbox import Program, Ran, Sandbox
 
 MAX_EXTRACTED_CHARS = 1000
-"""Of a program that travel back beside the answer's tokens, for logs."""
+"""Longest extracted program that is sent back with the rollout, for logs."""
 
 _FENCE = "```python"
 
@@ -33,9 +33,9 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """``failed``: it ended with an error. ``unusable``: it does not compile, or lacks the function."""
 
 _OUTPUT_BYTES = 16 << 20
-"""Of standard output, and of any file that a program writes."""
+"""Limit on standard output, and on each file that a program writes."""
 _SCRATCH_BYTES = 64 << 20
-"""Of all files of a program together."""
+"""Limit on all files of a program together."""
 _MAX_THREADS = 32
 
 
@@ -143,7 +143,7 @@ class LocalJudge:
         self._clock = clock
 
     def with_settings(self, code: CodeRewardConfig) -> LocalJudge:
-        """A judge with other settings and the same runner; close only one of the two."""
+        """Return a judge with other settings and the same runner; close only one of the two."""
         return LocalJudge(self._runner, code, clock=self._clock)
 
     def judge(self, source: str, tests: CodeTests) -> Judgement:
@@ -200,9 +200,9 @@ class LocalJudge:
 
 
 def local_judge(code: CodeRewardConfig) -> LocalJudge:
-    """The judge of this machine.
+    """Return a judge that runs programs in this machine's sandbox.
 
     Raises:
-        SandboxError: it can't isolate programs, and ``code.allow_unsafe`` does not insist.
+        SandboxError: this machine can't isolate programs, and ``code.allow_unsafe`` is off.
     """
     return LocalJudge(Sandbox(packages=code.packages, allow_unsafe=code.allow_unsafe), code)

@@ -34,7 +34,7 @@ PATH = "/check_correctness"
 CODES: dict[str, bool | int] = {"passed": True, "wrong": False, "failed": -1, "timed_out": -1, "unusable": -2}
 
 TOTAL_LIMIT_S = 600.0
-"""For one program, all its tests and the wait for a free worker; Colossal-RL's."""
+"""Time limit for one program: all tests and the wait for a free worker. Colossal-RL's value."""
 
 _ATTEMPTS = 3
 _PAUSE_S = 1.0
@@ -42,11 +42,11 @@ _LARGEST_ANSWER_BYTES = 16 << 20
 
 MAX_REQUEST_BYTES = 64 << 20
 MAX_CONNECTIONS = 256
-"""More are closed at once: each has a thread, and may send a request of ``MAX_REQUEST_BYTES``."""
+"""Further connections are closed at once: each needs a thread and up to ``MAX_REQUEST_BYTES``."""
 _LENGTH = re.compile(r"[0-9]{1,12}")
 _SOCKET_TIMEOUT_S = 60.0
 _REQUEST_S = 120.0
-"""From a connection's begin to the end of its request."""
+"""Time limit from a connection's start to the end of its request."""
 _FULL_S = 0.1
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class VerifierServer(ThreadingHTTPServer):
             self._connections.release()
 
     def judge(self, request: Any) -> dict[str, Any]:
-        """The answer to one request.
+        """Return the answer to one request.
 
         Raises:
             ValueError: it is malformed.
@@ -244,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # However the bytes of a request trickle in: its connection ends when it has not arrived in time.
+        # A connection ends if its whole request has not arrived in time, however slowly bytes keep coming.
         self._deadline = threading.Timer(_REQUEST_S, shut_down, (self.connection,))
         self._deadline.daemon = True
         self._deadline.start()

@@ -22,7 +22,7 @@ from typing import Any, Literal
 Compare = Literal["tokens", "cascade"]
 
 TOLERANCE = 1e-6
-"""Of numbers that are no integers, if the row states none: absolute, and relative to the expected number."""
+"""Default tolerance of non-integers, both absolute and relative to the expected number."""
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -171,7 +171,7 @@ def _is_too_long(length: int, expected_length: int) -> bool:
 
 
 def _sets_of_lines(text: str) -> set[frozenset[str]]:
-    """The set of the tokens of each line that has any."""
+    """Return the set of tokens of each line that is not blank."""
     return {frozenset(tokens) for line in text.split("\n") if (tokens := line.split())}
 
 

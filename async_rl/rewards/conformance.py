@@ -51,8 +51,8 @@ class Example:
 
     Attributes:
         reward_data: the row's fields, such as ``gt_answer``.
-        right: a text that must have accuracy 1; unset: none is known.
-        wrong: a text that must have accuracy below 1; unset: none is known.
+        right: a text that must have accuracy 1, if one is known.
+        wrong: a text that must have accuracy below 1, if one is known.
         row_fields: the fields without which the row can't be scored.
     """
 
@@ -84,11 +84,11 @@ class _Checks:
             self._check_missing_fields()
             self._check_counters()
         except TimeoutError:
-            pass  # already among the problems; a call that hangs can't be ended, so nothing more is asked
+            pass  # reported already; a hanging call can't be ended, so no further checks run
         return self.problems
 
     def _score(self, name: str, text: str) -> RewardOutput | None:
-        """The output for ``text``, asked for twice; None if it is no valid one."""
+        """Score ``text`` twice and return the output; None if the output is invalid."""
         outputs: list[RewardOutput] = []
         for _ in range(2):
             output = self._called(f"text {name!r}", lambda: self.reward(self._item(text)))
@@ -122,7 +122,7 @@ class _Checks:
             self.problems.append(f"the wrong answer: expected accuracy below 1, got {scored['wrong'].accuracy}")
 
     def _check_group(self, scored: Mapping[str, RewardOutput], texts: Mapping[str, str]) -> None:
-        """A group's outputs are those of its rollouts, in order, unless the reward compares rollouts."""
+        """Check that a group gets the outputs of its rollouts, in order, unless the reward compares rollouts."""
         names = [name for name in ("empty", "blank", "infinite", "right", "wrong") if name in scored]
         items = [self._item(texts[name]) for name in names]
         outputs = self._called("a group", lambda: score_group(self.reward, items))
@@ -141,7 +141,7 @@ class _Checks:
                 self._is_valid(name, output)
 
     def _check_threads(self, scored: Mapping[str, RewardOutput]) -> None:
-        """Generators call a reward from several threads at a time."""
+        """Check concurrent calls: generators call a reward from several threads."""
         if "right" not in scored:
             return
         item, found = self._item(self.example.right or ""), list[RewardOutput]()
@@ -181,7 +181,7 @@ class _Checks:
                 self.problems.append(f"counter {name!r}: expected a count of at least 0, got {count!r}")
 
     def _called(self, what: str, call: Callable[[], T]) -> T | None:
-        """What ``call`` returns; None if it raises. Raises TimeoutError if it does not end."""
+        """Return the result of ``call``; None if it raises. Raises TimeoutError if it does not end."""
         try:
             return _bounded(call, self.time_limit_s)
         except TimeoutError:
@@ -206,7 +206,7 @@ def check_reward(reward: Reward, example: Example, *, time_limit_s: float = 60.0
 
 
 def _bounded(call: Callable[[], T], time_limit_s: float) -> T:
-    """Return or raise what ``call`` does. It runs in a thread of its own, so that a call that hangs can be left."""
+    """Run ``call`` in a separate thread, so that a hanging call can be abandoned. Return or raise its outcome."""
     results: list[T] = []
     errors: list[BaseException] = []
 
