@@ -1,7 +1,7 @@
 """Evaluations: request them from the queue, collect the answers, record them with the metrics.
 
-Generators answer. The trainer requests evaluations before, during and after training, and collects finished ones
-between steps. Requested evaluations that are not yet written survive a restart in ``TrainerState.pending_evals``.
+Generators sample the answers. The trainer requests evaluations before, during and after training, and collects finished
+ones between steps. ``TrainerState.pending_evals`` keeps requested, unwritten evaluations across a restart.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from async_rl.run.eval_records import Decode, eval_metrics, row_records, write_j
 logger = logging.getLogger(__name__)
 
 EVAL_WAIT_S = 2.0
-"""Longest wait of one request at the queue. Between requests the other ranks are ticked."""
+"""Longest wait, in seconds, of one request at the queue. Between requests rank 0 ticks the other ranks."""
 
 
 class Evaluations:
-    """The evaluations of one learner start. ``record`` is called with each one's step and figures."""
+    """The evaluations of one learner start. ``record`` is called with the step and figures of each evaluation."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Evaluations:
         return bool(self._state.pending_evals)
 
     def request_all(self) -> None:
-        """Request every dataset with the current weights. No training lease is granted until they are done."""
+        """Request all datasets with the current weights. No training lease is granted until they end."""
         self._ask(self._every, exclusive=True)
 
     def request_due(self) -> None:
-        """Request the datasets that are due after this step, while training continues."""
+        """Request the evaluations that are due after this step, while training continues."""
         step = self._state.step
         self._ask([name for name, every in self._every.items() if every and step % every == 0], exclusive=False)
 
@@ -71,7 +71,7 @@ class Evaluations:
         """Record finished evaluations, and confirm them to the queue, which then forgets them."""
         if not self.are_pending:
             return
-        # Ask until nothing comes, because each request confirms the results of the one before.
+        # Ask until no result is returned, because each request confirms the results of the previous request.
         while results := self._queue.eval_results(self._state.lineage, self._received):
             for result in results:
                 key = (result.dataset, result.step)

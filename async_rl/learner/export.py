@@ -41,8 +41,8 @@ def check_export_target(out_dir: Path) -> None:
 def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
     """Write the checkpoint's model to ``out_dir``, whole or not at all, for ``from_pretrained`` to load.
 
-    ``checkpoint_dir`` is a checkpoint, or a run directory, whose latest checkpoint is taken. Weights get the dtype that
-    the model's config names, float32 if it names none.
+    ``checkpoint_dir`` is a checkpoint, or a run directory with a latest checkpoint. Weights get the dtype in the
+    model's config; float32 if unset.
 
     Raises:
         RunError: the checkpoint does not exist, ``out_dir`` is not empty, or the adapters' frozen weights have changed.
@@ -105,7 +105,7 @@ def _write(checkpoint_dir: Path, target: Path) -> None:
 
 
 def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that the adapters belong to, with the adapters merged into its weights."""
+    """Return the model that the adapters belong to, with the adapters merged into its weights."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
@@ -114,7 +114,7 @@ def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) 
 
 
 def _whole(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with all weights from the checkpoint."""
+    """Return the model with all weights from the checkpoint."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

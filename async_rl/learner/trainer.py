@@ -36,7 +36,7 @@ from async_rl.run.eval_records import Decode
 logger = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 2.0
-"""Longest wait of one take at the queue. Between takes the trainer ticks the other ranks and collects evaluations."""
+"""Longest wait of one take, in seconds. Between takes the trainer ticks the other ranks and collects evaluations."""
 
 
 class Trainer:
@@ -88,7 +88,7 @@ class Trainer:
         self._finish()
 
     def _train(self, batch: Batch) -> None:
-        """One step: advantages, training, ack, publication; then records, evaluations and checkpoint."""
+        """Make one step: advantages, training, ack, publication; then records, evaluations and checkpoint."""
         version = self.state.version
         with self._clock.part("train"):
             prepared = self._prepare(batch)
@@ -110,7 +110,7 @@ class Trainer:
             self._checkpoint(acked.snapshot)
 
     def _take(self) -> Batch | None:
-        """The next batch; None at the end of the data."""
+        """Return the next batch; None at the end of the data."""
         wait = WaitLog()
         with self._clock.part("wait"):
             while True:
@@ -131,7 +131,7 @@ class Trainer:
                 self._evaluations.collect()
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
-        """The batch's sequences with masks, advantages, and the log-probabilities that the loss needs.
+        """Return the batch's sequences with masks, advantages, and the log-probabilities that the loss needs.
 
         Raises:
             StaleRolloutError: a token is above the staleness bound.
@@ -153,7 +153,7 @@ class Trainer:
         return with_advantages(with_scores(prepared, self.engine, config.loss), config.loss)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
-        """One optimizer step on each part of the batch; None for a part in which everything is masked."""
+        """Make an optimizer step on each part of the batch. The result is None for a part with all tokens masked."""
         stats: list[UpdateStats | None] = []
         for sequences in prepared.updates:
             if not sequences:
@@ -224,7 +224,7 @@ class Trainer:
         self.queue.confirm(self.state.lineage)
 
     def _begin(self) -> None:
-        """Publish the first weights. A new run waits for its first evaluation, which is wholly of version 0."""
+        """Publish the first weights. A new run waits for its first evaluation, sampled only with version 0."""
         if self.state.is_resumed:
             self._evaluations.request_pending()
             self._publish()
