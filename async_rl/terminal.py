@@ -18,7 +18,7 @@ of separators of lines and paragraphs."""
 
 
 def visible(text: str) -> str:
-    """``text`` with every control character as its escape (``\\x1b``, ``\\u202e``), but for line breaks and tabs."""
+    """Replace control characters, except line breaks and tabs, by their escapes (``\\x1b``, ``\\u202e``)."""
     if text.isprintable():
         return text
     return "".join(c if c in _HARMLESS or unicodedata.category(c) not in _HIDDEN else _escaped(c) for c in text)

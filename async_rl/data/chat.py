@@ -135,7 +135,7 @@ def model_directory(path: str | Path, *, weights: bool = False) -> Path:
     patterns = [*_MODEL_FILES, *_TOKENIZER_FILES, *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
     try:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except Exception as error:  # offline, no such repository, no permission: all the same to the caller
+    except Exception as error:  # offline, no such repository, no permission: the caller treats all alike
         raise ModelError(
             f"model.path: {path!r} is neither a directory nor a model that can be fetched from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
@@ -143,7 +143,7 @@ def model_directory(path: str | Path, *, weights: bool = False) -> Path:
 
 
 def model_files(path: str | Path) -> dict[str, bytes]:
-    """What a generator needs to build the model and its tokenizer, name -> bytes; no weights.
+    """Return the files for building model and tokenizer, name -> bytes, without weights.
 
     Raises:
         ModelError: as ``model_directory``; or a needed file is missing.
@@ -156,7 +156,7 @@ def model_files(path: str | Path) -> dict[str, bytes]:
 
 
 def vocabulary_size(path: str | Path) -> int | None:
-    """Token ids that the model gives a probability, by its ``config.json``; None if it does not state that.
+    """Return the number of token ids that the model scores, from its ``config.json``; None if not stated there.
 
     Raises:
         ModelError: as ``model_directory``; or the file can't be read.
@@ -169,7 +169,7 @@ def vocabulary_size(path: str | Path) -> int | None:
 
 
 def stated_vocabulary_size(config_json: bytes) -> int | None:
-    """The number of token ids by the content of a model's ``config.json``; None if it does not state that.
+    """Return the vocabulary size in the content of a model's ``config.json``; None if not stated there.
 
     Raises:
         ValueError: it is no JSON.

@@ -26,11 +26,11 @@ from async_rl.records import TEXT_ROLE
 from async_rl.rewards.code_tests import parse_tests
 
 MAX_NESTING = 6
-"""Lists and objects inside each other in one value of a row; the wire allows little more around them."""
+"""Maximum nesting of lists and objects in one value of a row; the wire allows little more in total."""
 
 _KEYS: tuple[RowField, ...] = get_args(RowField)
 _JSON_KEYS: tuple[RowField, ...] = ("messages", "test_cases", "extra_info")
-"""Text in these is read as JSON: CSV has no other way to write them, and some datasets write test cases so."""
+"""Keys whose text is parsed as JSON: CSV can't hold objects, and some datasets write test cases as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, r
 
 def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[Mapping[str, str], ...]:
     if "messages" not in fields and "prompt" not in fields:
-        return ()  # ``rules`` allow it
+        return ()  # ``rules`` allow a row without a prompt
     if "messages" not in fields:
         prompt, place = fields["prompt"], f"{where}: {_column('prompt', rules)}"
         if isinstance(prompt, list | dict):  # some datasets keep messages in a column called prompt

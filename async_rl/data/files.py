@@ -24,7 +24,7 @@ _SPLIT = re.compile(r"(?P<split>[A-Za-z0-9_.\-]+(?:\[[^\]]*\])?)@(?P<place>.+)",
 _HUB_ID = re.compile(r"[A-Za-z0-9_\-][\w.\-]*/[\w.\-]+(?::[\w.\-]+)?")
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 _FIELD_LIMIT = 1 << 27
-"""Characters of one CSV cell: a row's test cases take megabytes."""
+"""Most characters in one CSV cell: a row's test cases take megabytes."""
 
 
 class Source:
@@ -158,7 +158,7 @@ def _parquet(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _arrow(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
-    """The file format and the stream format, which is what ``datasets`` writes."""
+    """Yield the rows of an Arrow file in the file format or the stream format; ``datasets`` writes the latter."""
     import pyarrow
     from pyarrow import ipc
 

@@ -258,7 +258,7 @@ class EnvironmentPool:
         return process
 
     def _try_fork(self) -> tuple[int | None, socket.socket]:
-        """Return a socket and a process id; the id is 0 if the fork failed. None if the server has ended."""
+        """Return a socket and a process id; the id is 0 if the fork failed, None if the server has ended."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:

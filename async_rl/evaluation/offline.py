@@ -57,7 +57,7 @@ class Evaluated:
 def run_eval(
     models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, progress: Progress | None = None
 ) -> list[Evaluated]:
-    """Every model's figures on every set of ``data.eval``, model by model.
+    """Evaluate every model on every set of ``data.eval``, model by model.
 
     Args:
         models: Hugging Face directories, hub ids, or checkpoints of runs.
@@ -93,7 +93,7 @@ def run_eval(
 
 
 def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
-    """The figures as text: one line per figure if there is one result, else a table per set."""
+    """Write the figures as text: one line per figure if there is only one result, else a table per set."""
     lines: list[str] = []
     for name in dict.fromkeys(one.dataset for one in found):
         of_set = [one for one in found if one.dataset == name]
@@ -140,7 +140,7 @@ def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSample
 
 
 def _player(config: Config, model: str, grader: Grader | None, stack: ExitStack) -> tuple[Backend, Rollouts, Decode]:
-    """The model's backend, its rollouts and its decoder of tokens; closed with ``stack``."""
+    """Return the model's backend, rollouts and token decoder; ``stack`` closes them."""
     quiet_progress_bars()
     directory = _model_directory(model, stack)
     backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
@@ -295,7 +295,7 @@ def run_config_of(model: str) -> Path | None:
 
 
 def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], list[str]]:
-    """The config to start from, as plain data, and notes."""
+    """Return the config before options are applied, as plain data, and notes for the user."""
     source = options.config or run_config_of(models[0])
     if source is None:
         return {"sampling": {"max_prompt_tokens": MAX_PROMPT_TOKENS}}, []
@@ -338,7 +338,7 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
 
 
 def _named(dataset: str) -> tuple[str, str]:
-    """Name and source of ``--dataset``. Without ``NAME=`` the name is the last part of the source."""
+    """Return name and source of a ``--dataset``. Without ``NAME=`` the name is the last part of the source."""
     name, separator, source = dataset.partition("=")
     if separator and "/" not in name:
         return name, source

@@ -77,7 +77,7 @@ def compare(paths: Sequence[Path]) -> list[str]:
 
 
 def _entries(path: Path) -> list[tuple[str, Entry]]:
-    """(dataset, entry) of one directory, in the order of the steps."""
+    """Return (dataset, entry) pairs of one directory, in the order of steps."""
     metrics, figures = RunDir(path).metrics, path / FIGURES_FILE
     if figures.is_file():
         written: list[dict[str, Any]] = json.loads(figures.read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
 
 
 def _figures_of_row(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Data set -> figures of a row of ``metrics.jsonl``; empty for a step row."""
+    """Return data set -> figures for a row of ``metrics.jsonl``; empty for a training step."""
     found: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
@@ -117,7 +117,7 @@ def _either(numbers: Sequence[float]) -> str:
 
 
 def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """The columns after accuracy. ``{n}`` becomes the number of answers per row, if it is the same for all entries."""
+    """Return the columns after accuracy. ``{n}`` becomes the number of answers per row if all entries share it."""
     samples = {int(entry.figures.get("samples", 1)) for entry in entries}
     number = str(samples.pop()) if len(samples) == 1 else "n"
     keys = {key for entry in entries for key in entry.figures}

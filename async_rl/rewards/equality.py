@@ -59,7 +59,7 @@ _CLAIM_WORDS = frozenset({
     "is", "are", "was", "not", "no", "nor", "isn", "never", "wrong", "incorrect", "false", "true", "maybe", "perhaps",
     "possibly", "either", "but", "except", "than",
 })  # fmt: skip
-"""Words that make a sentence of what surrounds a number; a unit has none of them."""
+"""Words that turn the text around a number into a sentence. No unit contains them."""
 _LIST_WORDS = frozenset({"and", "or"})
 _BRACKETS = re.compile(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]")
 _SUM = re.compile(r"[^\s(\[{,^_=]\s*[+\-]")
@@ -107,9 +107,9 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
 
 
 def canonical_form(answer: str) -> Fraction | str:
-    """What two answers share only if ``answers_equal`` calls them equal without asking the verifier.
+    """Return a key that two answers share only if ``answers_equal`` finds them equal without the verifier.
 
-    Answers that share none may be equal all the same: ``x+1`` and ``1+x``.
+    Answers with different keys may still be equal: ``x+1`` and ``1+x``.
     """
     answer = answer.strip()
     if len(answer) > MAX_ANSWER_CHARS:
@@ -169,7 +169,7 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def _is_float_of(text: str, number: Fraction, exact: Fraction) -> bool:
-    """Whether a decimal of so many places that a computer must have written it is ``exact``, rounded or cut there."""
+    """Whether a decimal too long to be written by hand is ``exact`` rounded or cut at its last place."""
     places = re.search(r"\.([0-9]+)", text)
     return (
         places is not None
@@ -179,7 +179,7 @@ def _is_float_of(text: str, number: Fraction, exact: Fraction) -> bool:
 
 
 def typeset_form(text: str) -> str:
-    r"""A form that two texts share only if they print alike.
+    r"""Return a form that two texts share only if they print alike.
 
     ``\left( \dfrac{1}{2}, x^{2} \right)`` and ``(\frac{1}{2},x^2)`` share one.
     Removes math delimiters, wrappers around the whole, a full stop at the end, sizing commands, and space that has no
@@ -215,7 +215,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
-    """Both are words rather than products of variables. To math_verify, "listen" equals "silent".
+    """Whether both are words, not products of variables. To math_verify, "listen" equals "silent".
 
     Bare letters count as words from ``_MIN_WORD_LETTERS`` on: ``ab`` may well equal ``ba``.
     """
@@ -226,7 +226,7 @@ def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
 
 
 def _is_parsable(form: str) -> bool:
-    """Fit for math_verify: braces match and don't nest deeply, and no two numbers stand side by side.
+    """Whether math_verify can parse it: braces match, nesting is shallow, and no two numbers are adjacent.
 
     It would read ``5 5`` as 10, and ``5}{6`` as 5.
     """
@@ -245,7 +245,7 @@ def _is_parsable(form: str) -> bool:
 
 
 def surely_different(gold: str, prediction: str) -> bool:
-    """Whether two answers in ``typeset_form`` differ in what math_verify does not look at.
+    """Whether two answers in ``typeset_form`` differ in something that math_verify ignores.
 
     That is a base, units, being an equation at all, and what only the prediction has: an inequality, a ratio, or
     words that are no unit.
@@ -289,7 +289,7 @@ def based_integer(text: str) -> int | None:
 
 
 def unit_of(text: str) -> str:
-    r"""The unit that ``\text{...}`` puts behind a number, with its power, in lower case singular; empty for none."""
+    r"""Return the unit in ``\text{...}`` after a number, with its power, lower case, singular; empty if none."""
     found = _UNIT.fullmatch(text)
     if found is None:
         return ""
@@ -299,12 +299,12 @@ def unit_of(text: str) -> str:
 
 
 def _is_equation_of_a_sum(gold: str) -> bool:
-    """``x+y=3`` says something else than 3; ``x=3`` or ``f(x)=3`` only gives it a name."""
+    """Whether it is like ``x+y=3``, which does not mean 3; ``x=3`` or ``f(x)=3`` only names the 3."""
     sides = _EQUALS.split(gold)
     if len(sides) != 2:
         return False
     left, before = sides[0], ""
-    while left != before:  # what stands in brackets is no term: f(x-1)
+    while left != before:  # a sum in brackets does not count: f(x-1)
         before, left = left, _BRACKETS.sub("", left)
     return _SUM.search(left) is not None and re.search(r"[A-Za-z]", left) is not None
 
@@ -316,7 +316,7 @@ def spelled_out(text: str) -> str:
     are left to the parser: ``\sqrt10`` is a root of 1 to TeX, and of 10 to whoever writes it.
     """
     text = _SIZES.sub(lambda found: f"\\{found[1]}{found[2]}" if found[1] in ("left", "right") else "", text)
-    # From the last to the first: what an argument holds is spelled out already.
+    # From the last to the first, so that the contents of an argument are spelled out already.
     for found in reversed(list(_FRAC.finditer(text))):
         text = text[: found.start()] + _frac_in_braces(text, found.end())
     for found in reversed(list(_ROOT.finditer(text))):
@@ -332,7 +332,7 @@ def spelled_out(text: str) -> str:
 
 
 def _frac_in_braces(text: str, start: int) -> str:
-    """``\\frac`` with its two arguments in braces, and the rest of ``text``; as it is if they can't be told."""
+    """``\\frac`` with its two arguments in braces, and the rest of ``text``; unchanged if they are unclear."""
     top_end = _argument_end(text, start)
     bottom_start = None if top_end is None else top_end + (len(text[top_end:]) - len(text[top_end:].lstrip()))
     bottom_end = None if bottom_start is None else _argument_end(text, bottom_start)
@@ -342,7 +342,7 @@ def _frac_in_braces(text: str, start: int) -> str:
 
 
 def _argument_end(text: str, start: int) -> int | None:
-    """Where the argument that begins at ``start`` ends: a group, a command without arguments, or one character."""
+    """Return the end of the argument at ``start``: a group, a command without arguments, or one character."""
     if start >= len(text) or text[start] in "}^_&":
         return None
     if text[start] == "{":

@@ -105,7 +105,7 @@ def _be_worker(control: socket.socket, descriptor: int, equal: Any, server: int)
     except BaseException:
         traceback.print_exc()
     finally:
-        # Whatever happens, never back into the server's loop.
+        # The forked child must never return into the server's loop.
         os._exit(code)
 
 
@@ -127,7 +127,7 @@ def _limit_memory() -> None:
 
 def _load_math_verify() -> Any:
     warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)  # math_verify warns that we disable its time limits; ours is outside
+    logging.disable(logging.CRITICAL)  # math_verify warns that its time limits are off; the limit is set outside of it
     from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -1,4 +1,4 @@
-"""Where the answer is in a text: the last box, or the last answer tag. Pure, linear in the text's length."""
+"""Extracts the answer from a text: the last box, or the last answer tag. Pure, linear in the text's length."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def extract_answer_tag(text: str) -> Extraction:
 
 
 def extract_xml_answer(text: str) -> Extraction:
-    """What stands after the last ``<answer>``, up to the next ``</answer>``, stripped; without tags the whole text.
+    """Return the text from the last ``<answer>`` to the next ``</answer>``, stripped; the whole text without tags.
 
     The format is valid if there is any answer.
     """
@@ -59,13 +59,13 @@ def extract_xml_answer(text: str) -> Extraction:
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    """Index of the brace that closes the one at ``opening``; None if nothing does."""
+    """Return the index of the brace that closes the one at ``opening``; None if it is never closed."""
     depth = 0
     position = opening
     while position < len(text):
         character = text[position]
         if character == "\\":
-            position += 1  # skips what it escapes
+            position += 1  # skips the escaped character
         elif character == "{":
             depth += 1
         elif character == "}":

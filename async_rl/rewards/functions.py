@@ -132,7 +132,7 @@ class FunctionReward:
 
 
 def _form(name: str, function: Any) -> str:
-    """The form of ``function``: ``item``, ``items`` or ``completions``."""
+    """Return the form of ``function``: ``item``, ``items`` or ``completions``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -204,7 +204,7 @@ class AsyncCalls:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, then let every call that still runs see its cancellation."""
+    """Run the loop until it is stopped, then cancel the running calls and wait until they end."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

@@ -36,7 +36,7 @@ class RewardOutput:
     """``parts`` are summed to the reward; ``accuracy`` (1.0, 0.0, or a partial credit between) has no shaping in it.
 
     ``extracted`` is the answer that was found in the text, for the logs; None if there is none. ``has_answer`` says
-    whether the text holds one that counts, for the penalty on over-long answers; None: if something was extracted.
+    whether the text holds one that counts, for the penalty on over-long answers; if None, ``extracted`` decides.
     """
 
     parts: dict[str, float]

@@ -24,7 +24,7 @@ from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOut
 from async_rl.rewards.verifier import MathVerifier
 
 Builder = Callable[[Config, float], Reward]
-"""From the config and ``reward.scale`` to the reward."""
+"""Builds a reward from the config and ``reward.scale``."""
 
 
 def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = None) -> RewardSum:
@@ -34,8 +34,8 @@ def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = Non
         code_digests: the learner's digests of the user's own code; if unset, this machine's code is not compared.
 
     Raises:
-        ConfigError: code that is not allowed here, not there, not the learner's, or not a reward function.
-        SandboxError: programs are to be graded, and this machine can't.
+        ConfigError: code is not allowed here, is missing, differs from the learner's, or is no reward function.
+        SandboxError: programs must be graded, and the sandbox or the verifier does not work.
     """
     main = _named(config.reward.type, config, config.reward.scale, code_digests, is_main=True)
     extras = [
@@ -59,7 +59,7 @@ def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, s
 
 
 def _answer_reward(name: str, extract: Callable[[str], Extraction]) -> Builder:
-    """The builder of the reward ``name``, which compares what ``extract`` finds with the row's answer."""
+    """Return the builder of the reward ``name``, which compares the answer that ``extract`` finds with the row's."""
 
     def build(config: Config, scale: float) -> AnswerReward:
         is_mathematics = REWARD_TYPES[name].compares_mathematics and config.reward.equality == "math"
@@ -77,10 +77,10 @@ def _answer_reward(name: str, extract: Callable[[str], Extraction]) -> Builder:
 
 
 def _code_reward(config: Config, scale: float) -> CodeReward:
-    """The reward for programs, its sandbox running, or its verifier found to work.
+    """Build the reward for programs; start its sandbox or check its verifier.
 
     Raises:
-        SandboxError: neither works; the message says what to do.
+        SandboxError: the sandbox or the verifier does not work; the message says what to do.
     """
     code = config.reward.code
     return CodeReward(
@@ -102,7 +102,7 @@ REWARDS: Mapping[str, Builder] = {
 
 
 OverlongPenalty = Callable[[RewardInput, float, bool], float]
-"""From a rollout, what it earned (a share of the scale) and whether it has an answer, to a share of the scale, <= 0."""
+"""Maps (rollout, reward earned, whether it has an answer) to a penalty <= 0. Both numbers are shares of the scale."""
 
 
 class Extra(NamedTuple):
@@ -151,7 +151,7 @@ class RewardSum:
         return [RewardOutput(sums, o.accuracy, o.extracted) for sums, o in zip(parts, outputs, strict=True)]
 
     def counters(self) -> dict[str, int]:
-        """Those of every reward; where two count the same, their sum."""
+        """The counters of all rewards; counters of the same name are summed."""
         total: dict[str, int] = {}
         for reward in self._rewards:
             for name, count in reward.counters().items():
@@ -164,7 +164,7 @@ class RewardSum:
 
 
 def overlong_penalty(config: Config) -> OverlongPenalty | None:
-    """The penalty that ``reward.overlong`` and ``reward.soft_overlong`` ask for; None for none."""
+    """Return the penalty that ``reward.overlong`` and ``reward.soft_overlong`` ask for; None if neither does."""
     cache_length = config.cache_length if config.reward.soft_overlong else None
 
     def dapo(item: RewardInput, earned: float, has_answer: bool) -> float:

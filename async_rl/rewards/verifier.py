@@ -29,9 +29,9 @@ MAX_WORKERS = 8
 """Questions that are compared at the same time. More than a machine may have cores: answers that use up their time then
 slow the others down, but none waits for them."""
 START_LIMIT_S = 120.0
-"""For importing sympy on a loaded machine; not part of any answer's time limit."""
+"""Time limit for importing sympy on a loaded machine; not part of any answer's time limit."""
 _WALL_FACTOR = 50.0
-"""A worker that used little processor time for so many times its limit is stuck, not slow."""
+"""Wall-clock limit, in multiples of the processor time limit. A worker that exceeds it is stuck, not slow."""
 
 
 class _DeadlineError(Exception):
@@ -84,7 +84,7 @@ class _Server:
     def end(self, worker: _Worker) -> int:
         """End a worker if it still runs. Return the signal that ended it, or 0."""
         worker.connection.close()
-        # The server reaps nothing unasked, so this number is still the worker's.
+        # The server reaps workers only on request, so no other process can have this id.
         os.kill(worker.pid, signal.SIGKILL)
         self._control.sendall(RECORD.pack(WAIT, worker.pid))
         return self._reply(time.monotonic() + START_LIMIT_S)
@@ -114,7 +114,7 @@ class MathVerifier:
         return tuple(worker.pid for worker in self._idle)
 
     def ask(self, gold: str, prediction: str, time_limit_s: float) -> Verdict:
-        """Whether math_verify calls them equal. Both short (``equality.MAX_ANSWER_CHARS``).
+        """Whether math_verify finds the answers equal. Both must be short (``equality.MAX_ANSWER_CHARS``).
 
         Args:
             time_limit_s: processor seconds.
@@ -126,7 +126,7 @@ class MathVerifier:
         with self._slots:
             verdict = self._ask_once(request)
             if verdict == "crashed" and not self._is_closed:
-                # A worker may be killed for another's sake (out of memory): only the second crash counts.
+                # If memory runs out, a worker may be killed that did not cause it: only the second crash counts.
                 verdict = self._ask_once(request)
         with self._lock:
             self.counts["requests"] += 1
@@ -159,7 +159,7 @@ class MathVerifier:
         return "equal" if json.loads(body)["equal"] else "different"
 
     def _take_worker(self) -> tuple[_Server, _Worker]:
-        """An idle worker or a new one, of a server that is started or replaced if necessary. Called under the lock."""
+        """Return an idle or a new worker; start or replace the server if necessary. Called under the lock."""
         assert not self._is_closed
         for _ in range(2):
             if self._server is None:
@@ -178,11 +178,11 @@ class MathVerifier:
     def _end_worker(self, server: _Server, worker: _Worker, *, stuck: bool = False) -> Verdict:
         """Replace a worker that did not answer. The verdict says why it did not."""
         with self._lock:
-            if server is not self._server:  # it was replaced or closed, and its workers with it
+            if server is not self._server:  # the server was replaced or closed, together with its workers
                 return "crashed"
             try:
                 by_limit = server.end(worker) == signal.SIGPROF
-            except (ConnectionError, ProcessLookupError):  # its server is gone as well
+            except (ConnectionError, ProcessLookupError):  # the worker's server has ended as well
                 self._drop_server()
                 by_limit = False
         return "timed_out" if stuck or by_limit else "crashed"
@@ -197,7 +197,7 @@ class MathVerifier:
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     control.close()
-    # It may still be importing; and what it forked ends with it.
+    # The server may still be importing. Its workers end with it.
     process.kill()
     process.wait()
 

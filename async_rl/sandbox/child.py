@@ -54,13 +54,13 @@ class Limits:
 
 
 FAILED_EXIT = 1
-"""The program raised; Python's own code for that."""
+"""The program raised an exception; the same code as Python's."""
 
 UNUSABLE_EXIT = 121
-"""It does not compile, or has no such function."""
+"""The program does not compile, or lacks the function."""
 
 UNWRITABLE_EXIT = 120
-"""Its output could not be written in the end; Python's own code for that."""
+"""The program's output could not be flushed at exit; the same code as Python's."""
 
 ENVIRONMENT = {
     "HOME": system.SCRATCH,
@@ -70,12 +70,12 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # the same program gives the same output
     "TMPDIR": system.SCRATCH,
     "TZ": "UTC",
-    # Numerical libraries start a thread a core when imported, which a forked child would lack.
+    # Numerical libraries start one thread per core when imported; a forked child would lack these threads.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""All that a program finds in its environment."""
+"""The complete environment of a program."""
 
 FILE_NAME = "program.py"
 
@@ -83,17 +83,17 @@ _STAR_MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io json "
     "typing"
 )
-"""Whose public names the prelude gives, later ones first; none that hides a builtin (``math.pow``)."""
+"""Modules whose public names are in the prelude, except names of builtins (``math.pow``). Later modules win."""
 
 _NAMED_MODULES = (
     "sys os time string re datetime collections heapq bisect copy math random statistics itertools functools operator "
     "io json typing fractions decimal array queue"
 )
-"""Those, too, that the prelude gives by their own name."""
+"""Modules that are in the prelude under their names."""
 
 _RECURSION_LIMIT = 600_000
 _STACK_BYTES = 112 << 20
-"""Linux keeps 128 MiB free below the main thread's stack; what is deeper runs into other memory."""
+"""Stack limit. Linux keeps 128 MiB free below the main thread's stack; a larger stack could hit other memory."""
 
 _ANSWER_FD, _REPLY_FD = 3, 4
 _ASIDE_FD = 100
@@ -147,7 +147,7 @@ def _take_descriptors(descriptors: Sequence[int]) -> dict[str, Any]:
     size = os.fstat(program).st_size
     request = json.loads(os.pread(program, size, 0))
     is_call = request["function"] is not None
-    # First out of the way, for the descriptors may lie in each other's places.
+    # First move all to free numbers, because a descriptor may have the target number of another.
     places = [os.dup2(fd, _ASIDE_FD + index) for index, fd in enumerate((stdin, output, errors, reply))]
     os.dup2(places[0], 0)
     os.dup2(os.open("/dev/null", os.O_WRONLY) if is_call else places[1], 1)
@@ -169,7 +169,7 @@ def confine(limits: Limits, seccomp_filter: bytes) -> None:
     os.setsid()
     system.unshare(system.CLONE_NEWNS | system.CLONE_NEWNET)
     system.mount_scratch(limits.scratch_bytes)
-    # In a user namespace of its own its threads are counted apart from all others'; nobody is mapped into it.
+    # A separate user namespace, with no user mapped into it, counts the program's threads separately.
     system.unshare(system.CLONE_NEWUSER)
     set_limits(limits)
     resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_threads, limits.max_threads))
@@ -269,7 +269,7 @@ def _run_script(module: types.ModuleType, request: dict[str, Any]) -> None:
 def _call(module: types.ModuleType, request: dict[str, Any]) -> None:
     """Define the program's functions, call the one that is asked for, write what it returns."""
     arguments = json.loads(request["arguments"])
-    # As predecessors do: what guards a script's own run does not run.
+    # Like other judges: code under `if __name__ == "__main__"` does not run.
     module.__name__ = "program"
     exec(_compiled(request), vars(module))
     name: str = request["function"]

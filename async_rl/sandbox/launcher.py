@@ -38,7 +38,7 @@ from async_rl.sandbox.child import Limits
 from async_rl.sandbox.system import build_filter
 
 NOBODY = 65534
-"""User and group that programs run as where the launcher is started by root."""
+"""User and group id of programs if root starts the launcher."""
 
 NUM_DESCRIPTORS = 5
 REQUEST_BYTES = 4096
@@ -182,7 +182,7 @@ def _serve(control: int, seccomp_filter: bytes, prelude: dict[str, Any]) -> NoRe
     """Serve as the inner process until the socket's other end is closed."""
     system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
-    gc.freeze()  # children share these objects' pages as long as no collection touches them
+    gc.freeze()  # garbage collections skip these objects, so children go on sharing their pages
     _send(control, {"ready": True})
     if seccomp_filter:
         _Server(control, _Isolation(seccomp_filter), prelude).serve()
@@ -197,7 +197,7 @@ class _Isolation:
 
     def __init__(self, seccomp_filter: bytes) -> None:
         self._filter = seccomp_filter
-        # A pidfd of this process stands for its process namespace, and needs no /proc.
+        # A pidfd of this process identifies its process namespace, and needs no /proc.
         self._own_namespace = os.pidfd_open(os.getpid())
 
     def fork(self) -> int:

@@ -29,7 +29,7 @@ from async_rl.sandbox.child import ENVIRONMENT, Limits
 from async_rl.sandbox.system import kernel_release
 
 START_LIMIT_S = 60.0
-"""For the launcher to start and shut itself in on a loaded machine."""
+"""Time limit for the launcher to start and isolate itself on a loaded machine."""
 
 GRACE_S = 20.0
 """Extra time, beyond a program's limit, for the launcher to report how the program ended."""
@@ -166,7 +166,7 @@ class Sandbox:
             try:
                 ran = launcher.run(program, limits)
             except (_LauncherLostError, SandboxFailedError) as error:
-                # It may have been killed for another's sake (out of memory): only a second loss counts.
+                # If memory ran out, the launcher may have been killed without fault: only a second loss counts.
                 self._end(launcher)
                 if attempt == 2:
                     raise SandboxFailedError(f"the sandbox failed twice on one program: {error}") from error
@@ -206,7 +206,7 @@ class Sandbox:
             max_threads=4,
         )  # fmt: skip
         try:
-            # A file of this machine whose path the program gets, and which it must not find.
+            # The program gets the path of this file, and must not find the file.
             with tempfile.NamedTemporaryFile() as secret:
                 ran = launcher.run(Program(PROBE, stdin=secret.name.encode()), limits)
         except (_LauncherLostError, SandboxFailedError) as error:

@@ -88,7 +88,7 @@ _PAIRED_SOCKETS = "sendto recvfrom sendmsg recvmsg shutdown getsockname getpeern
 
 ALLOWED = " ".join((_MEMORY, _THREADS, _PROCESS, _SIGNALS, _TIME, _FILES, _EVENTS, _PAIRED_SOCKETS))
 
-# These would fail anyway; EPERM gives programs a clear message.
+# These calls would fail without an entry too; EPERM gives programs a clear message.
 REFUSED = (
     "socket connect bind listen accept accept4 execve execveat ptrace process_vm_readv process_vm_writev mount umount2 "
     "pivot_root chroot unshare setns bpf keyctl io_uring_setup perf_event_open memfd_create shmget msgget semget "
@@ -96,7 +96,7 @@ REFUSED = (
 )
 
 _TERMINAL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what ``isatty`` and file objects ask."""
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: used by ``isatty`` and file objects."""
 
 _AF_UNIX = 1
 
@@ -134,7 +134,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def detach(target: str) -> None:
-    """Unmount ``target`` and all below it, in use or not."""
+    """Unmount ``target`` and all mounts below it, even if they are in use."""
     _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
@@ -143,7 +143,7 @@ def pivot_root(new_root: str, put_old: str) -> None:
 
 
 def make_read_only(target: str) -> None:
-    """Every mount at and below ``target``, whatever other flags it has. Needs Linux 5.12."""
+    """Make all mounts at and below ``target`` read-only; keep their other flags. Needs Linux 5.12."""
     attributes = _MountAttributes(attr_set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
     result = _libc.syscall(
         ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_int(-1), os.fsencode(target), ctypes.c_uint(_AT_RECURSIVE),
@@ -163,7 +163,7 @@ def drop_capabilities() -> None:
 
 
 def load_filter(program: bytes) -> None:
-    """Put the seccomp filter ``program`` (BPF instructions) on this thread and all it starts. For good."""
+    """Apply the seccomp filter ``program`` (BPF instructions) for good to this thread and all that it starts."""
     instructions = _FilterProgram(len(program) // _FILTER_INSTRUCTION_BYTES, program)
     result = _libc.prctl(
         ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(instructions), 0, 0
