@@ -231,12 +231,12 @@ def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits
         bound = min(limits.highest, state.bound + 1)
     else:
         return replace(state, streak=streak)
-    # If the bound has not changed, no step is ignored and the streak goes on.
+    # If the bound has not changed, no step is ignored, and the streak keeps its length.
     return BoundState(bound, settling=state.bound + 1) if bound != state.bound else state
 
 
 def _verdict(reading: Reading, limits: BoundLimits) -> int:
-    """-1 for an overloaded step, 1 for a healthy one, else 0. NaN gives 0, since staleness does not cause it."""
+    """Return -1 for an overloaded step, 1 for a healthy one, otherwise 0. NaN gives 0: it is not due to staleness."""
     if reading.ess < limits.min_ess or reading.kl > limits.max_kl:
         # If samples are as young as they can be, a lower bound does not help.
         return -1 if reading.oldest > limits.lowest else 0

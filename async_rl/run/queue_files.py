@@ -31,7 +31,7 @@ class QueueRecord:
 
 
 def read_record(run_dir: Path) -> QueueRecord | None:
-    """The recorded server; None if no server is recorded, or the file has another format."""
+    """Return the recorded server; None if no server is recorded, or the file has another format."""
     try:
         plain = json.loads((run_dir / "queue.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
