@@ -66,7 +66,7 @@ of the cost is its message."""
 
 
 class _KeepAlive:
-    """Reports on its own socket that the learner is alive, even while the main thread trains."""
+    """Reports from a separate thread and socket that the learner is alive, even while the main thread trains."""
 
     def __init__(self, address: str, lineage: str, keys: ClientKeys | None) -> None:
         self._address, self._lineage, self._keys = address, lineage, keys
@@ -133,7 +133,7 @@ class LearnerQueue:
         self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
 
     def confirm(self, lineage: str) -> None:
-        """Return if this learner still owns the queue. Call it right before writing what a newer one may write."""
+        """Check that this learner still owns the queue. Call it right before writing files of the run."""
         self._call(messages.ConfirmLineage(lineage))
 
     def announce(self, announcement: Announcement) -> None:
@@ -174,7 +174,7 @@ class LearnerQueue:
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
         """Take the groups of the next step. Wait up to ``wait_s``.
 
-        ``step`` steps are done; the groups are trained first at ``version``.
+        The learner has done ``step`` steps, and trains the groups first at ``version``.
         """
         begun, self._begun_take = self._begun_take, None
         request = Take(lineage, step, version)
@@ -387,7 +387,7 @@ class GeneratorQueue:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last reply, while one is overdue; 0 otherwise."""
+        """Seconds since the last reply if a reply is overdue; 0 otherwise."""
         return self._connection.silent_s
 
     @property
@@ -401,18 +401,18 @@ class GeneratorQueue:
         return self._announcement
 
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
-        """Ask for leases, sampling with ``version`` of ``lineage``. Does nothing while one request is outstanding."""
+        """Request leases to sample with ``version`` of ``lineage``. Do nothing while a request is outstanding."""
         if not self.lease_request_outstanding:
             request = messages.LeaseRequest(self.generator_id, lineage, version, max_leases)
             self._connection.post(request, wait_s=wait_s)
 
     def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
-        """Report progress by lease, as numbers that must grow. Does nothing while one heartbeat is outstanding."""
+        """Report progress by lease, as numbers that must grow. Do nothing while a heartbeat is outstanding."""
         if not self.heartbeat_outstanding:
             self._connection.post(messages.Heartbeat(self.generator_id, dict(progress), stats))
 
     def return_group(self, group: Group) -> None:
-        """Send a finished group with the next ``poll``. A ``Returned`` event has its outcome."""
+        """Send a finished group, at the latest with the next ``poll``. A ``Returned`` event has its outcome."""
         self._returning[group.lease_id] = encode_group(group)
         self._num_unanswered += 1
         num_bytes = sum(map(len, self._returning.values()))
@@ -420,12 +420,12 @@ class GeneratorQueue:
             self._send_returns()
 
     def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
-        """Return a lease unsampled. A ``Returned`` event answers."""
+        """Return a lease without a group. A ``Returned`` event has the outcome."""
         self._num_unanswered += 1
         self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail[:2000]))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
-        """Send the answer to a probe. The learner requests it from the queue. It is repeated until the queue has it."""
+        """Send the answer to a probe. The learner requests it from the queue. It is repeated until answered."""
         data = encode_answer(answer)
         self._connection.post(messages.AnswerProbe(self.generator_id, lineage, answer.version, data))
 

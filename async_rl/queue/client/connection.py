@@ -1,4 +1,4 @@
-"""A client's DEALER socket. Requests enter; each is sent again until it is answered; replies leave with their requests.
+"""A client's DEALER socket. It repeats each request until it is answered, and returns each reply with its request.
 
 Both queue clients use it. It is not thread-safe: one thread owns it.
 """
@@ -27,9 +27,10 @@ from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, WIRE_TYPES
 RESEND_S = 5.0
 _RETRY_S = 0.02
 _LIMITS = Limits(max_bytes=1 << 34, max_depth=None)
-"""Messages of the server have loose limits: its keys prove its identity."""
+"""Messages of the server have loose limits, because its keys prove its identity."""
 COPY_BELOW_BYTES = 1 << 20
-"""Smaller frames are copied into the socket: a frame that is shared with it costs a thread switch once it is sent."""
+"""Smaller frames are copied into the socket, because a frame that is not copied costs a thread switch when it is sent.
+"""
 # As plain numbers: zmq combines its own flags in Python, which would cost time for every frame.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE = int(zmq.POLLIN)
@@ -37,7 +38,7 @@ _READABLE = int(zmq.POLLIN)
 
 @dataclass(slots=True)
 class Outstanding:
-    """A request without an answer. ``due_at`` is when it is (next) sent, ``sent_at`` when it last was."""
+    """A request without an answer. ``due_at`` is the time to send it next, ``sent_at`` the time it was sent last."""
 
     request_id: str
     type: str
@@ -51,7 +52,7 @@ class Outstanding:
 class Connection:
     """A client's socket to ``address``. It connects in the background, and reconnects after a restart of the server.
 
-    ``keys`` are needed if the server has keys. Nothing is sent to a server that can't prove the identity they name.
+    ``keys`` are needed if the server has keys. Nothing is sent to a server that does not have the key that they name.
 
     Raises:
         AddressError: the address is malformed.
@@ -88,7 +89,7 @@ class Connection:
 
     @property
     def keys_hint(self) -> str:
-        """What may be wrong with the keys if no reply comes: a server does not reply to unknown keys."""
+        """A hint for the case that no reply comes: a server does not reply to unknown keys."""
         if self._has_keys:
             return "it answers only if its allowed.txt lists this key, and the key file is its own"
         return "a server with keys answers only those who have one (--keys FILE, or queue.keys)"
@@ -113,9 +114,9 @@ class Connection:
     def post(
         self, request: msgspec.Struct, parts: Sequence[Frame] = (), *, wait_s: float = 0.0, with_next: bool = False
     ) -> str:
-        """Add a request of ``messages`` to those to send. Return its id. The server may delay the answer by ``wait_s``.
+        """Send a request of ``messages``. Return its id. The server may delay the answer by up to ``wait_s``.
 
-        If ``with_next``, it is sent together with the next request, which wakes the server once for both.
+        If ``with_next``, send it together with the next request, which wakes the server once for both.
         """
         request_id = f"{self._prefix}-{next(self._numbers)}"
         now, type_ = time.monotonic(), WIRE_TYPES[type(request)]
@@ -173,7 +174,7 @@ class Connection:
         self._context.term()
 
     def _follow_link(self, now: float) -> None:
-        """Make all requests due at once after a reconnection: those sent before may be lost."""
+        """After a reconnection, make all requests due at once, because those sent before may be lost."""
         while is_readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -248,7 +249,7 @@ class Connection:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message has arrived. An exception of ``recv`` or a poller would cost about twice as much."""
+    """Whether a message has arrived. This costs half as much as a poller or an exception of ``recv``."""
     return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 
@@ -256,13 +257,13 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
     """Send all frames or none; copy only those that are cheaper to copy.
 
     Raises:
-        zmq.Again: the socket has no room. Only the first frame can meet this.
+        zmq.Again: the socket has no room. Only the first frame can raise it.
     """
     for left, frame in zip(reversed(range(len(frames))), frames):
         flags = _MORE if left else _LAST
         whole = frame.obj if isinstance(frame, memoryview) else None
         if isinstance(whole, zmq.Frame) and len(whole) == len(frame):
-            # A received frame is sent on without a copy: libzmq counts its users.
+            # Forward a received frame without a copy: libzmq counts the references to it.
             socket.send(whole, flags, copy=False)
         else:
             socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)

@@ -1,10 +1,10 @@
 """The admission rule: how many groups may be outstanding, and how old their tokens may be. Pure.
 
 ``QueueSettings`` holds the config values that the queue needs, ``LearnerSide`` the step, version and bound of the
-learner. The functions that grant leases, take groups in and hand them out ask both.
+learner. The functions that grant leases, receive groups and deliver batches use both.
 
-With ``k`` optimizer steps a batch, the last step on a batch taken at version ``v`` is made at version ``v + k - 1``;
-the last step on the batch after it at ``v + 2k - 1``, and so on. A group sampled at version ``m`` is within the bound
+With ``k`` optimizer steps per batch, the last step on a batch taken at version ``v`` is done at version ``v + k - 1``,
+the last step on the next batch at ``v + 2k - 1``, and so on. A group sampled at version ``m`` is within the bound
 ``eta = queue.max_staleness`` if that last version is at most ``m + eta``.
 
 New leases follow the learner's own staleness bound, which is at most ``eta``. Existing groups are trained as long as
@@ -149,7 +149,7 @@ class QueueSettings:
         return self.sync_every + self.updates_per_batch - 2
 
     def group_limit(self, *, version: int, active_version: int, steps_left: int, bound: int) -> int:
-        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks.
+        """Maximum sum of groups in flight, queued and taken, for a lease request of a generator at ``active_version``.
 
         ``bound`` is the learner's staleness bound for new leases, here and for ``oldest_for_lease``.
         """
@@ -157,15 +157,15 @@ class QueueSettings:
         return max(0, min(batches, steps_left)) * self.groups_per_step
 
     def oldest_trainable(self, version: int) -> int:
-        """The oldest version that a batch taken at ``version`` may hold."""
+        """The oldest version that a batch taken at ``version`` may contain."""
         return version + self.updates_per_batch - 1 - self.max_staleness
 
     def oldest_after_step(self, version: int) -> int:
-        """The oldest version that the batch after one taken at ``version`` may hold."""
+        """The oldest version that the next batch after one taken at ``version`` may contain."""
         return self.oldest_trainable(version + self.updates_per_batch)
 
     def oldest_for_lease(self, *, version: int, outstanding: int, bound: int) -> int:
-        """The oldest version that may sample the next lease, with ``outstanding`` groups trained before it."""
+        """The oldest version that may sample the next lease, if ``outstanding`` groups are trained before it."""
         batches_before = outstanding // self.groups_per_step
         return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
 
@@ -175,10 +175,10 @@ LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound")
 
 
 class LearnerSide(msgspec.Struct):
-    """The attached learner. ``step`` and ``version`` are as of the last ack; ``taken_ids`` belong to ``step``.
+    """The attached learner. The last ack sets ``step``, ``version`` and ``lease_bound``, the bound of new leases.
 
-    ``acked`` is the last acked step with the snapshot that its ack requested. ``lease_bound`` is the staleness bound
-    of new leases, as of the last ack: ``max_staleness``, or less.
+    ``taken_ids`` are the lease ids of the groups that were taken for ``step``. ``acked`` is the last acked step, with
+    the snapshot that its ack requested.
     """
 
     lineage: str
@@ -196,12 +196,12 @@ class LearnerSide(msgspec.Struct):
     def continued(
         cls, before: LearnerSide | None, settings: QueueSettings, lineage: str, step: int, num_steps: int, version: int
     ) -> LearnerSide:
-        """A learner that starts at ``version``. It keeps the bound of ``before``, the learner in its snapshot."""
+        """A learner that starts at ``version``. It keeps the lease bound of ``before``, the learner of its snapshot."""
         bound = settings.max_staleness if before is None else before.lease_bound
         return cls(lineage, step, num_steps, version, version, bound)
 
     def group_limit(self, settings: QueueSettings, active_version: int) -> int:
-        """Groups that may be in flight, queued and taken together when a generator at ``active_version`` asks."""
+        """Maximum sum of groups in flight, queued and taken. See ``QueueSettings.group_limit``."""
         return settings.group_limit(
             version=self.version, active_version=active_version, steps_left=self.steps_left, bound=self.lease_bound
         )
@@ -223,7 +223,7 @@ class LearnerSide(msgspec.Struct):
             raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {ack.lease_bound}")
 
     def advance(self, ack: StepAck, settings: QueueSettings) -> None:
-        """Set step, version and bound to those after the acked step, which was checked before."""
+        """Set step, version and bound from an ack that ``check`` accepted."""
         self.step, self.version = ack.step + 1, ack.version
         self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
 

@@ -1,10 +1,10 @@
 """The requests of generators: hello, leases, heartbeats, returned groups, failures, goodbye. Pure.
 
-Each public function is one request. It changes ``state`` and returns the answer. Time comes as ``now``, in seconds. A
+Each public function is one request. It changes ``state`` and returns the answer. ``now`` is the time in seconds. A
 repeated request has no further effect, except for ``lease``: the server repeats the answers to lease requests.
 
-Leases are granted for evaluations first, then for training while the staleness bound and the memory have room. The rule
-is in ``admission``.
+Leases are granted for evaluations first, then for training, as far as the staleness bound and ``queue.max_bytes``
+allow. ``admission`` has the rule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RETURNED = "returned"
 def hello(
     state: QueueState, generator_id: str, host: str, backend: str, now: float, *, replaces: str | None = None
 ) -> None:
-    """Register a generator. The one that it ``replaces`` is dead: expire that one's leases."""
+    """Register a generator. If ``replaces`` names a dead generator, remove that one and expire its leases."""
     entry = _seen(state, generator_id, now)
     entry.host, entry.backend = host, backend
     if replaces is not None and replaces != generator_id:
@@ -47,7 +47,7 @@ def lose_generator(state: QueueState, generator_id: str, now: float) -> None:
 def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_leases: int, now: float) -> LeasesGranted:
     """Grant up to ``max_leases`` leases to a generator that samples with ``active`` (lineage, version).
 
-    Without a lease, ``reason`` is the reason. ``activate`` names a version if the generator must activate it first.
+    If none is granted, ``reason`` says why, and ``activate`` may name a version that the generator must activate first.
     """
     entry = _seen(state, generator_id, now)
     entry.active = active
@@ -101,10 +101,10 @@ def heartbeat(
 def receive(
     state: QueueState, generator_id: str, group: GroupSummary, payload: Payload, now: float
 ) -> tuple[Verdict, str]:
-    """Take in a group: its summary and its ``payload``. Return the verdict, and the reason if it was refused.
+    """Receive a group, as summary and ``payload``. Return the verdict, and the reason if the group was refused.
 
     Raises:
-        QueueError: the payload can't be kept. Nothing has changed; the generator may return the group again.
+        QueueError: the payload can't be stored. The generator may return the group again.
     """
     entry = _seen(state, generator_id, now)
     active, learner = state.leases.get(group.lease_id), state.learner
@@ -134,7 +134,7 @@ def receive(
 
 
 def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
-    """Count a refused group. Quarantine its generator if too many were refused: expire its leases, grant it none."""
+    """Count a refused group. If too many were refused, quarantine its generator: expire its leases, grant no more."""
     entry = state.generators.seen(generator_id, state.now)
     entry.refused[cause] += 1
     entry.note_returned(refused=True)
@@ -149,7 +149,7 @@ def quarantine_reason(entry: GeneratorEntry) -> str:
 
 
 def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: float) -> None:
-    """Give leases their whole time again: their groups are there, but can't be kept now."""
+    """Restart the timeout of leases whose groups have arrived, but can't be stored now."""
     state.at(now)
     for lease_id in lease_ids:
         active = state.leases.get(lease_id)
@@ -158,7 +158,7 @@ def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: f
 
 
 def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause, now: float) -> Verdict:
-    """Close a lease that a generator returned unsampled."""
+    """Close a lease that a generator returned without a group."""
     _seen(state, generator_id, now)
     active = state.leases.get(lease_id)
     if active is None or active.generator_id != generator_id:
@@ -317,8 +317,8 @@ def build_lease(
 ) -> Lease:  # fmt: skip
     """Build a lease of the training prompt at ``position``, or of an evaluation's row.
 
-    ``version`` is the one that the generator had active at its request. The temperature is that of the oldest version
-    that may sample the lease, so it does not depend on the generator or on the time.
+    ``version`` was the generator's active version when it requested the lease. In training, the temperature is that of
+    the oldest version with which the generator may sample the lease.
     """
     settings = state.settings
     kind: LeaseKind = "train" if evaluation is None else "eval"
@@ -367,7 +367,7 @@ def _receive_answer(state: QueueState, active: ActiveLease, group: GroupSummary,
     if group.num_tokens and group.oldest_version < evaluation.request.min_version:
         _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
-    # Keep before any change: the disk may refuse it, and the generator then returns the group again.
+    # Store the payload before any change. If the disk has no room, the generator returns the group again.
     answer = Answer(state.payloads.keep(payload), group.num_rollouts, group.num_tokens)
     state.leases.close(active.lease.lease_id, _RETURNED)
     state.evals.answer(evaluation, active.lease.prompt.row, answer)
@@ -399,7 +399,7 @@ def _receive_training(
         assert settings.filter_range is not None
         state.filtered_right_since_step += accuracy >= settings.filter_range[1]
         return "filtered"
-    # Keep before any change: the disk may refuse it, and the generator then returns the group again.
+    # Store the payload before any change. If the disk has no room, the generator returns the group again.
     ref = state.payloads.keep(payload)
     state.leases.close(active.lease.lease_id, _RETURNED)
     state.count_outcome("received", group)

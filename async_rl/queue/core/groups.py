@@ -1,7 +1,7 @@
-"""A group in the queue: the summary that is read when it returns, and the tables of the groups that are stored. Pure.
+"""Groups in the queue: the summary of a returned group, and the tables of stored groups. Pure.
 
-``read_summary`` reads a ``GroupSummary`` without decoding the frame. It treats the tokens as four flat columns, so the
-number of numpy calls does not depend on that of rollouts. ``generator_requests`` checks it, and stores the group as a
+``read_summary`` reads a ``GroupSummary``. It treats the tokens as four flat columns, so that the number of numpy calls
+does not depend on the number of rollouts. ``generator_requests`` checks the summary, and stores the group as a
 ``StoredGroup``: the ref of its payload, and a few numbers of the summary. ``learner_requests`` takes stored groups, and
 ``QueueState.forget_group`` deletes them.
 """
@@ -35,12 +35,12 @@ _CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards
 class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     """One returned group.
 
-    ``num_tokens`` counts the tokens under the mask. ``oldest_version`` and ``newest_version`` are of these tokens:
-    ``NO_VERSION`` if there is none, and meaningless if versions and mask disagree. ``reward`` and ``accuracy`` are sums
-    over rollouts. ``unfit`` is the reason why the group can't be trained whatever its lease and version; empty if it
-    can be. ``has_sampling_mask``: the group lists the tokens that top-p and top-k left to be sampled.
-    ``largest_token_id`` is out of range for a negative id. ``most_sampled``: tokens under the mask, of the rollout that
-    has the most. ``largest_reward`` is the largest amount of a reward part or of a turn's reward.
+    ``num_tokens`` counts the tokens under the mask. ``oldest_version`` and ``newest_version`` are the range of their
+    versions: ``NO_VERSION`` without such tokens, and meaningless if versions and mask disagree. ``reward`` and
+    ``accuracy`` are sums over rollouts. ``unfit`` is the reason why no lease could accept the group; empty if there is
+    none. ``has_sampling_mask``: the group lists the tokens that top-p and top-k kept. ``largest_token_id`` counts a
+    negative id as 2^31 or more. ``most_sampled`` is the largest number of tokens under the mask in one rollout.
+    ``largest_reward`` is the largest absolute value of a reward part or a turn's reward; 0 if the group is unfit.
     """
 
     lease_id: str
@@ -65,7 +65,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
-    """The summary of an encoded group.
+    """Read the summary of an encoded group.
 
     Raises:
         WireError: as for ``decode_group``.
@@ -97,19 +97,19 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         largest_token_id=_largest_token_id(group),
         longest_sequence=max(fields.lengths, default=0),
         most_sampled=_most_sampled(group) if group.num_rollouts else 0,
-        # Not finite rewards are a fault already.
+        # An unfit group may have rewards that are not finite.
         largest_reward=0.0 if unfit else _largest_reward(group),
     )
 
 
 def _version_range(group: FlatGroup) -> tuple[int, int]:
-    """The oldest and the newest version of a group with a sampled token."""
+    """The oldest and the newest version in a group that has at least one sampled token."""
     versions, sampled = group.versions, group.loss_mask.tobytes()
     first = int(versions[sampled.find(1)])
-    # Most groups have only one version. This comparison costs a third of two reductions.
+    # Most groups have only one version. This comparison costs a third as much as two reductions.
     if np.equal(versions, first).tobytes() == sampled:
         return first, first
-    # NO_VERSION, off the mask, is the largest of unsigned numbers and the smallest of signed ones.
+    # Tokens outside the mask have NO_VERSION: -1 is the largest number if unsigned, and below all versions if signed.
     return int(np.minimum.reduce(versions.view(np.uint32)).view(np.int32)), int(np.maximum.reduce(versions))
 
 
@@ -141,9 +141,9 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
 
 
 def _has_large_logprob(group: FlatGroup) -> bool:
-    """Whether a sampled token's log-probability is above rounding."""
+    """Whether a sampled token's log-probability exceeds ``_MAX_LOGPROB``."""
     logprobs = group.behavior_logprobs
-    # One reduction clears most groups. A NaN off the mask does not pass it.
+    # For most groups one reduction is enough. It is not if a token outside the mask has a NaN.
     if not len(logprobs) or np.maximum.reduce(logprobs) <= _MAX_LOGPROB:
         return False
     return bool((logprobs[group.loss_mask] > _MAX_LOGPROB).any())
@@ -191,7 +191,7 @@ def _largest_reward(group: FlatGroup) -> float:
 
 
 def _rollout_lengths(group: FlatGroup) -> list[int]:
-    """Tokens of each rollout, in all its sequences."""
+    """The number of tokens of each rollout, summed over its sequences."""
     counts, lengths = group.fields.num_sequences, group.fields.lengths
     if counts.count(1) == len(counts):
         return lengths
@@ -203,9 +203,9 @@ def why_unfit(
     group: GroupSummary, lease: Lease, *, newest_version: int, vocab_size: int | None = None,
     max_abs_reward: float = math.inf,
 ) -> str:  # fmt: skip
-    """The reason why a returned group does not fit its lease; empty if it does. ``refusal_cause`` names its kind.
+    """The reason why a returned group does not fit its lease; empty if it does. ``refusal_cause`` gives its cause.
 
-    ``newest_version`` is the newest that was announced. If ``vocab_size`` is None, token ids have no limit. A group in
+    ``newest_version`` is the newest announced version. If ``vocab_size`` is None, token ids have no limit. A group in
     which no rollout has a sampled token, or every rollout failed, is unfit too.
     """
     if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
@@ -268,8 +268,9 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     """One group that is ready or taken, or that a snapshot refers to.
 
     ``named_version`` is the generator's active version in its lease request. With ``position`` it gives the order of
-    delivery. ``oldest_version`` and ``newest_version`` sampled its tokens; ``bound_version`` is the one of the two that
-    ``queue.on_stale`` compares with the staleness bound. ``reward`` and ``accuracy`` are sums over rollouts.
+    delivery. ``oldest_version`` and ``newest_version`` are the range of versions of its tokens. ``bound_version`` is
+    one of the two, chosen by ``queue.on_stale``; it is compared with the staleness bound. ``reward`` and ``accuracy``
+    are sums over rollouts.
     """
 
     lease_id: str
@@ -300,9 +301,9 @@ class GroupRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReadyGroups:
-    """Groups by lease id, with one heap by order of delivery and one by age. Adding and removing cost log n.
+    """Groups that are ready to be taken, by lease id. One heap has their order of delivery, another their age.
 
-    A removed group stays in the heaps until it reaches the top.
+    The heap entries of a removed group stay until they reach the top. Adding and removing a group take O(log n) time.
     """
 
     def __init__(self, groups: Iterable[StoredGroup] = ()) -> None:
@@ -375,7 +376,7 @@ class SnapshotRefs:
     """The snapshots that a learner may restore, by name, and the groups that they refer to.
 
     Payloads of these groups stay stored until a newer checkpoint is committed, even after the groups were trained. So
-    a checkpoint needs no copy of them. The caller deletes the groups that a release returns.
+    a checkpoint needs no copy of them. The caller deletes the groups that ``add`` and ``release_all_but`` return.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -403,7 +404,7 @@ class SnapshotRefs:
         return self._groups.get(lease_id)
 
     def add(self, key: str, groups: Iterable[StoredGroup]) -> list[StoredGroup]:
-        """Add a snapshot, or replace the one of this name.
+        """Add a snapshot, or replace the snapshot of this name.
 
         Returns:
             The groups of the replaced snapshot to which no snapshot refers now.

@@ -1,9 +1,9 @@
 """The requests of the learner: attach, announce, evaluations, take, ack, checkpoints, the end. Pure.
 
-Each public function is one request. It changes ``state`` and returns the answer; a repeated request changes nothing
-more. Time comes as ``now``, in seconds. All but ``evaluate`` raise LineageError if another learner owns the queue.
+Each public function is one request. It changes ``state`` and returns the answer. A repeated request changes nothing.
+``now`` is the time in seconds. All but ``evaluate`` raise LineageError if another learner owns the queue.
 
-A take returns groups in the order of (named version, stream position), none above its bound. Under ``on_stale =
+A take returns groups within the staleness bound, in the order of (named version, stream position). Under ``on_stale =
 "wait"`` a take first waits for the leases that its step would make stale.
 """
 
@@ -76,7 +76,7 @@ def attach(
 
 
 def announce(state: QueueState, announcement: Announcement) -> None:
-    """Note that a version is published. Versions older than the newest announced one are ignored.
+    """Record that a version was published. Ignore versions older than the newest announced one.
 
     Raises:
         QueueError: the version was not acked yet.
@@ -131,7 +131,7 @@ def eval_wait(state: QueueState, lineage: str) -> str:
 def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:
     """Return the groups of the next step: exactly ``groups_per_step``.
 
-    ``step`` steps are done, and the learner trains the groups first at ``version``. Until the ack, a repeated take
+    The learner has done ``step`` steps, and trains the groups first at ``version``. Until the ack, a repeated take
     returns the same groups.
 
     Raises:
@@ -140,7 +140,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     state.expire(now)
     learner = state.attached(lineage)
     if state.taken and step == learner.step + 1:
-        # The take overtook the ack that precedes it. The client repeats it.
+        # The take arrived before the ack that was sent first. The client repeats the take.
         return NotReady(f"waits for the ack of step {learner.step}", state.stats())
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
@@ -196,7 +196,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     if not learner.steps_left:
         state.end_training()
     state.revision += 1
-    # An error here stops the run: the counts of a broken ledger prove nothing.
+    # An error here stops the run, because the counts of the ledger are wrong.
     state.check_totals()
     learner.acked = (ack.step, persistence.snapshot(state, learner) if ack.snapshot else None)
     return Acked(state.stats(), learner.acked[1])
@@ -235,12 +235,12 @@ def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
     return persistence.snapshot(state, learner)
 
 
-# The steps of take and ack, and what an evaluation delivers.
+# Helpers of ``take``, ``ack`` and ``eval_results``.
 
 
 def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     """The answer to a take that can't be filled, with the reason for the watchdog."""
-    # A take may wait for ever for groups that are only counted.
+    # If the ledger counts groups that do not exist, a take may wait for them forever.
     state.check_totals()
     num_groups = state.settings.groups_per_step
     if learner.finished or not learner.steps_left:
@@ -269,7 +269,7 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
 
 
 def _who_samples(state: QueueState) -> str:
-    """A warning that no generator samples; empty if one does. It precedes the reason for a wait."""
+    """A warning that no generator is connected; empty if one is. It precedes the reason for a wait."""
     return "" if state.generators.alive(state.now) else "no generator is connected: "
 
 

@@ -1,4 +1,4 @@
-"""Leases in flight, their progress and expiry, and the generators that hold them. Pure; time comes as ``now``."""
+"""Leases in flight, their progress and expiry, and the generators that hold them. Pure; ``now`` is in seconds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
 QUARANTINE_OF = 100
-"""``queue.max_refused_share`` is a share of so many groups, a generator's last."""
+"""``queue.max_refused_share`` is a share of the last 100 groups of a generator."""
 _REMEMBERED = 65_536
 """Number of closed leases that are kept, to distinguish a repeated return from an unknown one."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
-    """A lease in flight as the journal stores it: the fields that do not follow from the settings and the rows.
+    """A lease in flight as the journal stores it: the fields that can't be computed from settings and rows.
 
     Its progress is not stored: after a restart the progress of every lease starts at 0.
     """
@@ -40,7 +40,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
 class ActiveLease:
     """A lease in flight.
 
-    ``version`` is the one that the generator had active at its request. ``reserved`` is in bytes.
+    ``version`` was the generator's active version at its request. ``reserved`` is the number of bytes reserved for its
+    group. ``grown_at`` is the time at which its progress last grew.
     """
 
     lease: Lease
@@ -54,7 +55,7 @@ class ActiveLease:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that a token of this lease can have. The generator activates it before it samples."""
+        """The oldest version that may sample a token of this lease."""
         return max(self.version, self.lease.min_version)
 
     def record(self) -> LeaseRecord:
@@ -127,7 +128,7 @@ class LeaseTable:
             self._changes.delete("closed_lease", self._closed.popitem(last=False)[0])
 
     def restore_closed(self, lease_id: str, known: ClosedLease) -> None:
-        """Add a closed lease of an earlier process; call it from the oldest to the newest."""
+        """Add a closed lease of an earlier process. Add the oldest first."""
         self._closed[lease_id] = known
         self._num_closed = known.number
 
@@ -170,10 +171,10 @@ class LeaseTable:
 
 @dataclass(slots=True)
 class GeneratorEntry:
-    """The queue's entry of one generator. ``cancelled`` holds the cancelled leases of which it was not notified yet.
+    """The queue's entry of one generator. ``cancelled`` has its cancelled leases that no notice has listed yet.
 
-    ``refused`` counts its refused groups by cause; ``returned`` says which of its last groups were refused. A restarted
-    queue forgets both.
+    ``refused`` counts its refused groups by cause; ``returned`` has, for each of its last groups, whether it was
+    refused. A restarted queue forgets both.
     """
 
     generator_id: str
@@ -192,12 +193,12 @@ class GeneratorEntry:
 
     @property
     def causes(self) -> str:
-        """The causes of refused groups, with their numbers."""
+        """The causes of refused groups, with the number of groups of each."""
         return ", ".join(f"{cause}: {number}" for cause, number in self.refused.most_common())
 
 
 class GeneratorTable:
-    """Generators by id. A silent one counts as gone after ``timeout_s`` and is removed after ten times that."""
+    """Generators by id. After a silence of ``timeout_s`` one is not alive; after ten times that it is removed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -235,7 +236,7 @@ class GeneratorTable:
         return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
 
     def why_nobody(self, now: float) -> str:
-        """The reason if every living generator is quarantined; else empty."""
+        """A message that every alive generator is quarantined; empty if that is not so."""
         alive = self.alive(now)
         if not alive or not all(entry.is_quarantined for entry in alive):
             return ""
@@ -243,7 +244,7 @@ class GeneratorTable:
         return f"every generator is quarantined (queue.max_refused_share), their groups were refused: {named}"
 
     def cancel(self, active: ActiveLease) -> None:
-        """Note that the lease's generator must stop sampling it."""
+        """Record that the lease's generator must stop sampling it."""
         entry = self._entries.get(active.generator_id)
         if entry is not None:
             entry.cancelled.add(active.lease.lease_id)

@@ -1,8 +1,8 @@
-"""The ledger: counts where every group, rollout and sampled token is or how it ended. Exact at every instant. Pure.
+"""The ledger: counts groups, rollouts and sampled tokens by place or outcome. Exact at every instant. Pure.
 
-Groups and rollouts are issued with a lease and end trained (or delivered, in an evaluation), filtered or dropped with
-one cause; inside trained groups a rollout is trained, masked with a cause, or failed. Tokens exist from the moment
-they are received. Only the queue's core moves amounts.
+A lease issues a group and its rollouts. They end as trained (in an evaluation: delivered), filtered, or dropped with
+one cause. In a trained group, each rollout is trained, masked with a cause, or failed. Tokens count from the moment
+they are received. Only the queue's core changes the ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NONE_DROPPED: dict[str, int] = dict.fromkeys(DROP_CAUSES, 0)
 
 
 class Account(msgspec.Struct, array_like=True):
-    """The counters of one unit. ``entered`` counts issued groups and rollouts, or received tokens."""
+    """The counters of groups, rollouts or tokens. ``entered`` counts issued groups or rollouts, or received tokens."""
 
     entered: int = 0
     in_flight: int = 0
@@ -37,7 +37,7 @@ class Account(msgspec.Struct, array_like=True):
 
     @property
     def accounted(self) -> int:
-        """The sum of the right side of the identity, which must equal ``entered``."""
+        """The sum of all counters but ``entered``. It must equal ``entered``."""
         places = self.in_flight + self.queued + self.taken
         return places + self.done + self.filtered + self.failed + self.masked.total() + self.dropped.total()
 
@@ -51,14 +51,14 @@ class Account(msgspec.Struct, array_like=True):
         self.in_flight = self.taken = 0
 
     def roll_back(self, entered: int) -> None:
-        """Count the amounts that entered after the restored state, up to ``entered``, as rolled back."""
+        """Raise ``self.entered`` to ``entered``. Count the difference as rolled back: it entered after the snapshot."""
         lost = max(0, entered - self.entered)
         self.entered += lost
         self.dropped["rolled_back"] += lost
 
 
 class Ledger(msgspec.Struct, array_like=True):
-    """Groups, rollouts and tokens. ``final`` is the successful end: ``trained``, or ``delivered`` for evaluations."""
+    """Groups, rollouts and tokens. ``final`` names the success: ``trained``, or ``delivered`` for evaluations."""
 
     final: str = "trained"
     groups: Account = msgspec.field(default_factory=Account)
@@ -78,7 +78,7 @@ class Ledger(msgspec.Struct, array_like=True):
             setattr(account, to, getattr(account, to) + amount)
 
     def drop(self, source: Place, cause: DropCause, rollouts: int, tokens: int) -> None:
-        """Drop a group. From in flight, ``tokens`` are those received with it (0 if it was not returned)."""
+        """Drop a group. If it was in flight, ``tokens`` were received with it (0 if it was not returned)."""
         self._leave(source, rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             account.dropped[cause] += amount
@@ -104,7 +104,7 @@ class Ledger(msgspec.Struct, array_like=True):
         """Move taken groups to trained and masked, by ``counts``.
 
         Raises:
-            QueueError: the counts don't add up to what was taken.
+            QueueError: the counts don't add up to the taken amounts.
         """
         masked_rollouts, masked_tokens = Counter(counts.rollouts_masked), Counter(counts.tokens_masked)
         for unit, trained, masked, taken in (
@@ -125,7 +125,7 @@ class Ledger(msgspec.Struct, array_like=True):
         self.tokens.masked += masked_tokens
 
     def restored_over(self, live: Ledger) -> Ledger:
-        """Return this ledger (a snapshot's), with the amounts that entered ``live`` since then added as rolled back."""
+        """Return a copy of this snapshot's ledger. Add amounts that entered ``live`` since then, as rolled back."""
         after = copy.deepcopy(self)
         for name in ("groups", "rollouts", "tokens"):
             account: Account = getattr(after, name)
@@ -134,7 +134,7 @@ class Ledger(msgspec.Struct, array_like=True):
         return after
 
     def check(self) -> None:
-        """Raises AssertionError, with every term, if an identity is broken."""
+        """Check that all counters add up. Raises AssertionError, with every counter, if they don't."""
         for name in ("groups", "rollouts", "tokens"):
             account: Account = getattr(self, name)
             terms = [getattr(account, place) for place in _PLACES]

@@ -1,10 +1,10 @@
 """The queue's state as bytes and back, for journal and snapshot, and as plain data for people. Pure.
 
-The journal of a queue server and the snapshot in a checkpoint hold one record, ``PersistedState``. The journal also
+The journal of a queue server and the snapshot in a checkpoint both have one ``PersistedState``. The journal also
 holds records of groups, leases and evaluations (``Changes``), and a restarted server restores all of them. A snapshot
 also holds the groups that it refers to. ``restore`` defines which fields a snapshot replaces.
 
-The checkpoint wins: work that the queue did after the snapshot is rolled back, leases are void, and prompts are drawn
+After a restore, the work that the queue did since the snapshot is rolled back, leases are void, and prompts are drawn
 again in stream order. Only the ledger keeps these amounts, as ``rolled_back``.
 """
 
@@ -54,7 +54,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def persisted(state: QueueState) -> PersistedState:
-    """The fields of ``state`` that outlive its process. They are shared, not copied."""
+    """Return the fields of ``state`` that outlive its process, without copying them."""
     return PersistedState(**{name: getattr(state, name) for name in _FIELDS})
 
 
@@ -174,7 +174,7 @@ def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) ->
 
 
 def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
-    """Encode the state after the last ack, and keep its groups readable.
+    """Encode the state after the last ack, and keep its groups stored.
 
     Taken groups count as queued. Leases in flight count as not yet drawn.
     """
@@ -218,7 +218,7 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
 
 
 def restore(state: QueueState, found: Snapshot | None) -> None:
-    """Restore the state from a snapshot; without one, empty it. Prompts of groups without a payload are requeued."""
+    """Restore the state from a snapshot; without one, empty it. Requeue prompts of groups that are no longer stored."""
     saved = PersistedState() if found is None else found.state
     kept = {name: getattr(state, name) for name in KEPT_AT_RESTORE}
     ledger, eval_ledger = saved.ledger.restored_over(state.ledger), saved.eval_ledger.restored_over(state.eval_ledger)
@@ -254,7 +254,7 @@ def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
 
 
 def drop_undelivered(state: QueueState, cause: DropCause) -> None:
-    """Drop the answers that no learner received, and delete the evaluations."""
+    """Drop the answers that the learner has not received, and delete all evaluations."""
     state.evals.clear()
     state.received_evals = set()
     for account in (state.eval_ledger.groups, state.eval_ledger.rollouts, state.eval_ledger.tokens):

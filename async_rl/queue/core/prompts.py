@@ -5,7 +5,7 @@ determines its row, also after a restart. ``generator_requests`` draws positions
 rolled back) are drawn first, in stream order.
 
 The learner requests an evaluation of every row of a dataset. Its answers are kept until the learner has received them.
-Evaluations have a ledger of their own and do not count in admission. A row that can't be sampled has an answer without
+Evaluations have a separate ledger, and do not count for admission. A row that can't be sampled has an answer without
 a group.
 """
 
@@ -40,7 +40,7 @@ class Row(Protocol):
 class StreamCursor(msgspec.Struct):
     """The state of a stream.
 
-    ``position`` is the next one that was never drawn. ``requeued`` is a heap of positions to draw again first.
+    ``position`` is the lowest that was never drawn. ``requeued`` is a heap of positions that are drawn again first.
     """
 
     position: int = 0
@@ -65,7 +65,7 @@ class PromptStream:
 
     @property
     def position(self) -> int:
-        """The next position that was never drawn."""
+        """The lowest position that was never drawn."""
         return self.cursor.position
 
     @property
@@ -88,7 +88,7 @@ class PromptStream:
         return not self.cursor.requeued and self._end is not None and self.cursor.position >= self._end
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(row, epoch) of a position."""
+        """Return (row, epoch) of a position."""
         epoch, index = divmod(position, self.num_rows)
         return int(self._order(epoch)[index]), epoch
 
@@ -151,7 +151,7 @@ class EvaluationRecord(msgspec.Struct):
 
 @dataclass(slots=True)
 class Evaluation:
-    """The evaluation of one dataset at one step. ``todo`` lists the rows without lease or answer."""
+    """The evaluation of one dataset at one step. ``todo`` is a heap of the rows without lease or answer."""
 
     request: EvaluationRecord
     rows: Sequence[Row]
@@ -227,7 +227,7 @@ class EvalBook:
         self._changes.put("answer", entry_key(evaluation.key, row), answer)
 
     def confirm(self, key: EvalKey) -> Evaluation | None:
-        """Delete and return an evaluation that the learner has received. None if it is unknown or already deleted."""
+        """Delete and return an evaluation that the learner has received; None if it is unknown or not finished."""
         evaluation = self._open.get(key)
         if evaluation is None or not evaluation.done:
             return None
@@ -235,7 +235,7 @@ class EvalBook:
         return evaluation
 
     def clear(self) -> None:
-        """Delete all evaluations; a new learner requests its own."""
+        """Delete all evaluations. A new learner requests evaluations again."""
         for evaluation in list(self._open.values()):
             self._forget(evaluation)
 

@@ -1,7 +1,7 @@
 """The queue's state, and the changes that requests share: end a lease, drop a group, requeue a prompt. Pure.
 
-The server owns one ``QueueState``. The functions of ``learner_requests`` and ``generator_requests`` change it, and so
-does the time, by ``QueueState.expire``. Its persisted part, ``PersistedState``, is written and read by ``persistence``.
+The server owns one ``QueueState``. The functions of ``learner_requests`` and ``generator_requests`` change it, and
+``QueueState.expire`` does so as time passes. ``persistence`` writes and reads its persisted part, ``PersistedState``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
 from async_rl.records import Prompt
 
 _NAMED = 100
-"""Number of excluded prompts that are listed at most. All are counted."""
+"""Maximum number of excluded prompts that are listed. All are counted."""
 
 
 class Attempts(msgspec.Struct):
@@ -37,7 +37,7 @@ class Attempts(msgspec.Struct):
 
 
 class _Counted(Protocol):
-    """A group's sums: of a ``GroupSummary`` or a ``StoredGroup``."""
+    """The sums of a group, which is a ``GroupSummary`` or a ``StoredGroup``."""
 
     @property
     def num_rollouts(self) -> int: ...
@@ -54,7 +54,7 @@ class PersistedState:
     """The state that outlives a queue server: journal and snapshot hold all these fields (``persistence.py``).
 
     ``now`` is the queue's clock. ``data_digest`` identifies the training rows, so that a snapshot of other rows is
-    never restored. ``excluded`` counts an epoch's excluded prompts; ``last_excluded`` has the most recent ones by
+    never restored. ``excluded`` counts excluded prompts by epoch; ``last_excluded`` has the most recent ones by
     position, with the cause. ``received_evals`` are the evaluations whose answers the learner has.
     """
 
@@ -118,13 +118,13 @@ class QueueState(PersistedState):
         self.snapshot_refs = SnapshotRefs(self.changes)
 
     def adopt(self, saved: PersistedState) -> None:
-        """Replace every persisted field by the one of ``saved``."""
+        """Replace every persisted field with that of ``saved``."""
         for persisted in fields(PersistedState):
             setattr(self, persisted.name, getattr(saved, persisted.name))
         self.stream.cursor = self.cursor
 
     def set_taken(self, groups: tuple[StoredGroup, ...]) -> tuple[StoredGroup, ...]:
-        """Replace the taken groups by ``groups``. Return the ones taken before."""
+        """Replace the taken groups with ``groups``. Return the previous ones."""
         before, self.taken = self.taken, groups
         self.taken_bytes = sum(group.ref.length for group in groups)
         if self.learner is not None:
@@ -139,7 +139,7 @@ class QueueState(PersistedState):
         self.now = max(self.now, now + self.clock_ahead_s)
 
     def expire(self, now: float) -> int:
-        """Expire leases without progress, and stop waits under ``on_stale = "wait"`` that are over.
+        """Expire leases without progress. Under ``on_stale = "wait"``, end a wait whose time is over.
 
         Return the number of expired leases.
         """
@@ -163,11 +163,11 @@ class QueueState(PersistedState):
         return self.learner is not None and self.learner.finished
 
     def attached(self, lineage: str) -> LearnerSide:
-        """The learner, which must have this ``lineage``.
+        """Return the attached learner. It must have this ``lineage``.
 
         Raises:
             LineageError: another learner owns the queue.
-            QueueError: no learner is attached here.
+            QueueError: no learner is attached.
         """
         if self.learner is None:
             raise QueueError(
@@ -300,7 +300,7 @@ class QueueState(PersistedState):
                 self.lose_lease(active, "cancelled")
 
     def cancel_left_behind(self, learner: LearnerSide) -> None:
-        """Cancel the leases that the step at the learner's version makes stale and that are not in its batch.
+        """Cancel the leases in flight that the next step, on the taken batch, makes stale.
 
         Once the batch is taken, these leases can't be trained. If they were sampled further, they would occupy slots
         and count in admission: at a bound of 1 this cost a tenth of the steps/s (``benchmarks/on_stale.py``). If the
@@ -364,7 +364,7 @@ class QueueState(PersistedState):
         }
 
     def check_totals(self) -> None:
-        """Raises AssertionError if an identity is broken, or if the ledger differs from the totals of the tables."""
+        """Check the ledgers. Raises AssertionError: one does not add up, or differs from the totals of the tables."""
         self.ledger.check()
         self.eval_ledger.check()
         groups, tokens = self.ledger.groups, self.ledger.tokens
@@ -380,7 +380,7 @@ class QueueState(PersistedState):
         )
 
     def check(self) -> None:
-        """As ``check_totals``, and check every total against its parts. The cost grows with the number of groups.
+        """Call ``check_totals``, and check every total against its parts. The cost grows with the number of groups.
 
         Raises:
             AssertionError: a total is wrong, or a prompt got lost.
@@ -410,12 +410,12 @@ class QueueState(PersistedState):
         return None if self.waits_since is None else self.waits_since + self.settings.wait_s
 
     def _stop_waiting(self) -> None:
-        """Cancel the leases that a step has waited for long enough; the step would make them stale."""
+        """If a step has waited for ``queue.wait_s``, cancel the leases that it waited for and would make stale."""
         deadline = self._wait_deadline
         if self.learner is None or deadline is None or self.now < deadline:
             return
         self.cancel_left_behind(self.learner)
-        # Leases given out since a batch is complete are young enough: it is taken next, and waits for nothing again.
+        # Leases granted after the batch was complete are new enough, so the next take does not wait again.
         self.waits_since = None
 
     def _requeue_or_exclude(self, position: int, cause: DropCause) -> DropCause:

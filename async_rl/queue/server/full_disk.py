@@ -1,4 +1,4 @@
-"""Waiting for room on a full disk: what status and log say about it, and the messages that are held meanwhile."""
+"""A full disk: its report in status and log, and the messages that are held until a commit succeeds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
 _NOTIFY_EVERY_S = 5.0
-"""Clients that hear nothing for longer give up."""
+"""Interval of the notices without which clients would give up."""
 _MAX_BYTES = 256 << 20
 _MAX_MESSAGES = 10_000
 
 
 @dataclass(slots=True)
 class FullDisk:
-    """Whether the storage has no room now: ``reason``, or empty. Times come as ``now``, in seconds."""
+    """The state of the disk. ``reason`` says why it has no room; empty if it has. ``now`` is the time in seconds."""
 
     reason: str = ""
     _since: float = 0.0
@@ -25,7 +25,7 @@ class FullDisk:
     _notified_at: float = float("-inf")
 
     def note(self, reason: str, now: float) -> None:
-        """Note that a write found no room. It is logged at once, then every 30 s."""
+        """Record that a write found no room. Log it at once, then every ``LOG_EVERY_S``."""
         if not self.reason:
             self._since = now
         self.reason = reason
@@ -34,20 +34,20 @@ class FullDisk:
             logger.warning("the queue waits for room, for %.0f s now: %s", now - self._since, reason)
 
     def end(self, now: float) -> None:
-        """Note that there is room again."""
+        """Record that the disk has room again."""
         if self._is_logged:
             logger.info("the queue has room again, after %.0f s", now - self._since)
         self.reason, self._is_logged = "", False
 
     def must_notify(self, now: float) -> bool:
-        """Whether to notify the clients now that their answers take longer."""
+        """Whether a notice to the clients that answers are delayed is due. If so, start the next interval."""
         is_due = now - self._notified_at >= _NOTIFY_EVERY_S
         if is_due:
             self._notified_at = now
         return is_due
 
     def status(self, now: float) -> str:
-        """What ``async-rl status`` shows; empty if there is room."""
+        """The text that ``async-rl status`` shows; empty if the disk has room."""
         return self.reason and f"for {now - self._since:.0f} s: {self.reason}"
 
 
@@ -60,7 +60,7 @@ class HeldMessages:
 
     @property
     def has_room(self) -> bool:
-        """Whether to receive more. What is not received stays in the sockets."""
+        """Whether to receive more messages. Messages that are not received stay in the sockets."""
         return self._num_bytes < _MAX_BYTES and len(self._held) < _MAX_MESSAGES
 
     def add(self, peer: bytes, type_: str, request_id: str | None, frames: list[memoryview]) -> None:

@@ -1,11 +1,11 @@
-"""One request in, one reply out: messages become calls of the queue's core. The server calls it; it owns no socket.
+"""One handler per request: it turns a message into calls of the queue's core, and returns the reply. No sockets.
 
 A handler gets the request as its record and returns a ``Reply``, or a ``Deferred`` (a long poll) that the server tries
 again after every change until the request's time is up. A malformed or refused message raises ``WireError`` or
 ``QueueError``, which the server sends as the reply.
 
-Generator ids come from peers, so everything that is stored by id is stored in ``GeneratorRegistry``, with one limit on
-their number.
+Peers choose generator ids. So all data that handlers store by id is in ``GeneratorRegistry``, which limits the number
+of ids.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ MAX_WAIT_S = 60.0
 """Maximum seconds that a request waits for its reply. Then its client repeats it."""
 _MESSAGE_BYTES = 1 << 20
 _MAX_MESSAGES = 64
-"""Maximum messages of one batch: well below the number that a socket queues for a peer before it drops some."""
+"""Maximum number of messages of one batch: well below the number that a socket queues for a peer before it drops some.
+"""
 
 
 MAX_GENERATORS = 4096
 FORGET_S = 300.0
-"""A generator that was silent for this long, or that left, is removed when another needs its place."""
+"""A generator that was silent for this long, or that left, is removed if the registry is full."""
 MAX_ANSWER_BYTES = 32 << 10
 
 
@@ -75,7 +76,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A reply that can't be given yet. ``attempt(now, last)`` returns it, or None; with ``last`` it must return one."""
+    """A later reply. ``attempt(now, last)`` returns the reply, or None if it must wait; with ``last`` never None."""
 
     wait_s: float
     attempt: Callable[[float, bool], Reply | None]
@@ -90,7 +91,7 @@ class WelcomePack(msgspec.Struct, frozen=True):
 
 
 class Handlers:
-    """Handles requests by type. ``run_id`` is that of the first learner, unless it was given."""
+    """Handles requests by type. If ``run_id`` is empty, the first learner sets it."""
 
     def __init__(self, state: QueueState, config: Config, eval_rows: Mapping[str, Sequence[Row]], run_id: str) -> None:
         self.state, self.run_id = state, run_id
@@ -112,7 +113,7 @@ class Handlers:
         return getattr(self, f"_on_{message.type}")(read_as(message.fields, record), message, now)
 
     def generator_of(self, message: Message, peer: bytes, now: float) -> str | None:
-        """The id of the generator that sent this, registered with its connection; None for messages of others.
+        """The id of the generator that sent this, registered with its connection; None if no generator sent it.
 
         Raises:
             WireError: the id is malformed. QueueError: the registry of generators is full.
@@ -123,7 +124,7 @@ class Handlers:
         self.registry.seen(generator_id, now, peer)
         return generator_id
 
-    # Anyone.
+    # Any client.
 
     def _on_ping(self, request: messages.Ping, message: Message, now: float) -> Reply:
         return Reply(messages.Pong(self.run_id, self.state.learner is not None, package_versions()))
@@ -163,7 +164,7 @@ class Handlers:
         return Reply(messages.Attached(self.run_id))
 
     def _vocab_size(self, pack: WelcomePack) -> int | None:
-        """The size of the vocabulary by the learner's ``config.json``, or of a backend without a model."""
+        """The size of the vocabulary: of the learner's ``config.json``, or of a backend without a model."""
         files = dict(zip(pack.names, pack.files, strict=True))
         try:
             stated = stated_vocabulary_size(files["config.json"]) if "config.json" in files else None
@@ -271,7 +272,7 @@ class Handlers:
         active = (request.lineage, request.version)
         generator = self.registry.seen(generator_id, now)
         known = generator.granted
-        # The reply to this very request was lost: the generator already has its leases.
+        # A repeated request, whose reply was lost: its leases are granted already.
         if known is not None and known[0] == request_id:
             return Reply(known[1])
 
@@ -302,7 +303,7 @@ class Handlers:
             try:
                 verdicts[lease_id], reason = self._receive_group(request.generator_id, lease_id, payload, now)
             except StorageFullError:
-                # No reply: the generator repeats the message. Groups that were kept are duplicates then.
+                # Send no reply, so that the generator repeats the message. Groups that were stored are duplicates then.
                 generator_requests.renew(self.state, request.generator_id, lease_ids, now)
                 raise
             if reason:
@@ -466,7 +467,7 @@ class GeneratorRegistry:
         return len(self._generators)
 
     def seen(self, generator_id: str, now: float, peer: bytes | None = None) -> Generator:
-        """Return the generator that sent a message. Register a new one. With ``peer``, its answers are sent there.
+        """Return the generator that sent a message. Register a new one. ``peer``: send its notices to this connection.
 
         Raises:
             WireError: the connection belongs to another generator. QueueError: the registry is full.

@@ -11,7 +11,7 @@ from async_rl.net.wire import Message
 from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Reply
 
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
-"""A hello and a lease request of every generator. Above this number, requests are answered at once."""
+"""Enough for a hello and a lease request of every generator. Above this number, requests are answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class _Pending:
 class PendingRequests:
     """Deferred requests.
 
-    ``revision`` grows with every change of the queue. ``send`` sends a reply. ``attempt`` calls the function that it is
-    given, for the reply to this request or None; it turns refusals into replies.
+    ``revision`` grows with every change of the queue. ``send`` sends a reply. ``attempt`` calls the given function,
+    which returns the reply to this request or None, and turns refusals into replies.
     """
 
     def __init__(

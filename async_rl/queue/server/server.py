@@ -3,10 +3,10 @@
 Requests that can't be answered yet wait and are retried after every change. Changes are committed before replies go
 out, so a crash can't undo an answered request. Malformed requests are counted and answered with an error.
 
-A request changes the state completely or not at all. After an unexpected error in one, the server goes back to the last
-commit and disconnects the generator that sent it; if the learner sent it, or there is no journal, the run stops with
-the cause. A full disk is waited out: returns stay unanswered, so generators repeat them, and no reply leaves before its
-commit succeeds.
+A request changes the state completely or not at all. After a bug in a generator's request, the server goes back to the
+last commit and disconnects that generator. After a bug in another request, or without a journal, the run stops with the
+cause. While the disk is full, the server does not answer returns, so generators repeat them, and sends no reply before
+its commit succeeds.
 
 ``queue.json`` has the server's address and process, ``ledger.json`` the outcome of every group. The server ends when
 the run is finished and its generators know it, when its learner is gone for ``experimental.linger_s``, when its parent
@@ -83,11 +83,11 @@ _RECENT_BYTES = 256 << 20
 _LOOK_AGAIN_S = 0.5
 """Time between two tries of a commit on a full disk."""
 _NOT_AWAITED = ("alive", "bye_learner")
-"""Messages of the learner that get no reply, or one that it does not read."""
+"""Messages of the learner that get no reply, or a reply that it does not read."""
 
 
 class RequestError(Exception):
-    """A request failed by a bug, and the state may be half changed. ``__cause__`` is the bug's exception."""
+    """A request failed because of a bug, and may have left a partial change. ``__cause__`` is the bug's exception."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request.type)
@@ -95,13 +95,13 @@ class RequestError(Exception):
 
 
 class QueueServer:
-    """Binds at once; ``run`` serves until the end. It ends if no learner attaches within ``orphan_s``.
+    """The constructor binds the socket; ``run`` serves. The server ends if no learner attaches within ``orphan_s``.
 
     Raises:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
-        KeyFileError: the keys of ``queue.keys`` are missing or unfit.
+        KeyFileError: the keys of ``queue.keys`` are missing or malformed.
         ConfigError: the queue can't hold one step.
-        ModelError: the size of a step depends on the model, which is not there.
+        ModelError: the size of a step depends on the model, which is missing.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class QueueServer:
                 raise
 
     def _start_empty(self, run_id: str) -> None:
-        """Set a state without any groups."""
+        """Replace the state with one that has no groups."""
         config = self._config
         stream = PromptStream(
             len(self._train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
@@ -176,10 +176,10 @@ class QueueServer:
         os.write(self._wake_write, b"x")
 
     def run(self) -> str:
-        """Serve until the end. Return the reason for it.
+        """Serve until the end. Return the reason for the end.
 
         Raises:
-            QueueError: the run can't go on, or the journal can't be written. The last commit stands.
+            QueueError: the run can't continue, or the journal can't be written. The last commit stays valid.
         """
         self._files.record(self._handlers.run_id)
         if self._on_ready is not None:
@@ -295,7 +295,7 @@ class QueueServer:
         return _error(error)
 
     def _handle(self, peer: bytes, request_id: str | None, message: Message) -> None:
-        """Handle one message. Raises RequestError: by a bug it may have left a half-made change."""
+        """Handle one message. Raises RequestError: a bug, which may have left a partial change."""
         now = time.monotonic()
         request = Request(peer, request_id, None, message.type)
         generator_id: str | None = None
@@ -317,12 +317,12 @@ class QueueServer:
     def _attempt(
         self, request: Request, answer: Callable[[], Reply | Deferred | None], now: float
     ) -> Reply | Deferred | None:
-        """Call ``answer`` for its reply. A refusal becomes a reply. On a full disk there is none, so it is repeated.
+        """Call ``answer`` and return its reply. A refusal becomes a reply. On a full disk return None: no reply.
 
         Raises:
             RequestError: a bug, or a refusal after the state was changed.
         """
-        # What is due changes the state whatever the request is, and must not look like a part of it.
+        # Expire leases first, so that this change of the state does not count as one of the request.
         self._state.expire(now)
         before = self._state.revision
         try:
@@ -360,7 +360,7 @@ class QueueServer:
             self._endpoint.send(request.peer, _frames(request, message, notice))
 
     def _whole_status(self, status: Status) -> Status:
-        """The queue's status, extended by the server's own."""
+        """Add the server's status to that of the queue."""
         now = time.monotonic()
         extra = {
             "address": self.address, "pid": os.getpid(), "waits": self._pending.waits(now),
@@ -398,7 +398,7 @@ class QueueServer:
         fault_point("queue.journaled")
 
     def _has_committed(self, journal: Journal, changes: Sequence[Change], blobs: Mapping[str, bytes]) -> bool:
-        """Try to commit. Return False on a full disk, whose wait may end by itself."""
+        """Try to commit. Return False if the disk is full. Raises QueueError: it is full, and the server must end."""
         now = time.monotonic()
         try:
             journal.commit(changes, blobs)
@@ -412,13 +412,13 @@ class QueueServer:
         if self._is_stalled:
             self._is_stalled = False
             self._full_disk.end(now)
-            # Nobody was served, so nobody was late.
+            # No request was served meanwhile, so this time must not count for any timeout.
             self._state.clock_ahead_s -= now - self._stalled_at
             self._learner_seen = now
         return True
 
     def _wait_for_room(self) -> None:
-        """Wait before the next try of a commit. Only status is answered; other messages are held until it succeeds."""
+        """Wait before the next try of a commit. Answer status and ping; hold other messages until a commit succeeds."""
         now = time.monotonic()
         if self._full_disk.must_notify(now):
             frame = encode("notice", {"storage_full": self._full_disk.reason})
@@ -431,7 +431,7 @@ class QueueServer:
                 self._receive(peer, frames)
 
     def _hold(self, peer: bytes, request_id: str | None, message: Message, frames: list[memoryview]) -> None:
-        """Answer a status request at once, and hold any other message, while a commit waits for room."""
+        """Answer status and ping at once, and hold any other message, while a commit waits for room."""
         now = time.monotonic()
         self._note_learner(peer, message, now)
         if message.type not in ("status", "ping"):
@@ -442,7 +442,7 @@ class QueueServer:
         self._endpoint.send_now(peer, _frames(request, reply, {}))
 
     def _attempt_read(self, request: Request, message: Message, now: float) -> Reply:
-        """The reply to a request that only reads."""
+        """Reply to a request that does not change the state."""
         try:
             reply = self._handlers.handle(message, now)
         except AsyncRLError as error:
@@ -460,7 +460,7 @@ class QueueServer:
         """
         request, cause = error.request, error.__cause__
         logger.error("a %s request failed by a bug", request.type, exc_info=cause)
-        # They report changes that are undone. The clients repeat their requests.
+        # The collected replies report changes that are undone here. The clients repeat their requests.
         self._endpoint.discard()
         self._has_batch = False
         text = f"a {request.type!r} request failed by a bug in async-rl: {type(cause).__name__}: {cause}"
@@ -480,18 +480,18 @@ class QueueServer:
                 self._handle(other.peer, other.request_id, message)
 
     def _reload(self, journal: Journal) -> None:
-        """Set the state that the journal committed last."""
+        """Restore the state of the last commit."""
         revision = self._state.revision
         journal.revert()
         self._start_empty(self._handlers.run_id)
         self._load(journal)
-        # It must grow, as files and pending requests compare it.
+        # ``revision`` must grow, because files and pending requests compare it.
         self._state.revision += revision + 1
         if self._committed >= 0:
             self._committed = self._state.revision
 
     def _tell_learner(self, cause: str, failed: Request | None = None) -> None:
-        """Answer the learner's requests with ``cause``, until it has got one answer or is gone. Change nothing."""
+        """Answer the learner's requests with ``cause``, until one answer is sent or the learner is gone."""
         reply = Reply(ErrorReply("queue", cause))
         waiting = [request for request, _ in self._pending.pop_all()]
         is_told = False
@@ -585,7 +585,7 @@ def _request_id(message: Message) -> str | None:
 
 
 def _has_kept(reply: Reply) -> bool:
-    """Whether this reply says that a payload was kept."""
+    """Whether this reply says that a payload was stored."""
     verdicts = reply.record.verdicts.values() if isinstance(reply.record, ReturnReply) else ()
     return any(verdict in ("queued", "eval_done") for verdict in verdicts)
 

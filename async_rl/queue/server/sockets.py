@@ -1,7 +1,7 @@
-"""The server's socket: bound, guarded by keys, with limits on rates and sizes. Raw frames enter and leave.
+"""The server's socket, with keys and with limits on rates and sizes. It receives and sends raw frames.
 
-A peer is one connection, identified by its routing id, not by key or host: by default all roles of a run share those,
-and a faulty client must not block the others.
+A peer is one connection, identified by its routing id, not by key or host. By default all roles of a run share a key
+and a host, and a faulty client must not block the others.
 
 This module does not decode messages; the server's loop, which owns the socket, reports malformed ones. Outgoing
 messages are collected until ``flush``, which the loop calls after the journal has committed the changes that they
@@ -38,13 +38,13 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 BLOCKED_S = 60.0
 """A peer that sent too many malformed messages is ignored for this long."""
 MAX_PEERS = 8192
-"""Maximum number of peers whose rates are kept. Above it, the one that was silent longest is removed."""
+"""Maximum number of peers whose rates are kept. Above it, the peer that was silent longest is removed."""
 _ATTACH_BYTES = 256 << 20
-"""An attach may be larger than the queue by this: it carries tokenizer files in addition to a snapshot."""
+"""An attach message may exceed ``queue.max_bytes`` by this: it has tokenizer files in addition to a snapshot."""
 _SMALL_BYTES = 1 << 20
 _LARGEST = 2**53
 _HEADER_BYTES = 256 << 10
-"""Limits the memory that a header can take: msgpack's smallest values grow to about 64 times their size."""
+"""Limits the memory of a decoded header: decoding enlarges msgpack's smallest values about 64 times."""
 _BUNDLE_BYTES = 1 << 20
 _ANY = "tcp://127.0.0.1:0"
 
@@ -81,7 +81,7 @@ class Endpoint:
 
     Raises:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
-        KeyFileError: the keys of ``queue.keys`` are missing or unfit.
+        KeyFileError: the keys of ``queue.keys`` are missing or malformed.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Endpoint:
             )  # fmt: skip
 
     def require_learner_key(self, type_: str) -> None:
-        """Check that a message which only the learner may send came under the run's own key, ``client.key``.
+        """Check that the current message, which only the learner may send, was sent with the key ``client.key``.
 
-        Without keys anyone may send it.
+        Without keys any client may send it.
 
         Raises:
-            QueueError: the message that is being handled came under another key.
+            QueueError: the message was sent with another key.
         """
         if self._allowed is None or self._current is None:
             return
@@ -168,8 +168,8 @@ class Endpoint:
         """Collect one message, its frame and its parts, for the next ``flush``.
 
         Small messages to one peer are sent as one bundle, which wakes the socket's thread and the peer once; the peer
-        reads them one by one. A bundle arrives completely or not at all. So each large message is its own bundle: the
-        peer can work on the first while the next is being sent.
+        reads them one by one. A bundle arrives completely or not at all. So a large bundle gets no further message: the
+        peer can work on it while the next bundle is being sent.
         """
         bundles = self._outgoing.setdefault(peer, [])
         if not bundles or bundles[-1].num_bytes >= _BUNDLE_BYTES:
@@ -193,14 +193,17 @@ class Endpoint:
                         )  # fmt: skip
 
     def send_now(self, peer: bytes, frames: Sequence[Frame]) -> None:
-        """Send one message that reports no change, before the collected ones. A peer that does not read loses it."""
+        """Send one message at once, before the collected ones. It must not report a change of the state.
+
+        A peer that does not read loses the message.
+        """
         try:
             send_frames(self._socket, [peer, *frames])
         except zmq.Again:
             self._dropped.count += 1
 
     def discard(self) -> None:
-        """Forget the collected messages."""
+        """Delete the collected messages."""
         self._outgoing.clear()
 
     def block(self, peer: bytes, now: float) -> None:
@@ -208,7 +211,7 @@ class Endpoint:
         self._limiter.block(peer, now)
 
     def counters(self) -> dict[str, int]:
-        """Malformed messages, messages above a rate, and refused handshakes so far."""
+        """The numbers of malformed messages, messages above a rate, and refused handshakes so far."""
         limiter, refused = self._limiter, self._refused.count
         return {"malformed": limiter.num_malformed, "limited": limiter.num_limited, "refused_handshakes": refused}
 
@@ -221,7 +224,7 @@ class Endpoint:
         self._context.term()
 
     def _sender(self) -> str:
-        """The key, or without keys the address, that sent the message that is being handled."""
+        """The sender of the current message: its key, or its address if there are no keys."""
         frame, name = self._current, "User-Id" if self._config.keys else "Peer-Address"
         return f"{name} {frame.get(name)}" if frame is not None else "of an earlier message"
 
@@ -272,7 +275,7 @@ def _shown(host: str) -> str:
 
 @dataclass(slots=True)
 class _Peer:
-    """Two token buckets at time ``at``: one for messages, one for malformed messages."""
+    """The levels of a peer's two token buckets at time ``at``: for messages, and for malformed messages."""
 
     messages: float
     malformed: float
@@ -281,7 +284,7 @@ class _Peer:
 
 
 class RateLimiter:
-    """Message rates by peer, and counts of what was dropped. Time comes as ``now``, in seconds."""
+    """Limits the message rate of each peer, and counts malformed and dropped messages. ``now`` is in seconds."""
 
     def __init__(self, *, max_messages_per_s: float, max_malformed_per_minute: float) -> None:
         self._message_rate, self._malformed_rate = max_messages_per_s, max_malformed_per_minute / 60
@@ -293,7 +296,7 @@ class RateLimiter:
         return len(self._peers)
 
     def admits(self, peer: bytes, now: float) -> bool:
-        """Whether to accept this peer's next message. Others are dropped without answer, and counted."""
+        """Whether to accept this peer's next message. If not, count it as dropped; the peer gets no answer."""
         known = self._peer(peer, now)
         if now < known.blocked_until or known.messages < 1:
             self.num_limited += 1
@@ -359,7 +362,7 @@ class MessageLimits:
 
 
 def _check_numbers(values: Iterable[Any]) -> None:
-    """Reject what sums, clocks, JSON or the journal can't hold: NaN, infinities, integers near 64 bits."""
+    """Reject numbers that sums, clocks, JSON or the journal can't represent: NaN, and amounts above 2^53."""
     for value in values:
         kind = type(value)
         if kind is int or kind is float:

@@ -1,4 +1,4 @@
-"""Starting a queue server, or finding the one that runs: ``run_queue`` for the command, ``ensure_queue`` for rank 0."""
+"""Start a queue server, or find the running one: ``run_queue`` for the command, ``ensure_queue`` for rank 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from async_rl.run.queue_files import read_record
 logger = logging.getLogger(__name__)
 
 _PING_S = 10.0
-"""A recorded server whose process is alive may be busy. A second server would split the run."""
+"""How long to wait for an answer: a recorded server may be busy, and a second server would split the run."""
 _START_S = 60.0
 _LOOK_AGAIN_S = 0.2
 
@@ -117,7 +117,7 @@ def ensure_queue(
 
 
 class QueueRestarter:
-    """Starts this run's queue server again if its process is gone, at its old port and from its journal.
+    """Starts this run's queue server again if its process is gone, at the same port and from its journal.
 
     The learner that owns the server calls it while it has no connection to ``address``. A living process is not
     replaced, because it may be busy or suspended.
@@ -127,12 +127,12 @@ class QueueRestarter:
         self, config: Config, run_id: str, insecure: bool, log_path: Path, address: str, *,
         command: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        """As for ``ensure_queue``, which gave ``address``."""
+        """Take the arguments of ``ensure_queue``, and the ``address`` that it returned."""
         self._config, self._run_id, self._insecure = config, run_id, insecure
         self._log_path, self._address, self._command = log_path, address, command
 
     def __call__(self) -> bool:
-        """Whether a server was started.
+        """Start the server if its process is gone. Return whether it was started.
 
         Raises:
             QueueError: the server ended at once, or its port was taken.
@@ -228,7 +228,7 @@ def _tail(path: Path) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether this machine has an interface of that address."""
+    """Whether ``host`` is an address of this machine, or all addresses."""
     return host in ("*", "0.0.0.0", "::") or _can_bind_host(host, 0)
 
 

@@ -1,11 +1,11 @@
 """The queue's state on disk: payloads in segment files, and an SQLite index of small records over them.
 
 The server appends payloads as they arrive. Once a turn it commits the changes, before it sends that turn's replies.
-Committed data survives the death of any process. The operating system writes it to disk later (nothing is synced): a
-power cut may lose or damage it, which is reported as an error, never read as wrong bytes.
+Committed data survives the death of any process. The operating system writes it to disk later, because nothing is
+synced. So a power cut may lose or damage data; damage is reported as an error, and wrong bytes are never returned.
 
-A directory has one owner at a time, by a lock that ends with its process. It must be on a local disk: on a network file
-system neither locks nor the order of writes are reliable.
+One process at a time owns a directory, through a lock that ends with the process. The directory must be on a local
+disk: on a network file system neither locks nor the order of writes are reliable.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs_nodev", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
     "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
 })  # fmt: skip
-"""Not 9p and virtiofs: they carry the disk of the host into a virtual machine or a sandbox."""
+"""9p and virtiofs are not listed: they give a virtual machine or a sandbox access to the disk of its host."""
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs"})
 """Other FUSE file systems are mostly network file systems, and are refused."""
 
 _ELSEWHERE = "choose another queue.journal_dir, or start over with --fresh"
 _FORMAT = 2
-"""Raise it with every change of the tables, or of the kinds and fields of records."""
+"""Increase this number with every change of the tables, or of the kinds and fields of records."""
 _PRAGMAS = (
     # One owner: no shared-memory file, and no file locks to take in every transaction.
     "locking_mode = EXCLUSIVE",
     "journal_mode = WAL",
-    # The log is in the operating system's hands at COMMIT. Syncing it would help against power loss alone.
+    # At COMMIT the operating system has the log. Syncing it would protect only against power loss.
     "synchronous = OFF",
     # No files besides the index and its log, so that a commit needs no new descriptor.
     "temp_store = MEMORY",
@@ -60,7 +60,7 @@ _SCHEMA = f"""
     PRAGMA user_version = {_FORMAT};
     COMMIT;
 """
-# In place: REPLACE would delete the row and write its index entry anew.
+# This updates the row in place. REPLACE would delete it and write its index entry again.
 _PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 
@@ -90,7 +90,7 @@ class Changes:
         self._fresh: set[tuple[Kind, str]] = set()
 
     def put(self, kind: Kind, key: str, fields: Any, *, is_new: bool = False) -> None:
-        """Add or replace a record. If ``fields`` is mutable, it is written as it is when the server drains.
+        """Add or replace a record. If ``fields`` is mutable, ``drain`` decides which state is written.
 
         ``is_new``: no earlier commit holds this key, so deleting the record before the drain writes nothing.
         """
@@ -125,15 +125,15 @@ class Saved:
 
 
 class Journal:
-    """Small records and payloads that outlive the process; a ``PayloadStore``. One directory, one owner.
+    """A ``PayloadStore`` that also stores small records. Both outlive the process. One process owns the directory.
 
-    ``identity`` names the run of these records. The directory keeps the first one that is given, and an
-    owner without an identity may open it, too: a server started by hand learns its run id from the learner. After a
+    ``identity`` names the run of these records. The directory keeps the first identity that is given. An owner without
+    an identity may open it, too: a server started by hand gets its run id from the learner. After a
     start: ``load``, then ``adopt`` if ``load`` returned something, then ``commit`` repeatedly. It is not thread-safe.
 
     Raises:
-        ConfigError: the directory can't be made, or lies on a network file system.
-        QueueError: another process owns it, it is of another identity or format, or damaged.
+        ConfigError: the directory can't be created, or is on a network file system.
+        QueueError: another process owns the directory, or it has another identity or format, or is damaged.
     """
 
     def __init__(self, directory: Path, *, identity: str = "", segment_bytes: int = 64 << 20) -> None:
@@ -156,12 +156,12 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk in segment files, without the at most two files that are overwritten next."""
+        """Bytes on disk in segment files, without the files (at most two) that are overwritten next."""
         return self._segments.num_bytes
 
     @property
     def live_bytes(self) -> int:
-        """The part of ``num_bytes`` of payloads that were not released, with their headers."""
+        """Bytes of payloads that were not released, with their headers. They are a part of ``num_bytes``."""
         return self._segments.live_bytes
 
     # Payloads.
@@ -190,14 +190,14 @@ class Journal:
     # Records.
 
     def commit(self, changes: Iterable[Change], state: Mapping[str, bytes]) -> None:
-        """Make changes durable, all or none, with the payloads they name; ``state`` replaces the blobs that it names.
+        """Commit all changes or none, with the payloads that they name. ``state`` replaces blobs of the same names.
 
         It also frees disk space: it deletes files without live payloads, and limits dead bytes to the number of live
         bytes, or to two segments if that is more.
 
         Raises:
-            StorageFullError: there is no room now. QueueError: the disk fails. The last commit stands; before anything
-                else is committed, the same changes must be, or ``revert`` be called.
+            StorageFullError: there is no room now. QueueError: the disk fails. In both cases the last commit stays
+                valid; next, commit the same changes again or call ``revert``.
         """
         assert self._is_adopted, "commit before adopt would free the payloads of an earlier process"
         # A commit that is tried again must not copy again: that would fill the disk.
@@ -225,7 +225,7 @@ class Journal:
         self._is_adopted = self._last_segment is None
 
     def load(self) -> Saved | None:
-        """Load everything as of the last commit; None if there never was one."""
+        """Load the content of the last commit; None if nothing was ever committed."""
         if self._last_segment is None:
             return None
         entries: dict[Kind, dict[str, Mapping[str, Any]]] = {kind: {} for kind in get_args(Kind)}
@@ -235,7 +235,7 @@ class Journal:
             return Saved(entries, dict(self._index.execute("SELECT name, value FROM state")))
 
     def adopt(self, refs: Iterable[PayloadRef]) -> None:
-        """After ``load``: keep only these payloads of earlier processes. The next commit deletes the others.
+        """Keep only these payloads of earlier processes. Call it after ``load``. The next commit deletes the others.
 
         Raises:
             QueueError: a payload is missing.
@@ -263,7 +263,7 @@ class Journal:
             self._index.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", gone)
 
     def _write_refs(self, moves: Iterable[Move]) -> None:
-        """Write the places of moved payloads, and the highest number of a file."""
+        """Write the places of moved payloads, and the highest file number used so far."""
         if self._obsolete:
             self._index.executemany("DELETE FROM moved WHERE segment = ? AND offset = ?", self._obsolete)
         rows = [(ref.segment, ref.offset, *spot) for ref, spot in moves]
@@ -282,7 +282,7 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 def _open_index(path: Path, identity: str) -> sqlite3.Connection:
-    """Open the database; create it if there is none. Raises QueueError: it is of another identity or format."""
+    """Open the database; create it if there is none. Raises QueueError: it has another identity or format."""
     # The server may be built in one thread and run in another.
     index = sqlite3.connect(path, isolation_level=None, timeout=0, check_same_thread=False)
     try:
@@ -351,7 +351,7 @@ def _lock(directory: Path) -> int:
 
 
 def refuse_network_file_system(directory: Path) -> None:
-    """Raises ConfigError: ``directory`` lies, or would lie, on one. A system without mountinfo is taken at its word."""
+    """Raise ConfigError if ``directory``, which need not exist, is on one. Without /proc/self/mountinfo do nothing."""
     mountinfo = Path("/proc/self/mountinfo")
     if not mountinfo.exists():
         return
@@ -369,7 +369,7 @@ def is_network_file_system(kind: str) -> bool:
 
 
 def file_system_of(path: Path, mountinfo: str) -> str:
-    """The type of the file system that ``path`` (absolute, no links in it) is on, from the text of mountinfo(5)."""
+    """The type of the file system that contains ``path`` (absolute, without links), from the text of mountinfo(5)."""
     best, found = -1, "unknown"
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")

@@ -1,8 +1,8 @@
 """Payload stores: keep encoded groups as byte strings, read and release them by their ``PayloadRef``.
 
 The queue's core stores summaries only. ``MemoryPayloads`` keeps payloads in this process. ``Segments`` keeps them in
-files, so that they outlive it; only ``journal.Journal`` calls it, and says when files may go. ``RecentPayloads`` keeps
-recent payloads of another store in memory, too.
+files, so that they outlive the process; only ``journal.Journal`` calls it, and decides when files may be deleted.
+``RecentPayloads`` keeps recent payloads of another store in memory, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
 _DAMAGED = "the journal is damaged: restart the queue with a new queue.journal_dir"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
-"""Errors that end without anybody's doing, or when space is freed: the disk, a quota, descriptors."""
+"""Errors that may end by themselves, or when space is freed: a full disk, a full quota, no free file descriptor."""
 _PROBE_BYTES = 1 << 20
 _NAME = re.compile(r"segment-(\d{8,})")
 _SPARE = "spare"
@@ -73,7 +73,7 @@ class PayloadStore(Protocol):
 def owned(payload: Payload) -> Payload:
     """Return ``payload`` in memory that may be kept: the payload itself if it fills its buffer, else a copy.
 
-    A view of a part would keep the whole message in memory. So may a small message: libzmq lets several share a buffer.
+    A view of a part would keep the whole message in memory. A small message may share its buffer with others.
     """
     whole = payload.obj if isinstance(payload, memoryview) else payload
     is_whole = len(payload) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(payload)
@@ -86,7 +86,7 @@ def digest_of(payload: Payload) -> int:
 
 
 class MemoryPayloads:
-    """Payloads in memory; they die with the process."""
+    """Payloads in memory. They are lost when the process ends."""
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
@@ -151,7 +151,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class _Segment:
-    """One file and the refs whose payloads lie in it and are live; sizes include headers."""
+    """One file, and the refs of the live payloads in it. Sizes include headers."""
 
     number: int
     path: Path
@@ -164,19 +164,19 @@ class _Segment:
 class Segments:
     """Append-only files of one directory, ``segment-00000001`` and so on, with one file descriptor each.
 
-    A file ends once it has ``segment_bytes``, and is removed whole. In a file, every payload follows a header with
-    magic, length and xxh3_64. File numbers are never used twice, and every process starts a file of its own, so nothing
-    is ever written behind a tail that SIGKILL tore.
+    A file is complete once it has ``segment_bytes``, and is removed as a whole. In a file, every payload follows a
+    header with magic, length and xxh3_64. File numbers are never reused, and every process starts a new file. So no
+    payload is written behind an incomplete one that a killed process left.
 
-    One removed file is kept as ``spare`` and becomes the next segment, overwritten from its beginning: existing pages
-    cost a third of new ones. After the end of such a segment its old bytes remain; no ref points to them.
+    One removed file is kept as ``spare``. It becomes the next segment and is overwritten from its beginning: writing to
+    existing pages costs a third of writing to new ones. Behind the new data old bytes remain; no ref points to them.
 
     A ref has the place where its payload was *first* written, and never changes. A few long-lived payloads would keep
     every file that contains them, so they are copied into the open file, and ``moved`` has their new places.
 
     ``after`` is the highest file number that the caller knows to have been used. If the disk fails, every method raises
-    QueueError, naming the directory; if it is full, StorageFullError. Payloads that were kept before stay as they were,
-    and the same call may be made again.
+    QueueError with the name of the directory; if the disk is full, StorageFullError. Stored payloads stay unchanged
+    then, and the same call may be repeated.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, after: int = 0) -> None:
@@ -184,7 +184,7 @@ class Segments:
         self._segments: dict[int, _Segment] = {}
         self._open: _Segment | None = None
         self._last = after
-        # One of an earlier process may be longer than a segment is now.
+        # A spare file of an earlier process may be longer than ``segment_bytes``.
         (directory / _SPARE).unlink(missing_ok=True)
         self._has_spare = False
         self._maybe_empty: set[int] = set()
@@ -200,7 +200,7 @@ class Segments:
         return self._last
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Append a payload. It survives this process as soon as this returns."""
+        """Append a payload. After the return, it survives this process."""
         digest = digest_of(payload)
         spot = self._append(_HEADER.pack(_MAGIC, len(payload), digest), payload)
         ref = PayloadRef(*spot, len(payload), digest)
@@ -211,7 +211,7 @@ class Segments:
         """The payload of a live ref.
 
         Raises:
-            QueueError: it was released, or its bytes are damaged.
+            QueueError: the payload was released, or its bytes are damaged.
         """
         segment, offset = self._find(ref)
         payload = self._pread(segment, ref.length, offset + _HEADER.size)
@@ -236,7 +236,7 @@ class Segments:
         """Mark a payload of an earlier process, at ``spot``, as live.
 
         Raises:
-            QueueError: there is no such file, or it is too short.
+            QueueError: the file is missing or too short.
         """
         segment = self._segments.get(spot.segment)
         end = spot.offset + _size(ref)
@@ -251,10 +251,11 @@ class Segments:
         self._enter(ref, spot)
 
     def copy_forward(self) -> list[Move]:
-        """Copy live payloads out of the emptiest files: dead bytes are at most the live ones, or two files' size.
+        """Copy live payloads out of the files with the smallest share of live bytes, until few bytes are dead.
 
-        The moves take effect with ``settle``; before that both copies are there, and the new ones count as dead. On a
-        full disk it copies what it can: the commit that follows may free more.
+        Afterwards the dead bytes are at most as many as the live ones, or as two files have. The moves take effect with
+        ``settle``; until then both copies exist, and the new one counts as dead. On a full disk, copy as many as
+        possible: the next commit may free space.
         Bytes are copied without a check. Damage is reported when the payload is read.
         """
         excess = self.num_bytes - self.live_bytes - max(2 * self._segment_bytes, self.live_bytes)
@@ -275,7 +276,7 @@ class Segments:
         return moves
 
     def settle(self, moves: Iterable[Move]) -> None:
-        """Remove the files that contain only moved or released payloads, which no committed record needs now."""
+        """Apply the moves, which are committed now. Then remove the files that have no live payload."""
         for ref, spot in moves:
             self._leave(ref, self._find(ref)[0])
             self.moved[ref] = spot
@@ -406,8 +407,8 @@ def disk_error(directory: Path, error: Exception) -> StorageError:
 def is_out_of_room(error: Exception, directory: Path) -> bool:
     """Whether ``error`` says that disk, quota or descriptors are used up.
 
-    SQLite reports a used quota and missing descriptors as errors that other causes have too. Then a probe file in
-    ``directory`` tells.
+    SQLite reports a full quota and missing descriptors with the same errors as other causes. For those errors, check
+    by writing a probe file in ``directory``.
     """
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
@@ -433,6 +434,6 @@ def _size(ref: PayloadRef) -> int:
 
 
 def _write_rest(file: int, data: bytes, written: int, start: int) -> None:
-    """Write the rest after a short write. On a full disk this raises the error."""
+    """Write the rest after a short write. Raises OSError: the disk is full."""
     while written < len(data):
         written += os.pwrite(file, memoryview(data)[written:], start + written)
