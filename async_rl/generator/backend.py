@@ -1,4 +1,4 @@
-"""Inference engines: the protocol that one implements, the table that builds them, and their random numbers. No torch.
+"""Inference engines: the protocol they implement, the table that builds them, and their random numbers. No torch.
 
 The loop owns a backend and steps it: ``step`` runs one decode step over every running sequence (or, where the engine
 runs by itself, collects what it has done) and returns the sequences that finished. ``activate`` applies new weights
@@ -94,7 +94,7 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What the backend can do; the same for all instances of a class."""
+        """The backend's abilities; the same for all instances of a class."""
         ...
 
     @property
@@ -186,7 +186,7 @@ class BackendFactory(Protocol):
 
         Args:
             directory: the model's and the tokenizer's files.
-            device: the CUDA device to use; None: the CPU.
+            device: the CUDA device to use; None for the CPU.
             load_pretrained: load the weights in ``directory`` as version 0, instead of waiting for ``activate``. It is
                 True only for backends that declare ``offline``.
 
@@ -208,7 +208,7 @@ def build_backend(
     ``activate`` brings its weights; with ``load_pretrained`` they are those in ``directory``, as version 0.
 
     Args:
-        code_digests: the learner's digests of the user's own code; None: the code is this machine's user's.
+        code_digests: the learner's digests of the user's own code; None if this machine's user chose the code.
 
     Raises:
         ConfigError: the backend is unknown or can't do what the config requires; or it is the user's own code, and that
@@ -249,7 +249,7 @@ def resolve_backend(config: Config, *, offline: bool = False) -> str:
 
 
 def cuda_device(config: Config) -> str | None:
-    """Return the engine's CUDA device: the first of ``generator.devices``, or else of the machine; None: the CPU."""
+    """Return the engine's CUDA device: the first of ``generator.devices``, or else of the machine; None for the CPU."""
     if not has_model(config.generator.backend):
         return None
     import torch

@@ -36,7 +36,7 @@ class ScoringBackend(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The engine's dtype, by torch's name."""
+        """The torch name of the engine's dtype."""
         ...
 
     def score_tokens(
@@ -49,7 +49,7 @@ class ScoringBackend(Protocol):
         ...
 
     def digests(self) -> Mapping[str, str]:
-        """Return a digest of every parameter that the engine computes with now, by the engine's names."""
+        """Return the digest of each parameter that the engine uses now, keyed by the engine's parameter name."""
         ...
 
 
@@ -122,7 +122,7 @@ def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> li
 
 
 def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.ndarray, limit: float) -> str:
-    """Return whether the engine ignores the temperature, or another one fits the learner's values; empty: neither."""
+    """Describe a wrong temperature: ignored, or another one fits the learner's values; empty if neither holds."""
     asked = probe.temperature
     doubled = backend.score_tokens(probe.sequences, 2 * asked)
     if doubled is not None and compare(doubled, found).max < 1e-6:

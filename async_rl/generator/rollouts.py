@@ -35,7 +35,7 @@ ScoreOne = Callable[[RewardInput], RewardOutput]
 class ActiveLease:
     """A lease that is not returned yet. ``is_submitted`` is False while it waits for a newer version.
 
-    ``rollouts`` holds the scored ones by index. ``heartbeats_in_line`` counts the heartbeats at which it only waited.
+    ``rollouts`` holds the scored rollouts by index. ``heartbeats_in_line`` counts heartbeats while it only waited.
     """
 
     lease: Lease
@@ -56,7 +56,7 @@ class ActiveLease:
         return all(rollout.finish_reason == "error" for rollout in self.rollouts.values())
 
     def group(self, generator_id: str, digests: Mapping[int, str], now_s: float) -> Group:
-        """Return the complete group for the queue. ``digests``: of the weights, by version."""
+        """Return the complete group for the queue. ``digests`` maps each version to the digest of its weights."""
         rollouts = tuple(self.rollouts[index] for index in range(self.lease.group_size))
         sampled = np.concatenate([s.versions[s.loss_mask] for r in rollouts for s in r.sequences])
         return Group(
@@ -117,10 +117,10 @@ class ActiveLeases:
     def progress(self, num_tokens: Mapping[str, int], work: int) -> dict[str, int]:
         """Return for each lease a count that grows while the lease makes progress, for the heartbeat.
 
-        A lease in line, for a slot or for a grader, makes progress while those before it do; otherwise it would expire.
+        A lease that waits for a slot or a grader counts as progressing while leases before it do; else it would expire.
 
         Args:
-            num_tokens: sampled by the backend, by lease.
+            num_tokens: how many tokens the backend sampled for each lease.
             work: a count that grows with everything that the generator does.
         """
         found: dict[str, int] = {}
@@ -163,7 +163,7 @@ class Rollouts(Protocol):
         ...
 
     def collect(self) -> list[Graded]:
-        """Return the rollouts that are done by now; never wait."""
+        """Return the rollouts that are finished; never wait."""
         ...
 
     def progress(self) -> dict[str, int]:
@@ -172,7 +172,7 @@ class Rollouts(Protocol):
 
 
 class SingleTurnRollouts:
-    """One answer per rollout, scored by ``grader``. ``truncates``: cut a prompt that is too long, do not refuse it."""
+    """One answer per rollout, scored by ``grader``. With ``truncates`` a too long prompt is cut, not refused."""
 
     def __init__(self, backend: Backend, grader: Grader, *, truncates: bool = False) -> None:
         self._backend = backend
@@ -321,7 +321,7 @@ class Grader(Protocol):
     def submit(self, lease: Lease, sample: Sampled) -> None: ...
 
     def collect(self) -> list[Graded]:
-        """Return what is scored by now; never wait."""
+        """Return the rollouts that are scored; never wait."""
         ...
 
     def forget(self, lease_id: str) -> None:

@@ -115,7 +115,7 @@ def run_generator(
 def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> ThreadGrader:
     """Build the grader of the config's rewards; ``stack`` closes it.
 
-    ``code_digests`` are the learner's digests of the user's own code; None: the code is this machine's user's.
+    ``code_digests`` are the learner's digests of the user's own code; None if this machine's user chose the code.
     """
 
     reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests)))

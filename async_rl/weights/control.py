@@ -81,7 +81,7 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """This member did not get the version by the attempt. ``corrupt``: received bytes do not match the manifest."""
+    """The attempt did not bring this member the version. ``corrupt``: received bytes do not match the manifest."""
 
     attempt: int
     reason: str
@@ -136,7 +136,7 @@ class Pull(msgspec.Struct, frozen=True):
 
     ``token`` authenticates the pull. If ``key`` is not empty, the stream is encrypted with it. ``delta_sizes[l][b]``
     is the size of the delta of bucket b in link l of a chain that starts at the weights with digest ``base`` (-1: no
-    delta). If ``base`` is empty there is no chain. A chain without links means that ``base`` is this very version.
+    delta). If ``base`` is empty there is no chain. A chain without links means that ``base`` is this version.
     """
 
     attempt: int
@@ -256,7 +256,7 @@ class MemberSocket:
                 self.num_malformed += 1
 
     def send(self, member_id: bytes, message: PublisherMessage) -> bool:
-        """Send, or discard the message if the member does not read. Returns whether there is a connection."""
+        """Send, or discard the message if the member does not read. Return whether the member is connected."""
         try:
             self._socket.send_multipart([member_id, encode_message(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -296,7 +296,7 @@ class PublisherSocket:
         poller.register(self._socket, zmq.POLLIN)
 
     def send(self, message: MemberMessage) -> bool:
-        """Send. Returns False while there is no connection."""
+        """Send the message. Return False while not connected."""
         try:
             self._socket.send(encode_message(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -28,7 +28,7 @@ ITEM_SIZES: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "float32": 4, "int64": 8, "float64": 8,
 }  # fmt: skip
-"""Bytes of one element, by torch's name of the dtype."""
+"""Bytes of one element, keyed by the torch name of the dtype."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +92,7 @@ class LayoutPlan:
         self._end = 0
 
     def place(self, name: str, dtype: str, shape: Sequence[int]) -> TensorSpec:
-        """Return the place of the next tensor. A tensor larger than a bucket gets a larger bucket of its own.
+        """Return the place of the next tensor. A tensor larger than a bucket gets a larger bucket for itself.
 
         Raises:
             WeightsError: the dtype is not in ``ITEM_SIZES``.

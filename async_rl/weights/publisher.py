@@ -52,8 +52,8 @@ class PublisherStats:
     Attributes:
         outdated: members that do not hold the wanted version yet.
         transfer_s: time spent in collectives.
-        last_transfer_s: of the last collective, or of the last pull from its offer to its end.
-        sent_bytes: by collectives; a broadcast counts once, whatever the number of members.
+        last_transfer_s: time of the last collective, or of the last pull from its offer to its end.
+        sent_bytes: bytes sent in collectives; a broadcast counts once for any number of members.
         attempts: collectives. ``pulls``: pulls that were offered.
         pulled_bytes: transferred by pulls, where full copies would have been ``pulled_full_bytes``.
         delta_bytes: size of the newest delta. ``delta_s``: time to compute it.
@@ -201,7 +201,7 @@ class Publisher:
     def wait(self, version: int, timeout_s: float, *, num_members: int = 0) -> bool:
         """Wait until every member, and at least ``num_members``, hold ``version`` or a newer one.
 
-        Returns False if that took longer than ``timeout_s``.
+        Returns False after ``timeout_s``.
 
         Raises:
             WeightsError: the publisher's thread has failed.

@@ -46,7 +46,7 @@ class ReceivedWeights:
 
 @dataclass(slots=True, eq=False)
 class ReceiveBuffer:
-    """Flat byte buckets, uint8 [N] each. ``manifest`` is the version that they hold, once it is complete.
+    """Flat byte buckets, uint8 [N] each. ``manifest`` describes the version in them, once it is complete.
 
     ``tensors`` are views into them, laid out by ``specs``; versions that share a layout share the views.
     """
@@ -171,7 +171,7 @@ class ReceiveBuffers:
 
 
 def tensor_views(manifest: Manifest, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return each tensor by name, as a view into the buckets, in its dtype and shape."""
+    """Return a view into the buckets for each tensor name, with the tensor's dtype and shape."""
     import torch
 
     views: dict[str, Tensor] = {}

@@ -112,7 +112,7 @@ class Receiver:
 
     @property
     def error(self) -> str | None:
-        """Why no version comes at present; None if all is well. The receiver goes on trying by itself."""
+        """The reason why no version arrives at present; None if all is well. The receiver keeps trying."""
         return self._channel_error or self._offer_error or self._worker.error
 
     def stats(self) -> ReceiverStats:
@@ -289,7 +289,7 @@ class Receiver:
         return True
 
     def _replying(self) -> Reply:
-        """Return a function that replies to the present publisher, from any thread; to none if it has changed."""
+        """Return a function that replies to the present publisher, from any thread. No reply if that has changed."""
         channel = self._channel
 
         def reply(message: control.MemberMessage) -> None:

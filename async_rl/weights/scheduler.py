@@ -54,7 +54,7 @@ class StartAction:
 
 @dataclass(frozen=True, slots=True)
 class FinishAction:
-    """The attempt at ``version`` is over. ``intact``: the communicator, if there is one, can be used again."""
+    """The attempt at ``version`` is over. ``intact``: an existing communicator can be used again."""
 
     attempt: int
     version: int
@@ -63,7 +63,7 @@ class FinishAction:
 
 @dataclass(frozen=True, slots=True)
 class PullAction:
-    """Offer this member a pull of ``version`` until ``deadline``. It is over when ``Member.pull`` is another one."""
+    """Offer this member a pull of ``version`` until ``deadline``. It ends when ``Member.pull`` is replaced."""
 
     attempt: int
     version: int
@@ -89,7 +89,7 @@ class Member:
     Attributes:
         last_seen: when its last message came.
         can_collect: it can take part in collectives.
-        digest: of the newest weights that it is known to hold, perhaps of a version of an earlier learner.
+        digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner.
         version: the version that it proved to hold.
         offered_at: when it was first offered a version that it still needs.
         pulls: it pulls the next version. ``pull`` is the pull in progress.
@@ -149,7 +149,7 @@ class SyncScheduler:
         self._drops: list[DropAction] = []
 
     def publish(self, version: int | None) -> None:
-        """From now on every member wants this version. None: no version can be sent at present."""
+        """Make this the version that every member wants; None if no version can be sent at present."""
         self.wanted = version
         self._num_published += version is not None
 
@@ -253,7 +253,7 @@ class SyncScheduler:
         return [m for m in self.members.values() if self.wanted is not None and m.version != self.wanted]
 
     def awaiting_collective(self) -> list[Member]:
-        """Members that do not hold the wanted version and get it by the collective."""
+        """Members that do not hold the wanted version and get it in a collective."""
         return [m for m in self.outdated() if not m.pulls]
 
     @property

@@ -30,7 +30,7 @@ _PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 
 
 class SharedBuckets:
-    """An anonymous file of buckets. Bucket ``i`` of ``sizes[i]`` bytes lies at ``offsets[i]``, where a page begins.
+    """An anonymous file of buckets. Bucket ``i`` has ``sizes[i]`` bytes at the page-aligned ``offsets[i]``.
 
     Another process may map it through its descriptor. The kernel frees it when the last process that holds it ends,
     however it ends; nothing is left under ``/dev/shm``.
@@ -329,7 +329,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _host_bucket(memory: SharedBuckets, size: int) -> Tensor:
-    """Return zeros, uint8 [size], at the end of ``memory``; registered with CUDA where there is CUDA."""
+    """Return zeros, uint8 [size], at the end of ``memory``; registered with CUDA if available."""
     bucket = torch.frombuffer(memory.append(size), dtype=torch.uint8)
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()

@@ -30,10 +30,10 @@ class TransferManager:
     """Attempts in progress.
 
     Args:
-        collective: sends to all members at once; None: members pull every version.
+        collective: sends to all members at once; None if members pull every version.
         pull: serves members that pull.
         send: sends a message to a member.
-        counts: where events are counted.
+        counts: the statistics in which events are counted.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TransferManager:
             self._pull.publish(staged, has_members=bool(self._scheduler.members))
 
     def act(self) -> None:
-        """Carry out actions until there are none for now."""
+        """Carry out actions until none are due."""
         while actions := self._scheduler.advance(time.monotonic(), self._can_pull):
             for action in actions:
                 match action:

@@ -33,8 +33,8 @@ Send = Callable[[bytes, control.PublisherMessage], None]
 class Delivery:
     """One version to some members, until ``deadline`` (monotonic clock). Its bytes are kept until the attempt ends.
 
-    ``epoch`` is the communicator's number, for a collective; ``build``: create it first. ``skips_prepare``: there was
-    no ``PrepareCollective``.
+    ``epoch`` is a collective's communicator number. ``build``: create the communicator first. ``skips_prepare``:
+    ``PrepareCollective`` was not sent.
     """
 
     attempt: int
@@ -72,7 +72,7 @@ class PullStats:
 
 
 class PullSender(TransportSender, Protocol):
-    """The learner's side of a transport by which each member pulls. ``Delivery.members`` has one member."""
+    """The learner's side of a transport with which each member pulls. ``Delivery.members`` has one member."""
 
     stats: PullStats
 
@@ -221,7 +221,7 @@ class CollectiveTransport(Transport):
 
 @dataclass(frozen=True, slots=True)
 class PullTransport(Transport):
-    """A transport by which each member pulls."""
+    """A transport with which each member pulls."""
 
     make_sender: Callable[[PullSettings], PullSender]
 

@@ -124,7 +124,7 @@ def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: An
 
 
 class WeightTable:
-    """The model's parameters by state-dict name, and how to replace them all between two decode steps."""
+    """The model's parameters by state-dict name. Replaces them all between two decode steps."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters: dict[str, Tensor] = dict(model.named_parameters())

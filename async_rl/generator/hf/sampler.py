@@ -83,7 +83,7 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
 
     Args:
         logits_RV: any float dtype; upcast to float32 before anything else.
-        plan: of these rows, by ``make_plan``.
+        plan: the result of ``make_plan`` for these rows.
         uniforms_R: float64 [R] in [0, 1 - 2**-52], on the logits' device.
 
     Returns:
@@ -156,7 +156,7 @@ def cached_decode(
     vocab_size: int,
     device: torch.device,
 ) -> np.ndarray:
-    """Return float32 [N], sequence by sequence. ``cache`` is empty and has a slot for each of ``sequences``."""
+    """Return logprobs, float32 [N], sequence by sequence. ``cache`` is empty, with a slot for each sequence."""
     # The running rows of a cache are its first ones, so sequences with more scored tokens come first.
     order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_scored)
     ids = [sequences[i].token_ids.astype(np.int64) for i in order]
@@ -188,7 +188,7 @@ def cached_decode(
 def full_forward(
     model: PreTrainedModel, sequences: Sequence[ProbeSequence], temperature: float, *, float32_head: bool
 ) -> np.ndarray:
-    """Return float32 [N], sequence by sequence. With ``float32_head`` the output head computes in float32."""
+    """Return logprobs, float32 [N], sequence by sequence. With ``float32_head`` the head computes in float32."""
     return np.concatenate([_full_forward(model, one, temperature, float32_head=float32_head) for one in sequences])
 
 

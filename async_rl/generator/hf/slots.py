@@ -33,7 +33,7 @@ _GRANULES = {"cpu": 8}
 class RunningSequence:
     """One running sequence: sample ``index`` of the lease.
 
-    ``sampling_mask`` grows by a set for each token; None if the lease's sampling ``keeps_all``.
+    ``sampling_mask`` gets one set of tokens for each sampled token; None if the lease's sampling ``keeps_all``.
     """
 
     lease: Lease
@@ -162,7 +162,7 @@ class Prefix(NamedTuple):
 
 
 class PrefillCache(Cache):
-    """Collects what a prefill computes; the model attends within its own input only."""
+    """Collects the keys and values of a prefill; the model attends only within its input."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

@@ -1,4 +1,4 @@
-"""What vLLM gets from us and what its answers mean: engine arguments, sampling parameters, log-probabilities. No torch.
+"""Translate between async-rl and vLLM: engine arguments, sampling parameters, log-probabilities. No torch.
 
 Called by ``vllm.backend``. The names are those of vLLM 0.32.
 
@@ -146,7 +146,7 @@ def num_listed(sampling: Sampling, vocab_size: int) -> int:
 
 
 def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: Iterable[int]) -> Any:
-    """Return vLLM's ``SamplingParams``. Set every field that matters, so that no file of the model changes one.
+    """Return vLLM's ``SamplingParams``. Set every field that matters, so that no model file can change it.
 
     Raises:
         ModelError: vLLM would raise the temperature.

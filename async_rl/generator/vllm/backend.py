@@ -1,6 +1,6 @@
 """vLLM as a backend: leases in, samples out; weights change while sequences run.
 
-The engine runs in processes of its own; ``step`` collects its outputs. Each rollout is a request with its own seed. The
+The engine runs in separate processes; ``step`` collects its outputs. Each rollout is a request with its own seed. The
 requests of a group have the same prompt and cache salt, so they share a prefill through the prefix cache. A rollout
 enters the engine when a slot is free. Its salt names the weights that are active then, so no rollout begins with keys
 and values of older weights.

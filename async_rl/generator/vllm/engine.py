@@ -103,7 +103,7 @@ class VllmEngine:
 
     @property
     def dtype(self) -> str:
-        """The model's dtype, by torch's name."""
+        """The torch name of the model's dtype."""
         return str(self._llm.model_config.dtype).removeprefix("torch.")
 
     def digests(self) -> dict[str, str]:
@@ -179,7 +179,7 @@ class VllmEngine:
         self._call("map the memory of weights", self._llm.init_weight_transfer_engine(request))
 
     def preparing_obstacle(self) -> str:
-        """Return why this engine can't prepare versions while it decodes; empty if it can."""
+        """Return the reason why this engine can't prepare versions while it decodes; empty if it can."""
         found = self._call("look at the model's layers", self._llm.collective_rpc("preparing_obstacle"))
         return next(filter(None, found), "")
 

@@ -1,4 +1,4 @@
-"""The part of async-rl that vLLM loads in each of its processes, by the entry point ``vllm.general_plugins``. No torch.
+"""The part of async-rl that vLLM loads in each of its processes, by entry point ``vllm.general_plugins``. No torch.
 
 ``register`` registers our weight transfer by name. In the processes of an engine that a generator started, it also adds
 our call ``swap`` to vLLM's engine core, and ends the process with its parent: otherwise vLLM's engine process would
@@ -53,7 +53,7 @@ def _watch(sentinel: int) -> None:
 
 
 def add_swap(core: type[Any]) -> None:
-    """Add ``swap`` to ``core``, vLLM's ``EngineCore``, which finds its clients' calls by name."""
+    """Add ``swap`` to ``core``, vLLM's ``EngineCore``. It looks up its clients' calls by method name."""
     setattr(core, SWAP, swap)
 
 

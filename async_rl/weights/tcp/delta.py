@@ -152,7 +152,7 @@ def _encode_plane(plane: np.ndarray, compressor: zstandard.ZstdCompressor) -> by
 
 
 class _Reader:
-    """Reads a delta part by part. Allocates nothing larger than the bucket's own size allows."""
+    """Reads a delta part by part. Allocates nothing larger than the bucket's size allows."""
 
     def __init__(self, delta: bytes | memoryview) -> None:
         self._rest = memoryview(delta)

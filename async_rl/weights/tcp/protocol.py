@@ -104,7 +104,7 @@ def read_items(connection: socket.socket, header: RequestHeader, max_items: int)
 
 
 class RecordCipher:
-    """Encrypts or decrypts the records of one answer, in their order. Each side makes its own."""
+    """Encrypts or decrypts the records of one answer, in their order. Each side creates one cipher."""
 
     def __init__(self, session_key: bytes, request: Request, server_nonce: bytes) -> None:
         # BLAKE2b with a key is a pseudo-random function: no two answers share a key, so counters may begin at 0.
@@ -216,7 +216,7 @@ _T = TypeVar("_T")
 
 
 def send_message(pipe: socket.socket, message: LearnerMessage | ServerMessage, fd: int | None = None) -> None:
-    """Send one message, with a descriptor if there is one.
+    """Send one message, with the descriptor if given.
 
     Raises:
         OSError: the other side is gone.

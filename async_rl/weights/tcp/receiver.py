@@ -42,7 +42,7 @@ class StreamReceiver:
         self._connection = _KeptConnection()
 
     def receive(self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
-        """Pull the version, by deltas if ``buffers`` still holds their base."""
+        """Pull the version, using deltas if ``buffers`` still holds their base."""
         base = buffers.find(order.message.base) if order.message.base else None
         return _VersionPull(order, buffer, base, self._connection).run()
 
@@ -232,7 +232,7 @@ class _VersionPull:
 
 
 class _Answer:
-    """The answer to one request, read item by item: plain bytes, or encrypted records if there is a cipher."""
+    """The answer to one request, read item by item: encrypted records if a cipher is given, else plain bytes."""
 
     def __init__(self, connection: socket.socket, cipher: RecordCipher | None, deadline: float) -> None:
         self.num_bytes = 0

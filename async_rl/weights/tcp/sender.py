@@ -100,7 +100,7 @@ class StreamSender:
             self._add_link(encoded)
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
-        """Compute the deltas from the version before to this one."""
+        """Compute the deltas from the previous version to this version."""
         before, self._newest = self._newest, staged
         self._job = None
         if not self._has_deltas or before is None or not has_members:
@@ -157,7 +157,7 @@ class StreamSender:
         self._server.close()
 
     def _links_from(self, base: str, digest: str) -> list[_DeltaLink] | None:
-        """Return the chain from one to the other; None if there is none."""
+        """Return the chain of deltas between the two versions; None if they are not linked."""
         if base and base == digest:
             return []
         links = list(self._chain)
@@ -167,7 +167,7 @@ class StreamSender:
         return links[start:]
 
     def _add_link(self, encoded: DeltaEncoded) -> None:
-        """Add the deltas to the chain, if they are of the newest job and nobody wrote to what the server read."""
+        """Add the deltas to the chain if they are the newest job's and the memory that the server read is unchanged."""
         job = self._job
         if job is None or encoded.job != job.number:
             self._server.send(ForgetDelta(encoded.job))

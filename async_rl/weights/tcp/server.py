@@ -58,7 +58,7 @@ _SESSION_S = 3.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One staging buffer, mapped. The learner may write while it is read, so receivers verify by digests."""
+    """One mapped staging buffer. The learner may overwrite it while it is read, so receivers verify digests."""
 
     fd: int
     buckets: Sequence[mmap.mmap]
@@ -211,7 +211,7 @@ class StreamServer:
                 self._lock.notify_all()
 
     def _find_session(self, token: bytes, connection: socket.socket) -> _Session | None:
-        """Return the session of this token; None if there is none within ``_SESSION_S``."""
+        """Return the session of this token; None if none appears within ``_SESSION_S``."""
         with self._lock:
             if not self._lock.wait_for(lambda: token in self._sessions, _SESSION_S):
                 return None
