@@ -46,7 +46,7 @@ class Environment(Protocol):
     """
 
     async def reset(self, extra_info: dict[str, Any]) -> State | tuple[State, dict[str, Any]] | None:
-        """The first state."""
+        """Return the first state."""
         ...
 
     async def step(self, state: State, action: str, extra_info: dict[str, Any]) -> StepResult:
@@ -112,7 +112,7 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls in ``text``, in order, in the form that Qwen's and Hermes's chat templates ask for.
+    """Return the calls in ``text``, in order, in the form that Qwen's and Hermes's chat templates ask for.
 
     That is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. ``arguments`` may also be JSON in a text; they
     may be left out. A malformed call is returned with its ``error``, which is meant for the model.

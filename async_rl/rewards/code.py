@@ -30,7 +30,7 @@ _FENCE = "```python"
 
 Verdict = Literal["passed", "wrong", "failed", "timed_out", "unusable", "not_run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-"""``failed``: it ended with an error. ``unusable``: it does not compile, or lacks the function."""
+"""``failed``: the program ended with an error. ``unusable``: it does not compile, or lacks the function."""
 
 _OUTPUT_BYTES = 16 << 20
 """Limit on standard output, and on each file that a program writes."""

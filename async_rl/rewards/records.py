@@ -52,7 +52,7 @@ class Reward(Protocol):
         """Score one rollout.
 
         Raises:
-            RewardError: it can't be scored at all; never raised for a wrong answer.
+            RewardError: the rollout can't be scored; never raised for a wrong answer.
         """
         ...
 
@@ -61,7 +61,7 @@ class Reward(Protocol):
         ...
 
     def close(self) -> None:
-        """End its processes; the next call would start them again."""
+        """End the reward's processes; the next call would start them again."""
         ...
 
 
@@ -71,7 +71,7 @@ class GroupReward(Protocol):
 
     @property
     def is_async(self) -> bool:
-        """Whether it awaits. If so, many threads score answers at the same time."""
+        """Whether the reward awaits calls. If so, many threads score answers at the same time."""
         ...
 
     @property

@@ -77,7 +77,7 @@ def _forget_the_parent() -> None:
 
 
 class _Steps:
-    """Reports the step that the kernel refuses, and ends the launcher: ``with steps("mounts"): ...``"""
+    """Ends the launcher with a report of the step that the kernel refused: ``with steps("mounts"): ...``"""
 
     def __init__(self, control: int) -> None:
         self._control = control
