@@ -195,7 +195,8 @@ class Witness:
             fate = self.entries["closed_lease"].get(facts.lease_id, {}).get("status")
             late: dict[Any, Verdict] = {"returned": "duplicate", "rolled_back": "old_lineage"}
             return late.get(fate, "unknown_lease")
-        if facts.unfit or facts.num_rollouts != 2 or facts.newest_version > version:
+        announced = self.learner.announced_version
+        if facts.unfit or facts.num_rollouts != 2 or announced is None or facts.newest_version > announced:
             return "refused"
         if facts.kind == "eval":
             return "eval_done" if facts.oldest_version >= lease["min_version"] else "stale"
