@@ -48,6 +48,7 @@ _SOCKET_TIMEOUT_S = 60.0
 _REQUEST_S = 120.0
 """Time limit from a connection's start to the end of its request."""
 _FULL_S = 0.1
+"""Seconds until the next ``accept`` when no descriptor is left."""
 
 logger = logging.getLogger(__name__)
 

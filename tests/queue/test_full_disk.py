@@ -151,16 +151,16 @@ def test_the_learner_waits_longer_than_its_limit_while_the_queue_waits_for_room(
 
     def serve() -> None:
         peer, frame = router.recv_multipart()
-        # Four notices, each within the limit of 1 s; together they are longer.
-        for _ in range(4):
-            time.sleep(0.4)
+        # Notices every half second go on for longer than the limit of 3 s; a busy machine may delay each by 2 s.
+        for _ in range(7):
+            time.sleep(0.5)
             router.send_multipart([peer, encode("notice", {"storage_full": "the disk is full"})])
         request_id = decode(frame).fields["request_id"]
         router.send_multipart([peer, encode("ok", {"request_id": request_id})])
 
     thread = threading.Thread(target=serve)
     thread.start()
-    queue = LearnerQueue(f"tcp://127.0.0.1:{port}", 1.0)
+    queue = LearnerQueue(f"tcp://127.0.0.1:{port}", 3.0)
     try:
         queue.finish("line-a")
     finally:
