@@ -62,6 +62,7 @@ from async_rl.queue.messages import (
 )
 from async_rl.queue.server.full_disk import LOG_EVERY_S, FullDisk, HeldMessages
 from async_rl.queue.server.handlers import Deferred, Handlers, Reply, WelcomePack
+from async_rl.queue.server.lifetime import Lifetime
 from async_rl.queue.server.pending import PendingRequests, Request
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Change, Changes, Journal, unpack
@@ -70,10 +71,6 @@ from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
 logger = logging.getLogger(__name__)
 
-LEARNER_SILENCE_S = 20.0
-"""A learner that sent nothing for this long, not even ``Alive``, counts as gone."""
-FINISH_GRACE_S = 10.0
-"""Time after the end of the run in which generators are notified."""
 _DRAIN_S = 0.003
 """Messages are handled for this long before their replies are sent. If it were longer, the learner would wait behind
 generators' returns; if shorter, each message would need its own commit."""
@@ -128,7 +125,6 @@ class QueueServer:
         self._train_rows, self._data_digest = train_rows, data_digest
         self._eval_rows = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
         self._config, self._on_ready = config, on_ready
-        self._parent_watch_fd, self._orphan_s = parent_watch_fd, orphan_s
         self._start_empty(run_id)
         self._pending = PendingRequests(lambda: self._state.revision, self._send, self._attempt)
         self._full_disk, self._held, self._is_stalled = FullDisk(), HeldMessages(), False
@@ -136,16 +132,14 @@ class QueueServer:
         self._files_logged_at = float("-inf")
         self._has_batch = False
         self._last_news: tuple[Announcement | None, bool] = None, False
-        self._wake_read, self._wake_write = os.pipe()
-        self._stop_reason = ""
-        self._started = self._learner_seen = time.monotonic()
-        self._finished_at: float | None = None
+        self._lifetime = Lifetime(
+            linger_s=config.experimental.linger_s, orphan_s=orphan_s, parent_watch_fd=parent_watch_fd
+        )
         self._files = RunFiles(run_dir, self.address)
         self._poller = zmq.Poller()
         self._endpoint.register(self._poller)
-        for fd in (self._wake_read, parent_watch_fd):
-            if fd is not None:
-                self._poller.register(fd, zmq.POLLIN)
+        for fd in self._lifetime.fds:
+            self._poller.register(fd, zmq.POLLIN)
         if self._journal is not None:
             try:
                 self._load(self._journal)
@@ -172,8 +166,7 @@ class QueueServer:
 
     def stop(self, reason: str) -> None:
         """End the loop soon; safe from a signal handler or another thread."""
-        self._stop_reason = reason
-        os.write(self._wake_write, b"x")
+        self._lifetime.stop(reason)
 
     def run(self) -> str:
         """Serve until the end. Return the reason for the end.
@@ -202,8 +195,7 @@ class QueueServer:
         self._endpoint.close()
         if self._journal is not None:
             self._journal.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._lifetime.close()
 
     # The loop's parts.
 
@@ -346,7 +338,7 @@ class QueueServer:
         learner = self._state.learner
         lineage = message.fields.get("lineage")
         if message.type == "attach" or (learner is not None and lineage == learner.lineage and message.type != "lease"):
-            self._learner_seen = now
+            self._lifetime.note_learner(now)
             if message.type not in _NOT_AWAITED:
                 self._learner_peer = peer
 
@@ -414,7 +406,7 @@ class QueueServer:
             self._full_disk.end(now)
             # No request was served meanwhile, so this time must not count for any timeout.
             self._state.clock_ahead_s -= now - self._stalled_at
-            self._learner_seen = now
+            self._lifetime.note_learner(now)
         return True
 
     def _wait_for_room(self) -> None:
@@ -424,8 +416,7 @@ class QueueServer:
             frame = encode("notice", {"storage_full": self._full_disk.reason})
             for peer in {*self._handlers.registry.peers, *filter(None, [self._learner_peer])}:
                 self._endpoint.send_now(peer, [frame])
-        ends = [fd for fd in (self._wake_read, self._parent_watch_fd) if fd is not None]
-        select.select(ends, [], [], _LOOK_AGAIN_S)
+        select.select(self._lifetime.fds, [], [], _LOOK_AGAIN_S)
         if self._held.has_room:
             for peer, frames in self._endpoint.receive(_MAX_DRAIN, now):
                 self._receive(peer, frames)
@@ -556,28 +547,10 @@ class QueueServer:
                 self._files_logged_at = now
                 logger.warning("ledger.json in %s is not up to date: %s", self._config.run.dir, error)
 
-    # Life.
-
     def _why_end(self, now: float) -> str:
-        if self._stop_reason:
-            return self._stop_reason
-        if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
-            return "the process that started it is gone"
-        if self._state.finished:
-            self._finished_at = self._finished_at or now
-            unaware = [g for g in self._state.alive_generators(now) if not self._handlers.registry.has_left(g)]
-            if not unaware or now - self._finished_at >= FINISH_GRACE_S:
-                return "the run is finished"
-            return ""
-        linger_s = self._config.experimental.linger_s
-        if self._state.learner is None:
-            if self._orphan_s is not None and now - self._started >= self._orphan_s:
-                return f"no learner attached for {self._orphan_s:.0f} s"
-            return ""
-        silence_s = 0.0 if self._handlers.learner_gone else LEARNER_SILENCE_S
-        if now - self._learner_seen >= silence_s + linger_s:
-            return f"the learner is gone for {now - self._learner_seen:.0f} s (experimental.linger_s = {linger_s:.0f})"
-        return ""
+        registry = self._handlers.registry
+        unaware = (g for g in self._state.alive_generators(now) if not registry.has_left(g))
+        return self._lifetime.reason_to_end(self._state, unaware, now, learner_left=self._handlers.learner_gone)
 
 
 def _request_id(message: Message) -> str | None:
@@ -594,12 +567,6 @@ def _frames(request: Request, reply: Reply, notice: Mapping[str, Any]) -> list[F
     """One message of a reply, encoded, with its parts."""
     fields = {**asdict(reply.record), "request_id": request.request_id, **notice}
     return [encode(WIRE_TYPES[type(reply.record)], fields, num_parts=len(reply.parts)), *reply.parts]
-
-
-def _is_broken(fd: int) -> bool:
-    """Whether the parent closed its end of the parent watch, a pipe to which nothing is ever written."""
-    readable, _, _ = select.select([fd], [], [], 0)
-    return bool(readable) and not os.read(fd, 1)
 
 
 def _error(error: Exception) -> Reply:

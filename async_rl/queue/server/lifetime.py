@@ -1,0 +1,79 @@
+"""When the queue server ends: the run is finished, its learner or parent is gone, or it was asked to end."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterable
+
+from async_rl.queue.core.state import QueueState
+
+LEARNER_SILENCE_S = 20.0
+"""A learner that sent nothing for this long, not even ``Alive``, counts as gone."""
+FINISH_GRACE_S = 10.0
+"""Time after the end of the run in which generators are notified."""
+
+
+class Lifetime:
+    """The reasons for which a queue server ends.
+
+    Args:
+        linger_s: seconds for which the server waits for another learner after its learner is gone.
+        orphan_s: seconds after its start in which a learner must attach. None: no limit.
+        parent_watch_fd: the reading end of a pipe whose other end the parent holds open. None: no parent is watched.
+    """
+
+    def __init__(self, *, linger_s: float, orphan_s: float | None, parent_watch_fd: int | None) -> None:
+        self._linger_s, self._orphan_s, self._parent_watch_fd = linger_s, orphan_s, parent_watch_fd
+        self._wake_read, self._wake_write = os.pipe()
+        self._stop_reason = ""
+        self._started = self._learner_seen = time.monotonic()
+        self._finished_at: float | None = None
+
+    @property
+    def fds(self) -> list[int]:
+        """File descriptors that become readable when the server must end. A poll for messages includes them."""
+        return [fd for fd in (self._wake_read, self._parent_watch_fd) if fd is not None]
+
+    def stop(self, reason: str) -> None:
+        """Make ``reason_to_end`` return ``reason``; safe from a signal handler or another thread."""
+        self._stop_reason = reason
+        os.write(self._wake_write, b"x")
+
+    def note_learner(self, now: float) -> None:
+        """Record that the learner sent a message, or that it could not be heard until now."""
+        self._learner_seen = now
+
+    def reason_to_end(self, state: QueueState, unaware: Iterable[str], now: float, *, learner_left: bool) -> str:
+        """Return why the server ends now; empty if it goes on.
+
+        ``unaware`` are the generators that do not know yet that the run is finished. ``learner_left``: the learner
+        said goodbye.
+        """
+        if self._stop_reason:
+            return self._stop_reason
+        if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
+            return "the process that started it is gone"
+        if state.finished:
+            self._finished_at = self._finished_at or now
+            return "the run is finished" if not any(unaware) or now - self._finished_at >= FINISH_GRACE_S else ""
+        if state.learner is None:
+            if self._orphan_s is not None and now - self._started >= self._orphan_s:
+                return f"no learner attached for {self._orphan_s:.0f} s"
+            return ""
+        silence_s = 0.0 if learner_left else LEARNER_SILENCE_S
+        silent_s = now - self._learner_seen
+        if silent_s >= silence_s + self._linger_s:
+            return f"the learner is gone for {silent_s:.0f} s (experimental.linger_s = {self._linger_s:.0f})"
+        return ""
+
+    def close(self) -> None:
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _is_broken(fd: int) -> bool:
+    """Whether the parent closed its end of the parent watch, a pipe to which nothing is ever written."""
+    readable, _, _ = select.select([fd], [], [], 0)
+    return bool(readable) and not os.read(fd, 1)
