@@ -66,24 +66,30 @@ class Config(Section):
         if self.weights.sync_every > most:
             raise ValueError(
                 f"weights.sync_every: expected at most queue.max_staleness + 1 = {most}, got "
-                f"{self.weights.sync_every}; generators could never be fresh enough"
+                f"{self.weights.sync_every}; between two publications all groups would become too "
+                f"stale, so lower weights.sync_every or raise queue.max_staleness"
             )
         most += 1 - self.weights.sync_every
         if self.learner.updates_per_batch > most:
             raise ValueError(
                 f"learner.updates_per_batch: expected at most queue.max_staleness + 2 - weights.sync_every = {most}, "
-                f"got {self.learner.updates_per_batch}; the last update of a batch would be too stale"
+                f"got {self.learner.updates_per_batch}; the last update of a batch would train on data that is too "
+                f"stale, so lower learner.updates_per_batch or raise queue.max_staleness"
             )
         if self.learner.groups_per_step % self.learner.updates_per_batch:
             raise ValueError(
                 f"learner.updates_per_batch: expected a divisor of learner.groups_per_step = "
-                f"{self.learner.groups_per_step}, got {self.learner.updates_per_batch}"
+                f"{self.learner.groups_per_step}, got {self.learner.updates_per_batch}; change one of them, so that a "
+                f"batch divides into equal parts"
             )
         self._check_fixed_lag()
         self._check_adaptive()
         low_high = self.queue.filter_range
         if low_high is not None and low_high[0] >= low_high[1]:
-            raise ValueError(f"queue.filter_range: expected [low, high] with low < high, got {list(low_high)}")
+            raise ValueError(
+                f"queue.filter_range: expected [low, high] with low < high, got {list(low_high)}; correct it, or set "
+                f"[] to filter no group"
+            )
 
     def _check_fixed_lag(self) -> None:
         lag = self.learner.fixed_lag
@@ -95,25 +101,33 @@ class Config(Section):
             ("learner.updates_per_batch", self.learner.updates_per_batch, 1),
         ):
             if value != needed:
-                raise ValueError(f"{key}: under learner.fixed_lag = {lag} expected {needed}, got {value}")
+                raise ValueError(
+                    f"{key}: expected {needed} with learner.fixed_lag = {lag}, got {value}; set it so, or leave "
+                    f"learner.fixed_lag out"
+                )
 
     def _check_adaptive(self) -> None:
         queue, loss = self.queue, self.loss
         if not queue.adaptive:
             return
         if self.learner.fixed_lag is not None:
-            raise ValueError("queue.adaptive: expected false with learner.fixed_lag, which holds the lag, got true")
+            raise ValueError(
+                "queue.adaptive: expected false with learner.fixed_lag, which keeps the lag constant, got true; set "
+                "only one of the two"
+            )
         if queue.max_staleness <= self.lowest_bound:
             raise ValueError(
                 f"queue.adaptive: expected queue.max_staleness above weights.sync_every + learner.updates_per_batch - "
-                f"2 = {self.lowest_bound}, got {queue.max_staleness}; there is no lower bound to go to"
+                f"2 = {self.lowest_bound}, got {queue.max_staleness}; the staleness bound could not be lowered, so "
+                f"raise queue.max_staleness or set queue.adaptive = false"
             )
         limits = self.experimental
         if limits.adaptive_min_ess <= (loss.min_ess or 0) or limits.adaptive_max_kl >= (loss.max_kl or float("inf")):
             raise ValueError(
-                f"experimental.adaptive_min_ess, experimental.adaptive_max_kl: expected an ESS above loss.min_ess = "
-                f"{loss.min_ess} and a KL below loss.max_kl = {loss.max_kl}, so that the bound is lowered before steps "
-                f"are skipped, got {limits.adaptive_min_ess} and {limits.adaptive_max_kl}"
+                f"experimental.adaptive_min_ess, experimental.adaptive_max_kl: expected the first above loss.min_ess = "
+                f"{loss.min_ess or '0 (off)'} and the second below loss.max_kl = {loss.max_kl or '0 (off)'}, got "
+                f"{limits.adaptive_min_ess} and {limits.adaptive_max_kl}; otherwise steps are skipped before "
+                f"queue.adaptive lowers the staleness bound"
             )
 
     def _check_sampling_keys(self) -> None:
@@ -121,20 +135,25 @@ class Config(Section):
         if self.reward.cache_length is not None and self.reward.cache_length >= longest:
             raise ValueError(
                 f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
-                f"{self.reward.cache_length}"
+                f"{self.reward.cache_length}; lower it, or leave it out"
             )
         if self.sampling.group_size == 1 and not ADVANTAGES[self.loss.advantage].over_step:
             raise ValueError(
-                f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; an "
-                f"answer alone has no baseline but the step's (global_norm)"
+                f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; "
+                f"this advantage compares the rollouts of one group, so sample more of them or set loss.advantage = "
+                f'"global_norm"'
             )
         best_k = self.loss.best_k
         if best_k is not None and best_k > self.sampling.group_size:
             raise ValueError(
-                f"loss.best_k: expected at most sampling.group_size = {self.sampling.group_size}, got {best_k}"
+                f"loss.best_k: expected at most sampling.group_size = {self.sampling.group_size}, got {best_k}; "
+                f"lower it, or set 0 to train on all rollouts"
             )
         if self.sampling.temperature_steps is not None and self.sampling.temperature_end is None:
-            raise ValueError("sampling.temperature_steps: expected sampling.temperature_end with it, got none")
+            raise ValueError(
+                "sampling.temperature_steps: expected sampling.temperature_end to be set too, but it is unset; set it, "
+                "or leave sampling.temperature_steps out"
+            )
 
     def _check_backend(self) -> None:
         capabilities = known_capabilities(self.generator.backend)
@@ -147,7 +166,10 @@ class Config(Section):
             ("generator.devices", self.generator.devices, self.generator.count * self.generator.tensor_parallel_size),
         ):
             if devices is not None and len(devices) != needed:
-                raise ValueError(f"{key}: expected {needed} devices, one for each process, got {len(devices)}")
+                raise ValueError(
+                    f"{key}: expected {needed} devices, one for each process, got {len(devices)}: {list(devices)}; "
+                    f"list {needed}, or leave the key out"
+                )
 
     def _check_code_keys(self) -> None:
         lease = self.queue.lease_timeout_s
@@ -157,8 +179,8 @@ class Config(Section):
         ):
             if is_asked and longest >= lease:
                 raise ValueError(
-                    f"{key}: expected less than queue.lease_timeout_s = {lease}, got {longest}; an answer that takes "
-                    f"so long would lose its lease"
+                    f"{key}: expected less than queue.lease_timeout_s = {lease}, got {longest}; the lease of an "
+                    f"answer that takes so long would expire, so lower the one or raise the other"
                 )
 
     def _check_environment(self) -> None:
@@ -168,27 +190,31 @@ class Config(Section):
         if environment.timeout_s >= self.queue.lease_timeout_s:
             raise ValueError(
                 f"environment.timeout_s: expected less than queue.lease_timeout_s = {self.queue.lease_timeout_s:g}, "
-                f"got {environment.timeout_s:g}; a lease would expire while its environment is still allowed to work"
+                f"got {environment.timeout_s:g}; a lease could expire during one call, so lower the one or raise the "
+                f"other"
             )
         if self.reward.names != (RewardConfig().type,):
             raise ValueError(
                 f"reward.type, reward.extra: expected neither with an environment, which scores its rollouts itself, "
-                f"got {', '.join(self.reward.names)}; leave them out, or environment.name"
+                f"got {', '.join(self.reward.names)}; leave out either these keys or environment.name"
             )
         if environment.rows is not None and self.data.train:
             raise ValueError(
-                f"environment.rows: expected none with data.train, got {environment.rows}; set only one of the two"
+                f"environment.rows: expected no value with data.train, got {environment.rows}; set only one of the two"
             )
         if self.data.on_long_prompt == "truncate":
             raise ValueError(
-                'data.on_long_prompt: expected "drop" with an environment, got "truncate"; its states are '
-                "its own to cut"
+                'data.on_long_prompt: expected "drop" with an environment, got "truncate"; only the environment may '
+                "shorten its prompts, so leave the key out"
             )
 
     def _check_eval_keys(self) -> None:
         for name in self.eval.sets:
             if name not in self.data.eval:
-                raise ValueError(f"eval.sets.{name}: expected a name of data.eval = {sorted(self.data.eval)}, got none")
+                raise ValueError(
+                    f"eval.sets: expected names from data.eval = {sorted(self.data.eval)}, got {name!r}; correct the "
+                    f"name, or add the set to data.eval"
+                )
 
     @property
     def system_prompt(self) -> str:
@@ -234,7 +260,8 @@ class Config(Section):
     def lowest_bound(self) -> int:
         """The lowest staleness bound under which every batch can be fresh enough.
 
-        Just before a version is due, generators are ``sync_every - 1`` behind; a batch's last update adds the others.
+        Just before a version is published, generators are ``sync_every - 1`` versions behind. The last update of a
+        batch adds ``updates_per_batch - 1``.
         """
         return self.weights.sync_every + self.learner.updates_per_batch - 2
 
@@ -245,5 +272,5 @@ class Config(Section):
 
     @property
     def max_filtered(self) -> int:
-        """The number of filtered groups without a step that stops the run."""
+        """The number of groups filtered since the last step that stops the run."""
         return self.queue.max_filtered or 100 * self.learner.groups_per_step

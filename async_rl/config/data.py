@@ -20,7 +20,7 @@ RowField = Literal["messages", "prompt", "gt_answer", "test_cases", "fn_name", "
 
 
 class DataConfig(Section):
-    """The rows."""
+    """The rows to train and to evaluate on."""
 
     train: str = Field(
         default="",
@@ -71,7 +71,10 @@ class DataConfig(Section):
     def _are_names(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:  # of files and metrics
             if re.fullmatch(r"\w[\w.+-]*", name) is None:
-                raise ValueError(f"expected names of letters, digits and _ . + -, got {name!r}")
+                raise ValueError(
+                    f"expected names of letters, digits and _ . + -, got {name!r}; rename the set, because its name "
+                    f"becomes part of file names and metrics"
+                )
         return value
 
 
@@ -112,7 +115,7 @@ class EvalSetConfig(Section):
 
 
 class EvalConfig(EvalSetConfig):
-    """When and how the sets of ``data.eval`` are answered."""
+    """When and how the model is evaluated on the sets of ``data.eval``."""
 
     sets: dict[str, EvalSetConfig] = Field(
         default={},

@@ -118,7 +118,7 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
 
 
 def has_model(name: str) -> bool:
-    """Whether the backend samples from the run's model, as far as its name tells."""
+    """Whether the backend samples from the run's model. Of a user's backend this is assumed: it is not imported."""
     capabilities = known_capabilities(name)
     return capabilities is None or capabilities.has_model
 
@@ -145,14 +145,14 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
     if config.sampling.deterministic and not capabilities.deterministic:
         able = " or ".join(name for name, one in BACKENDS.items() if one.deterministic)
         raise ValueError(
-            f"sampling.deterministic: expected generator.backend {able}, got {backend!r}; other engines choose their "
-            f"batches themselves"
+            f"sampling.deterministic: expected generator.backend {able}, got {backend!r}; this backend can't "
+            f"repeat its samples bit for bit, so set another backend or sampling.deterministic = false"
         )
     must_fit = config.sampling.deterministic and capabilities.has_model
     if must_fit and generator.batch_size < config.sampling.group_size:
         raise ValueError(
-            f"generator.batch_size: under sampling.deterministic expected room for a whole group, "
-            f"sampling.group_size = {config.sampling.group_size}, got {generator.batch_size}"
+            f"generator.batch_size: expected at least sampling.group_size = {config.sampling.group_size} with "
+            f"sampling.deterministic, got {generator.batch_size}; raise it"
         )
     masks = config.sampling.top_p < 1 or config.sampling.top_k > 0
     for key, value, is_asked, is_able, default in (
@@ -163,7 +163,8 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
     ):  # fmt: skip
         if is_asked and not is_able:
             raise ValueError(
-                f"{key}: expected {default} with generator.backend {backend}, which can't do more, got {value}"
+                f"{key}: expected {default} with generator.backend {backend}, which supports nothing else, got "
+                f"{value}; leave the key out, or set another backend"
             )
     sets = ((f"eval.sets.{name}.temperature", own.temperature) for name, own in config.eval.sets.items())
     for key, temperature in (
@@ -174,8 +175,8 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
     ):
         if temperature and temperature < capabilities.min_temperature:
             raise ValueError(
-                f"{key}: with generator.backend {backend}, which samples no colder, expected at least "
-                f"{capabilities.min_temperature}, got {temperature}"
+                f"{key}: expected at least {capabilities.min_temperature} with generator.backend {backend}, got "
+                f"{temperature}; raise it (evaluations may also set 0, for greedy decoding)"
             )
 
 
@@ -191,7 +192,8 @@ class GeneratorConfig(Section):
     devices: tuple[int, ...] | None = Field(
         default=None,
         strict=False,
-        description="CUDA devices, dealt out in order to the generators that launch starts; if unset, the first ones.",
+        description="CUDA devices, assigned in order to the generators that launch starts; if unset, the first devices "
+        "of the machine.",
     )
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Number of devices over which vLLM splits the model of one generator."

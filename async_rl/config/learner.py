@@ -84,8 +84,8 @@ class LearnerConfig(Section):
         default=None,
         ge=0,
         le=1024,
-        description="Train on rollouts that are exactly this many versions old, for measurements; if unset, as fresh "
-        "as they come.",
+        description="Train on rollouts that are exactly this many versions old, for measurements; if unset, on "
+        "rollouts that are as fresh as possible.",
     )
     max_tokens: int = Field(
         default=16384,
@@ -97,7 +97,7 @@ class LearnerConfig(Section):
     devices: tuple[int, ...] | None = Field(
         default=None,
         strict=False,
-        description="CUDA devices of the ranks, one for each; if unset, the first ones of the machine.",
+        description="CUDA devices of the ranks, one for each; if unset, the first devices of the machine.",
     )
     reshard: Literal["full", "none"] = Field(
         default="full",

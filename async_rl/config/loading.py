@@ -60,11 +60,13 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no config file at {path}") from None
+        raise ConfigError(f"no config file at {path}; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read the config file {path}: {error}") from error
+        raise ConfigError(
+            f"can't read the config file {path}: {error}; expected a readable file of UTF-8 text"
+        ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}; correct the file there") from error
     overrides = list(overrides)
     for override in overrides:
         apply_override(raw, override)
@@ -166,8 +168,8 @@ def check_generator_overrides(overrides: Iterable[str]) -> None:
         apply_override(raw, override)
         if not override.strip().startswith(_GENERATORS_OWN):
             raise ConfigError(
-                f"--set {override}: a generator takes only generator.* keys and {', '.join(MACHINE_KEYS)}; everything "
-                f"else comes from the learner's config"
+                f"--set {override}: a generator takes only generator.* keys and {', '.join(MACHINE_KEYS)}; set other "
+                f"keys in the learner's config"
             )
     details: list[dict[str, Any]] = []
     own = {"generator": GeneratorConfig, "experimental": ExperimentalConfig, "reward": RewardConfig}
@@ -198,7 +200,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override}: {part!r} is not a section")
+            raise ConfigError(
+                f"--set {override}: expected {part!r} to be a section of the config, but it is a key with a value; "
+                f"write --set section.key=value"
+            )
     table[parts[-1]] = value
 
 

@@ -185,7 +185,7 @@ class LossConfig(Section):
 
     preset: PresetName = Field(
         default="dapo",
-        description="Published algorithm that sets the unset keys of this section; docs/algorithms.md says how.",
+        description="Published algorithm that sets the unset keys of this section; docs/algorithms.md describes each.",
     )
 
     advantage: AdvantageName = Field(
@@ -222,7 +222,8 @@ class LossConfig(Section):
     dual_clip: float | None = Field(
         default=10.0,
         gt=1,
-        description="Largest ratio that counts at a negative advantage, with surrogate = clip; 0 sets no limit.",
+        description="Upper limit on the ratio of tokens with a negative advantage, with surrogate = clip; 0 sets no "
+        "limit.",
     )
     importance_cap: float | None = Field(
         default=None,
@@ -243,7 +244,7 @@ class LossConfig(Section):
     skip_unit: Literal["sequence", "micro_batch"] = Field(
         default="sequence",
         description="What loss.skip_threshold leaves out: single sequences, or (Colossal-RL's rule) whole "
-        "micro-batches, so that results depend on how a batch is cut.",
+        "micro-batches, which makes results depend on how a batch is divided into them.",
     )
     token_range: tuple[float, float] | None = Field(
         default=None,
@@ -354,23 +355,23 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         keys=("importance_cap", "anchor", "surrogate"),
         holds=lambda c: c.importance_cap is not None and c.anchor == "behavior" and SURROGATES[c.surrogate].has_ratio,
-        expected="expected no loss.importance_cap where the surrogate itself holds pi/mu",
-        reason="staleness would be corrected twice: take anchor = \"proximal\" (decoupled), surrogate = \"plain\" "
-        "(truncated importance weights) or importance_cap = 0",
+        expected="expected no loss.importance_cap with a surrogate that contains the ratio policy / behavior policy",
+        reason="staleness would be corrected twice: set importance_cap = 0, anchor = \"proximal\" (decoupled loss), or "
+        "surrogate = \"plain\" (truncated importance weights)",
         example={"preset": "dapo", "importance_cap": 2.0},
     ),
     Contradiction(
         keys=("anchor", "surrogate"),
         holds=lambda c: c.anchor != "behavior" and not SURROGATES[c.surrogate].has_ratio,
-        expected="expected a loss.surrogate with a ratio, such as clip or cispo, with a proximal anchor",
-        reason="this surrogate has no ratio to an anchor; importance_cap corrects it by pi/mu",
+        expected="expected loss.surrogate clip or cispo with an anchor other than behavior",
+        reason="surrogate = \"plain\" compares nothing with an anchor; set anchor = \"behavior\"",
         example={"preset": "reinforce", "anchor": "proximal"},
     ),
     Contradiction(
         keys=("dual_clip", "surrogate"),
         holds=lambda c: c.dual_clip is not None and not SURROGATES[c.surrogate].has_dual_clip,
-        expected="expected no loss.dual_clip but with surrogate = \"clip\"",
-        reason="only clip reads it; set dual_clip = 0",
+        expected="expected loss.dual_clip only with surrogate = \"clip\"",
+        reason="other surrogates do not use it; set dual_clip = 0",
         example={"preset": "cispo", "dual_clip": 3.0},
     ),
     Contradiction(
@@ -390,30 +391,30 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         holds=lambda c: (
             c.skip_threshold is not None and SKIP_STATISTICS[c.skip_statistic].is_ratio and c.skip_threshold <= 1
         ),
-        expected="expected loss.skip_threshold above 1 for a statistic of ratios",
-        reason="at lag 0 every ratio is 1, and nothing may be skipped there",
+        expected="expected loss.skip_threshold above 1 with this loss.skip_statistic",
+        reason="on-policy data has ratios of 1 and would be skipped; raise skip_threshold, or set 0 to skip nothing",
         example={"preset": "reinforce", "skip_threshold": 0.5},
     ),
     Contradiction(
         keys=("skip_unit", "skip_threshold"),
         holds=lambda c: c.skip_unit == "micro_batch" and c.skip_threshold is None,
         expected="expected a loss.skip_threshold with skip_unit = \"micro_batch\"",
-        reason="without one nothing is skipped",
+        reason="without a threshold nothing is skipped; set skip_threshold, or leave skip_unit out",
         example={"skip_unit": "micro_batch", "skip_threshold": 0},
     ),
     Contradiction(
         keys=("token_range",),
         holds=lambda c: c.token_range is not None and not 0 <= c.token_range[0] < 1 < c.token_range[1],
         expected="expected loss.token_range [low, high] with 0 <= low < 1 < high",
-        reason="at lag 0 every ratio is 1, and nothing may be masked there",
+        reason="on-policy data has ratios of 1, which must be inside the range; widen it, or set [] to keep all tokens",
         example={"token_range": [1.5, 2.0]},
     ),
     Contradiction(
         keys=("token_range", "ratio_level"),
         holds=lambda c: c.token_range is not None and c.ratio_level == "sequence",
         expected="expected no loss.token_range with ratio_level = \"sequence\"",
-        reason="all tokens of a sequence share one ratio, so none can leave alone; skip_statistic = \"geometric\" "
-        "leaves out the sequence",
+        reason="all tokens of a sequence share one ratio, so single tokens can't be left out; set token_range = [], "
+        "and skip_threshold with skip_statistic = \"geometric\" to leave out whole sequences",
         example={"preset": "gspo", "token_range": [0.5, 2.0]},
     ),
     Contradiction(
@@ -427,14 +428,14 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         keys=("kl_estimator", "kl_placement"),
         holds=lambda c: c.is_kl_in_loss and not KL_ESTIMATORS[c.kl_estimator].is_loss,
         expected="expected loss.kl_estimator k2 or k3 with kl_placement = \"loss\"",
-        reason="the gradient of k1 is that of log pi, 0 on average whatever the reference; k1 belongs in the reward",
+        reason="the gradient of k1 is 0 on average, whatever the reference; set k2 or k3, or kl_placement = \"reward\"",
         example={"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"},
     ),
     Contradiction(
         keys=("kl_reference", "kl_coef"),
         holds=lambda c: c.kl_reference is not None and c.kl_coef == 0,
         expected="expected a loss.kl_coef above 0 with kl_reference",
-        reason="the reference would never be loaded",
+        reason="the reference would never be loaded; raise kl_coef, or leave kl_reference out",
         example={"kl_reference": "some/model"},
     ),
 )  # fmt: skip

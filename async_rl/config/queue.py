@@ -21,7 +21,7 @@ class QueueConfig(Section):
         description="Address that the queue server binds, as in tcp://0.0.0.0:5555; if unset, a free port on loopback.",
     )
     advertise: str | None = Field(
-        default=None, description="Address that other machines connect to; if unset, the one that is bound."
+        default=None, description="Address that other machines connect to; if unset, the address that the server binds."
     )
     max_staleness: int = Field(
         default=4,
@@ -32,8 +32,8 @@ class QueueConfig(Section):
     on_stale: OnStale = Field(
         default="mask",
         description="What happens to tokens that are older than queue.max_staleness: mask keeps them out of the loss, "
-        "drop drops their group, and wait lets a step wait up to queue.wait_s for groups that it would "
-        "make too old, then drops.",
+        "drop discards their group, and wait delays a step by up to queue.wait_s for groups in flight that the "
+        "step would make too old, then discards those.",
     )
     wait_s: float = Field(
         default=60.0, gt=0, description='Maximum seconds that one step waits for groups with queue.on_stale = "wait".'
@@ -62,7 +62,7 @@ class QueueConfig(Section):
     max_bytes: int = Field(
         default=2 << 30,
         ge=1 << 20,
-        description="Maximum bytes of groups in the queue, including the most that groups in flight may bring back.",
+        description="Maximum bytes of groups in the queue, including the maximum size of groups in flight.",
     )
     lease_timeout_s: float = Field(
         default=120.0,
@@ -118,7 +118,8 @@ class WeightsConfig(Section):
     )
     deltas: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Whether tcp sends only what changed since the last version; auto does so to other machines only.",
+        description="Whether tcp sends only the weights that changed since the last version; auto does so only to "
+        "other machines.",
     )
     sync_every: int = Field(default=1, ge=1, description="Publish every n-th version of the weights.")
     deadline_s: float = Field(

@@ -115,17 +115,18 @@ class CodeRewardConfig(Section):
     packages: tuple[str, ...] = Field(
         default=("numpy",),
         strict=False,
-        description="Packages that are imported before a program starts; if empty, programs see only the standard "
-        "library, else all that is installed with async-rl.",
+        description="Packages that are imported before a program starts; if empty, programs can import only the "
+        "standard library, else all packages that are installed with async-rl.",
     )
     prelude: Literal["calls", "always", "never"] = Field(
         default="calls",
-        description="Which programs get names of common modules without an import: tested functions, all, or none.",
+        description="Which programs can use common modules without importing them: calls means programs of which a "
+        "function is tested, always means all, never means none.",
     )
     compare: Literal["tokens", "cascade"] = Field(
         default="tokens",
-        description="How the outputs of programs are compared: token by token in order, or (cascade) as a last resort "
-        "as sets of tokens, which is unsafe.",
+        description="How the outputs of programs are compared: tokens compares token by token, in order; cascade, as a "
+        "last resort, also compares sets of tokens, which a program can exploit.",
     )
     partial_credit: bool = Field(
         default=False,
@@ -171,8 +172,8 @@ class RewardConfig(Section):
     )
     equality: Literal["math", "exact"] = Field(
         default="math",
-        description="When the rewards boxed and think_answer_tags take two answers for equal: same mathematical "
-        "value, or same text.",
+        description="When the rewards boxed and think_answer_tags treat two answers as equal: if they have the same "
+        "mathematical value, or the same text.",
     )
     require_format: bool = Field(
         default=True,
@@ -228,7 +229,9 @@ class RewardConfig(Section):
         for name, weight in value.items():
             cls._is_reward(name)
             if weight == 0 or not math.isfinite(weight):
-                raise ValueError(f"expected a weight other than 0 for {name}, got {weight}; leave it out instead")
+                raise ValueError(
+                    f"expected a finite weight other than 0 for {name}, got {weight}; leave the reward out instead"
+                )
         return value
 
     @property

@@ -20,7 +20,10 @@ class RunConfig(Section):
         default="", description="Name of the run on the screen and in wandb; if empty, the last part of run.dir."
     )
     seed: int = Field(
-        default=0, ge=0, lt=2**31, description="Seed of the order of the data, of sampling and of new adapter weights."
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="Random seed for the order of the data, for sampling and for new adapter weights.",
     )
 
 
@@ -86,7 +89,7 @@ class VllmConfig(Section):
     prepare_weights: bool = Field(
         default=True,
         description="Whether vLLM on a CPU prepares a version while it decodes, in a second copy of the weights; if "
-        "false, it pauses.",
+        "false, decoding pauses meanwhile.",
     )
 
 
@@ -97,18 +100,18 @@ class ExperimentalConfig(Section):
         default=0.95,
         gt=0,
         lt=1,
-        description="Effective sample size of a step, as a share of its tokens, below which queue.adaptive takes the "
-        "data for too stale.",
+        description="Effective sample size of a step, as a share of its tokens, below which queue.adaptive treats "
+        "the data as too stale.",
     )
     adaptive_max_kl: float = Field(
         default=0.02,
         gt=0,
-        description="KL(behavior policy || policy) of a step, in nats, above which queue.adaptive takes the data for "
-        "too stale.",
+        description="KL(behavior policy || policy) of a step, in nats, above which queue.adaptive treats the data "
+        "as too stale.",
     )
     journal: bool = Field(
         default=True,
-        description="Whether the queue keeps groups and leases on disk, so that they outlive its process.",
+        description="Whether the queue keeps groups and leases on disk, so that they survive its process.",
     )
     max_messages_per_s: float = Field(
         default=5000.0,
@@ -142,7 +145,7 @@ class ExperimentalConfig(Section):
         "which weights.parity acts; if unset, 0.001 where both compute in float32, else 0.05.",
     )
     linger_s: float = Field(
-        default=60.0, ge=0, description="Seconds that the queue server stays after its learner has gone."
+        default=60.0, ge=0, description="Seconds that the queue server keeps running after its learner has ended."
     )
     max_skipped_steps: int = Field(
         default=10,

@@ -55,7 +55,7 @@ def test_bad_input_is_one_message_and_exit_code_2_in_a_real_process(tmp_path: Pa
         cwd=ROOT,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"async-rl: no config file at {tmp_path / 'none.toml'}\n"
+    assert done.stderr == f"async-rl: no config file at {tmp_path / 'none.toml'}; check the path\n"
 
 
 @pytest.mark.parametrize("command", ["launch", "learner", "queue", "config", "sft"])
