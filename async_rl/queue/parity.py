@@ -18,6 +18,7 @@ import numpy as np
 from async_rl.errors import WireError
 from async_rl.net.codec import field
 from async_rl.net.wire import Limits, decode, encode
+from async_rl.queue.messages import SAME_VERSION
 
 MAX_SEQUENCES = 8
 MAX_CONTEXT = 64
@@ -112,7 +113,8 @@ def compare(engine: np.ndarray, learner: np.ndarray) -> Difference:
     """
     if engine.shape != learner.shape or not engine.size:
         raise ValueError(
-            f"expected as many log-probabilities of both, at least one, got {engine.shape}, {learner.shape}"
+            f"expected log-probabilities of engine and learner in two arrays of one shape, with at least one number, "
+            f"got shapes {list(engine.shape)} and {list(learner.shape)}; this is a bug in async-rl, please report it"
         )
     delta = engine.astype(np.float64) - learner.astype(np.float64)
     size = np.where(np.isfinite(delta), np.abs(delta), np.inf)
@@ -162,12 +164,19 @@ def decode_probe(data: bytes) -> Probe:
     message = decode(data, _LIMITS)
     scored, arrays = field(message.fields, "scored", list), message.arrays
     if not scored or len(arrays) != 2 * len(scored):
-        raise WireError(f"expected tokens and logprobs of {len(scored)} sequences, got {len(arrays)} arrays")
+        raise WireError(
+            f"malformed probe: expected {2 * len(scored)} arrays (tokens and logprobs of {len(scored)} sequences, at "
+            f"least one sequence), got {len(arrays)}; {SAME_VERSION}"
+        )
     tokens, logprobs = arrays[: len(scored)], arrays[len(scored) :]
     for ids, values, count in zip(tokens, logprobs, scored, strict=True):
         fits = type(count) is int and 0 < count == len(values) < len(ids) <= MAX_CONTEXT + MAX_SCORED
         if ids.dtype != np.int32 or values.dtype != np.float32 or not fits:
-            raise WireError(f"expected a sequence of int32 with {count} float32 logprobs, got {ids.dtype} {len(ids)}")
+            raise WireError(
+                f"malformed probe: expected {count} float32 logprobs and more int32 token ids than that, at most "
+                f"{MAX_CONTEXT + MAX_SCORED}; got {len(values)} {values.dtype} logprobs and {len(ids)} {ids.dtype} "
+                f"token ids; {SAME_VERSION}"
+            )
     limit = message.fields.get("limit")
     return Probe(
         lineage=field(message.fields, "lineage", str),
@@ -199,11 +208,13 @@ def decode_answer(data: bytes) -> Answer:
     fields: Any = message.fields
     excluded = field(fields, "excluded", list)
     if not all(isinstance(text, str) for text in excluded):
-        raise WireError("expected what was excluded to be text")
+        types = sorted({type(cause).__name__ for cause in excluded})
+        raise WireError(f"malformed answer to a probe: expected excluded causes as str, got {types}; {SAME_VERSION}")
     if message.arrays and (message.arrays[0].dtype != np.float32 or message.arrays[0].ndim != 1):
         logprobs = message.arrays[0]
         raise WireError(
-            f"expected the logprobs of a probe's answer as float32 [N], got {logprobs.dtype} {list(logprobs.shape)}"
+            f"malformed answer to a probe: expected logprobs as float32 [N], got {logprobs.dtype} "
+            f"{list(logprobs.shape)}; {SAME_VERSION}"
         )
     return Answer(
         version=field(fields, "version", int),

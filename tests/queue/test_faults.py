@@ -78,7 +78,7 @@ def test_a_failing_disk_at_any_call_stops_the_run_with_the_cause(tmp_path: Path,
     _, counted = storage_run(tmp_path / "plain", monkeypatch, errno.EIO)
     for number in range(1, counted.num_calls + 1):
         directory = tmp_path / str(number)
-        with pytest.raises(StorageError, match=f"journal in {directory}/journal can't go on"):
+        with pytest.raises(StorageError, match=f"journal in {directory}/journal can't be read or written"):
             storage_run(directory, monkeypatch, errno.EIO, range(number, number + 1))
 
 
@@ -134,7 +134,7 @@ def test_a_bug_in_a_request_of_the_learner_stops_the_run_with_the_cause(tmp_path
 
 
 def test_a_bug_without_a_journal_stops_the_run_with_the_cause(tmp_path: Path, monkeypatch):
-    with pytest.raises(QueueError, match=r"'lease' request failed by a bug.*bug in add"):
+    with pytest.raises(QueueError, match=r"'lease' request failed because of a bug.*bug in add"):
         buggy_run(tmp_path / "run", monkeypatch, [(LeaseTable, "add")], 1, has_journal=False)
 
 

@@ -51,7 +51,7 @@ def test_a_payload_is_kept_at_the_second_try(tmp_path: Path, monkeypatch, code):
 def test_a_disk_that_fails_is_not_a_full_one(tmp_path: Path, monkeypatch):
     with closing(Journal(tmp_path)) as journal:
         fail_once(monkeypatch, os, "pwritev", errno.EIO)
-        with pytest.raises(QueueError, match="can't go on") as caught:
+        with pytest.raises(QueueError, match="can't be read or written") as caught:
             journal.keep(b"first")
     assert not isinstance(caught.value, StorageFullError)
 

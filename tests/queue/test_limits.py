@@ -95,7 +95,7 @@ def test_arrays_that_overlap_are_refused():
 def test_numbers_that_no_sum_can_carry_are_refused(number: float):
     sizes = MessageLimits(max_bytes=4 << 20)
     for fields in ({"wait_s": number}, {"stats": {"tokens": number}}, {"progress": [1, [number]]}):
-        with pytest.raises(WireError, match="expected numbers within"):
+        with pytest.raises(WireError, match="expected numbers from"):
             sizes.check(Message("heartbeat", fields), 100)
 
 

@@ -123,7 +123,7 @@ def test_a_client_that_is_added_while_the_server_runs_is_let_in(servers, tmp_pat
 
 def test_a_client_without_an_answer_says_that_keys_may_be_the_reason(servers, tmp_path, keys):
     server = servers.start(config_with(tmp_path, keys))
-    with pytest.raises(AddressError, match="a server with keys answers only those who have one"):
+    with pytest.raises(AddressError, match="a server with keys answers only clients with a key"):
         servers.generator(server.address).hello(SILENCE_S, "fake")
     with pytest.raises(QueueError, match="a server with keys answers"):
         servers.learner(server.address, timeout_s=SILENCE_S).ping()
@@ -202,7 +202,8 @@ def test_a_connection_speaks_for_one_generator(servers, tmp_path):
         assert hello("first") == hello("first") == ("welcome", "")
         assert hello("second") == (
             "error",
-            "expected messages of generator 'first' on this connection, got one of 'second'",
+            "expected messages of generator 'first' on this connection, got one of 'second'; open one "
+            "connection for each generator",
         )
         assert "length <= 256" in hello("x" * 257)[1]
     assert [known["id"] for known in learner.status()["generators"]] == ["first"]

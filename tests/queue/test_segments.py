@@ -159,9 +159,9 @@ def test_what_was_released_or_never_adopted_is_not_read(tmp_path: Path):
     ref = segments.keep(b"body")
     segments.release(ref)
     for gone in (ref, PayloadRef(5, 0, 4, 0)):
-        with pytest.raises(QueueError, match="no live payload at offset 0"):
+        with pytest.raises(QueueError, match="expected a live group at offset 0, got none"):
             segments.read(gone)
-        with pytest.raises(QueueError, match="no live payload at offset 0"):
+        with pytest.raises(QueueError, match="expected a live group at offset 0, got none"):
             segments.release(gone)
     segments.close()
 

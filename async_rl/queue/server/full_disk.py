@@ -16,7 +16,7 @@ _MAX_MESSAGES = 10_000
 
 @dataclass(slots=True)
 class FullDisk:
-    """The state of the disk. ``reason`` says why it has no room; empty if it has. ``now`` is the time in seconds."""
+    """The state of the disk. ``reason`` says why it has no room, and is empty if it has. ``now`` is in seconds."""
 
     reason: str = ""
     _since: float = 0.0
@@ -31,12 +31,12 @@ class FullDisk:
         self.reason = reason
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at, self._is_logged = now, True
-            logger.warning("the queue waits for room, for %.0f s now: %s", now - self._since, reason)
+            logger.warning("the queue waits for room on its disk, %.0f s so far: %s", now - self._since, reason)
 
     def end(self, now: float) -> None:
         """Record that the disk has room again."""
         if self._is_logged:
-            logger.info("the queue has room again, after %.0f s", now - self._since)
+            logger.info("the queue's disk has room again, after %.0f s", now - self._since)
         self.reason, self._is_logged = "", False
 
     def must_notify(self, now: float) -> bool:
@@ -47,7 +47,7 @@ class FullDisk:
         return is_due
 
     def status(self, now: float) -> str:
-        """The text that ``async-rl status`` shows; empty if the disk has room."""
+        """Return the text that ``async-rl status`` shows. It is empty if the disk has room."""
         return self.reason and f"for {now - self._since:.0f} s: {self.reason}"
 
 

@@ -76,7 +76,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A later reply. ``attempt(now, last)`` returns the reply, or None if it must wait; with ``last`` never None."""
+    """A later reply. ``attempt(now, last)`` returns the reply, or None if it must wait. If ``last``, it never waits."""
 
     wait_s: float
     attempt: Callable[[float, bool], Reply | None]
@@ -109,7 +109,9 @@ class Handlers:
         """
         record = REQUESTS.get(message.type)
         if record is None:
-            raise WireError(f"unknown message type {message.type[:40]!r}")
+            raise WireError(
+                f"expected a known type of message, got type {message.type[:40]!r}; {messages.SAME_VERSION}"
+            )
         return getattr(self, f"_on_{message.type}")(read_as(message.fields, record), message, now)
 
     def generator_of(self, message: Message, peer: bytes, now: float) -> str | None:
@@ -138,10 +140,14 @@ class Handlers:
         num_files, parts = len(request.files), message.parts
         if self.run_id and request.run_id != self.run_id:
             raise QueueError(
-                f"expected a learner of run {self.run_id}, got one of run {request.run_id}; use another queue"
+                f"expected a learner of run {self.run_id}, which this queue server serves, got a learner of run "
+                f"{request.run_id}; start another queue server for that run, and name it in queue.address"
             )
         if len(parts) != num_files + request.has_snapshot:
-            raise WireError(f"expected {num_files} files and {int(request.has_snapshot)} snapshot, got {len(parts)}")
+            raise WireError(
+                f"malformed 'attach': expected {num_files + request.has_snapshot} parts ({num_files} files, "
+                f"{int(request.has_snapshot)} snapshots), got {len(parts)}; {messages.SAME_VERSION}"
+            )
         pack = WelcomePack(request.config_toml, request.files, tuple(map(bytes, parts[:num_files])))
         vocab_size = self._vocab_size(pack)
         before = self.state.learner
@@ -164,12 +170,12 @@ class Handlers:
         return Reply(messages.Attached(self.run_id))
 
     def _vocab_size(self, pack: WelcomePack) -> int | None:
-        """The size of the vocabulary: of the learner's ``config.json``, or of a backend without a model."""
+        """The size of the vocabulary, from the learner's ``config.json`` or from a backend without a model."""
         files = dict(zip(pack.names, pack.files, strict=True))
         try:
             stated = stated_vocabulary_size(files["config.json"]) if "config.json" in files else None
         except ValueError as error:
-            raise WireError(f"expected JSON in the learner's config.json: {error}") from error
+            raise WireError(f"model.path: expected JSON in its config.json, which the learner sent: {error}") from error
         return stated or self._config.own_vocab_size
 
     def _on_alive(self, request: messages.Alive, message: Message, now: float) -> None:
@@ -194,7 +200,10 @@ class Handlers:
         dataset = request.dataset
         rows = self.eval_rows.get(dataset)
         if rows is None:
-            raise QueueError(f"expected a dataset of data.eval = {sorted(self.eval_rows)}, got {dataset!r}")
+            raise QueueError(
+                f"expected a dataset of data.eval = {sorted(self.eval_rows)}, got {dataset!r}; start queue server and "
+                f"learner with the same config"
+            )
         num_samples, sampling = self._config.eval.of(dataset).num_samples, eval_sampling(self._config, dataset)
         learner_requests.evaluate(
             self.state, dataset, request.step, rows, num_samples, sampling, request.min_version, request.exclusive
@@ -296,7 +305,10 @@ class Handlers:
     def _on_return(self, request: messages.ReturnGroups, message: Message, now: float) -> Reply:
         lease_ids, parts = request.lease_ids, message.parts
         if len(parts) != len(lease_ids):
-            raise WireError(f"expected {len(lease_ids)} parts, the encoded groups, got {len(parts)}")
+            raise WireError(
+                f"malformed 'return': expected {len(lease_ids)} parts, one encoded group for each lease, got "
+                f"{len(parts)}; {messages.SAME_VERSION}"
+            )
         verdicts: dict[str, Verdict] = {}
         why: dict[str, str] = {}
         for lease_id, payload in zip(lease_ids, parts, strict=True):
@@ -317,14 +329,16 @@ class Handlers:
         if entry is not None and entry.is_quarantined and generator_id not in self._quarantined:
             self._quarantined.add(generator_id)
             logger.warning(
-                "generator %r gets no more leases: %s", generator_id, generator_requests.quarantine_reason(entry)
+                "generator %r gets no more leases: %s; look for the cause in its log, then start it again",
+                generator_id,
+                generator_requests.quarantine_reason(entry),
             )
 
     def _receive_group(self, generator_id: str, lease_id: str, payload: Frame, now: float) -> tuple[Verdict, str]:
         try:
             group = read_summary(payload)
             if group.lease_id != lease_id:
-                raise WireError(f"expected the group of lease {lease_id}, got {group.lease_id}")
+                raise WireError(f"expected the group of lease {lease_id!r}, got the group of lease {group.lease_id!r}")
         except WireError as error:
             return generator_requests.refuse(self.state, generator_id, lease_id, now), str(error)
         return generator_requests.receive(self.state, generator_id, group, payload, now)
@@ -337,7 +351,7 @@ class Handlers:
     def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> Reply:
         data = request.answer
         if len(data) > MAX_ANSWER_BYTES:
-            raise WireError(f"expected an answer of at most {MAX_ANSWER_BYTES} bytes, got {len(data)}")
+            raise WireError(f"expected an answer to a probe of at most {MAX_ANSWER_BYTES} bytes, got {len(data)} bytes")
         self.registry.seen(request.generator_id, now).answer = ProbeAnswer(request.lineage, request.version, data)
         return Reply(Ok())
 
@@ -474,7 +488,10 @@ class GeneratorRegistry:
         """
         if peer is not None and (known := self._by_peer.get(peer, generator_id)) != generator_id:
             # Otherwise one peer could fill the registry, and get every notice once for each of its ids.
-            raise WireError(f"expected messages of generator {known!r} on this connection, got one of {generator_id!r}")
+            raise WireError(
+                f"expected messages of generator {known!r} on this connection, got one of {generator_id!r}; open one "
+                f"connection for each generator"
+            )
         generator = self._generators.get(generator_id)
         if generator is None:
             self._make_room(now)
@@ -546,6 +563,7 @@ class GeneratorRegistry:
                 self.num_changes += 1
         if len(self._generators) >= self._max_generators:
             raise QueueError(
-                f"expected at most {self._max_generators} generators, and as many are registered. One that is silent "
-                f"for {FORGET_S:.0f} s loses its place: try again later, and see `async-rl status` for the list"
+                f"expected at most {self._max_generators} generators, got one more: {len(self._generators)} are "
+                f"registered already (`async-rl status` lists them). A generator that is silent for {FORGET_S:.0f} s "
+                f"is removed; try again later"
             )

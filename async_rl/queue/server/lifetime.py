@@ -42,19 +42,19 @@ class Lifetime:
         os.write(self._wake_write, b"x")
 
     def note_learner(self, now: float) -> None:
-        """Record that the learner sent a message, or that it could not be heard until now."""
+        """Record that the learner sent a message, or that the server could not receive its messages until now."""
         self._learner_seen = now
 
     def reason_to_end(self, state: QueueState, unaware: Iterable[str], now: float, *, learner_left: bool) -> str:
         """Return why the server ends now; empty if it goes on.
 
         ``unaware`` are the generators that do not know yet that the run is finished. ``learner_left``: the learner
-        said goodbye.
+        sent ``LearnerGoodbye``.
         """
         if self._stop_reason:
             return self._stop_reason
         if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
-            return "the process that started it is gone"
+            return "the process that started the queue server is gone"
         if state.finished:
             self._finished_at = self._finished_at or now
             return "the run is finished" if not any(unaware) or now - self._finished_at >= FINISH_GRACE_S else ""
@@ -65,7 +65,7 @@ class Lifetime:
         silence_s = 0.0 if learner_left else LEARNER_SILENCE_S
         silent_s = now - self._learner_seen
         if silent_s >= silence_s + self._linger_s:
-            return f"the learner is gone for {silent_s:.0f} s (experimental.linger_s = {self._linger_s:.0f})"
+            return f"the learner has been gone for {silent_s:.0f} s (experimental.linger_s = {self._linger_s:.0f})"
         return ""
 
     def close(self) -> None:

@@ -109,7 +109,9 @@ class QueueServer:
         on_ready: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         if not train_rows:
-            raise ConfigError(f"data.train: expected at least one row, got none in {config.data.train!r}")
+            raise ConfigError(
+                f"data.train: expected at least one row, got none in {config.data.train!r}; add rows to it"
+            )
         self._settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config))
         run_dir = Path(config.run.dir)
         # Bind first: a server that can't bind its address must not create a journal.
@@ -210,7 +212,7 @@ class QueueServer:
         """Serve once.
 
         Raises:
-            QueueError: the run can't go on. The learner knows the cause, or is gone.
+            QueueError: the run can't go on. The learner has received the cause, or is gone.
         """
         try:
             self._serve()
@@ -258,7 +260,7 @@ class QueueServer:
         left: list[memoryview] = []
         try:
             if not frames:
-                raise WireError("expected a frame, got none")
+                raise WireError("expected a message of at least one frame, got none")
             limits = self._endpoint.limits
             message = decode(frames[0], limits.wire)
             request_id = _request_id(message)
@@ -283,7 +285,7 @@ class QueueServer:
         if isinstance(error, WireError):
             self._endpoint.note_malformed(peer, time.monotonic())
         if not isinstance(error, AsyncRLError):
-            logger.error("a request failed by a bug", exc_info=error)
+            logger.error("a request failed because of a bug in async-rl; please report it", exc_info=error)
         return _error(error)
 
     def _handle(self, peer: bytes, request_id: str | None, message: Message) -> None:
@@ -450,18 +452,21 @@ class QueueServer:
             QueueError: the run can't go on: the request was the learner's, or there is no journal.
         """
         request, cause = error.request, error.__cause__
-        logger.error("a %s request failed by a bug", request.type, exc_info=cause)
+        logger.error("a %r request failed because of a bug in async-rl; please report it", request.type, exc_info=cause)
         # The collected replies report changes that are undone here. The clients repeat their requests.
         self._endpoint.discard()
         self._has_batch = False
-        text = f"a {request.type!r} request failed by a bug in async-rl: {type(cause).__name__}: {cause}"
+        text = (
+            f"a {request.type!r} request failed because of a bug in async-rl, please report it: "
+            f"{type(cause).__name__}: {cause}"
+        )
         if request.type not in GENERATOR_REQUESTS or self._journal is None:
-            self._tell_learner(f"the queue stops the run: {text}; see logs/queue.log", request)
+            self._tell_learner(f"the queue stops the run: {text}; see logs/queue.log in the run directory", request)
             raise QueueError(f"the queue stops the run: {text}") from cause
         generator_id = self._handlers.registry.id_of(request.peer)
         waiting = self._pending.pop_all()
         self._reload(self._journal)
-        logger.warning("the queue is back at its last commit; generator %r is disconnected", generator_id)
+        logger.warning("the queue went back to its last commit and disconnected generator %r", generator_id)
         self._endpoint.send_now(request.peer, _frames(request, Reply(ErrorReply("internal", text)), {}))
         self._endpoint.block(request.peer, time.monotonic())
         if generator_id is not None:
@@ -545,7 +550,11 @@ class QueueServer:
                 raise
             if now - self._files_logged_at >= LOG_EVERY_S:
                 self._files_logged_at = now
-                logger.warning("ledger.json in %s is not up to date: %s", self._config.run.dir, error)
+                logger.warning(
+                    "ledger.json in %s is out of date, because the disk has no room: %s; free disk space there",
+                    self._config.run.dir,
+                    error,
+                )
 
     def _why_end(self, now: float) -> str:
         registry = self._handlers.registry

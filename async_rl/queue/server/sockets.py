@@ -24,10 +24,10 @@ from async_rl.config.queue import QueueConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import check_address, refuse_open_bind
-from async_rl.net.keys import DEFAULT_CLIENT, AllowList, Guard, ServerKeys
+from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, AllowList, Guard, ServerKeys
 from async_rl.net.wire import Frame, Limits, Message
 from async_rl.queue.client.connection import is_readable, send_frames
-from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
+from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, SAME_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ class Endpoint:
         """Count a malformed message of this peer; a peer that sends too many is ignored for a while."""
         if self._limiter.note_malformed(peer, now):
             logger.warning(
-                "peer %r (%s) sent more than experimental.max_malformed_per_minute = %d malformed messages; it is "
-                "ignored for %.0f s", peer, self._sender(), self._max_malformed, BLOCKED_S,
+                "peer %r (%s) sent more than experimental.max_malformed_per_minute = %d malformed messages and is "
+                "ignored for %.0f s; %s", peer, self._sender(), self._max_malformed, BLOCKED_S, SAME_VERSION,
             )  # fmt: skip
 
     def require_learner_key(self, type_: str) -> None:
@@ -152,7 +152,7 @@ class Endpoint:
         if name != DEFAULT_CLIENT:
             raise QueueError(
                 f"expected {type_!r} under the learner's key, {DEFAULT_CLIENT}.key, got it under the key of {name!r}, "
-                f"which is for generators"
+                f"which is for generators; start the learner with the {DEFAULT_CLIENT}.key of this run in queue.keys"
             )
 
     def note_refused(self, now: float) -> None:
@@ -161,8 +161,13 @@ class Endpoint:
             parse_monitor_message(self._monitor.recv_multipart())
             self._refused.count += 1
         if new := self._refused.to_log(now):
-            why = "no key, or one that is not in allowed.txt" if self._config.keys else "this server has no keys"
-            logger.warning("refused %d handshakes (%d in all): %s", new, self._refused.count, why)
+            why = (
+                f"the client has no key, or its key is not in {self._config.keys}/{ALLOWED_FILE}; give it a key that "
+                f"`async-rl keys new` made for this run"
+                if self._config.keys
+                else "the client uses keys, but this server has none; set queue.keys for both, or for neither"
+            )
+            logger.warning("refused %d connections (%d since the start): %s", new, self._refused.count, why)
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
         """Collect one message, its frame and its parts, for the next ``flush``.
@@ -188,8 +193,8 @@ class Endpoint:
                     self._dropped.count += 1
                     if new := self._dropped.to_log(time.monotonic()):
                         logger.warning(
-                            "dropped %d replies that were not read, the last of %d bytes to %r", new,
-                            bundle.num_bytes, peer,
+                            "dropped %d replies, because their receivers do not read them (the last: %d bytes to peer "
+                            "%r); the receivers repeat their requests", new, bundle.num_bytes, peer,
                         )  # fmt: skip
 
     def send_now(self, peer: bytes, frames: Sequence[Frame]) -> None:
@@ -226,7 +231,7 @@ class Endpoint:
     def _sender(self) -> str:
         """The sender of the current message: its key, or its address if there are no keys."""
         frame, name = self._current, "User-Id" if self._config.keys else "Peer-Address"
-        return f"{name} {frame.get(name)}" if frame is not None else "of an earlier message"
+        return f"{name} {frame.get(name)}" if frame is not None else "key and address unknown"
 
     def _secure(self, *, insecure: bool) -> None:
         config = self._config
@@ -354,10 +359,16 @@ class MessageLimits:
         """
         most = self._by_type.get(message.type, _SMALL_BYTES)
         if num_bytes > most:
-            raise WireError(f"expected at most {most} bytes in a {message.type[:40]!r} message, got {num_bytes}")
+            raise WireError(
+                f"expected at most {most} bytes in a {message.type[:40]!r} message, got {num_bytes} bytes; "
+                f"queue.max_bytes sets the limit of 'return' and 'attach' messages"
+            )
         claimed = sum(array.nbytes for array in message.arrays)
         if claimed > num_bytes:
-            raise WireError(f"arrays overlap: they claim {claimed} bytes, the frame has {num_bytes}")
+            raise WireError(
+                f"arrays overlap: expected at most {num_bytes} bytes of arrays, the size of this "
+                f"{message.type[:40]!r} message, got arrays of {claimed} bytes"
+            )
         _check_numbers(message.fields.values())
 
 
@@ -367,7 +378,7 @@ def _check_numbers(values: Iterable[Any]) -> None:
         kind = type(value)
         if kind is int or kind is float:
             if not -_LARGEST <= value <= _LARGEST:
-                raise WireError(f"expected numbers within {_LARGEST}, got {value}")
+                raise WireError(f"expected numbers from -{_LARGEST} to {_LARGEST} in a message, got {value}")
         elif kind is dict:
             _check_numbers(value.values())
         elif kind is list:

@@ -111,7 +111,8 @@ def ensure_queue(
         return found
     if not may_start:
         raise QueueError(
-            f"no queue server of run {run_id} answered within {wait_s:.0f} s; launch keeps one alive, see {log_path}"
+            f"no queue server of run {run_id} answered within {wait_s:.0f} s; launch starts it, and starts it again "
+            f"when it ends: see {log_path} for the cause"
         )
     return _start(config, run_id, insecure, log_path, command or module_command("async_rl", "queue"))
 
@@ -140,18 +141,18 @@ class QueueRestarter:
         record = read_record(Path(self._config.run.dir))
         if record is None or record.address != self._address or is_alive(record.pid):
             return False
-        logger.warning("the queue server, process %d, is gone; starting it again from its journal", record.pid)
+        logger.warning("the queue server (process %d) is gone; starting it again from its journal", record.pid)
         found = ensure_queue(self._config, self._run_id, self._insecure, self._log_path, command=self._command)
         if found != self._address:
             raise QueueError(
                 f"expected the queue server back at {self._address}, where generators look for it, got it at {found}: "
-                f"its port was taken meanwhile; start learner and generators again"
+                f"its port was taken by another process; start learner and generators again"
             )
         return True
 
 
 def finish_queue(config: Config, run_id: str) -> None:
-    """Notify this run's server, if one is running, that the run is over. Its learner died before it could."""
+    """Notify this run's server, if one is running, that the run is over: its learner ended without doing so."""
     address = _running(config, run_id)
     if address is None:
         return
@@ -161,7 +162,7 @@ def finish_queue(config: Config, run_id: str) -> None:
         if lineage is not None:
             queue.finish(lineage)
     except QueueError as error:
-        logger.warning("the run is finished, but its queue could not be notified: %s", error)
+        logger.warning("the run is finished, but its queue server did not accept the end of the run: %s", error)
     finally:
         queue.close()
 

@@ -34,7 +34,7 @@ _NETWORK_FILE_SYSTEMS = frozenset({
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs"})
 """Other FUSE file systems are mostly network file systems, and are refused."""
 
-_ELSEWHERE = "choose another queue.journal_dir, or start over with --fresh"
+_START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
 _FORMAT = 2
 """Increase this number with every change of the tables, or of the kinds and fields of records."""
 _PRAGMAS = (
@@ -292,13 +292,16 @@ def _open_index(path: Path, identity: str) -> sqlite3.Connection:
         if not found_format:
             index.executescript(_SCHEMA)
         elif found_format != _FORMAT:
-            raise QueueError(f"{path}: expected a journal of format {_FORMAT}, got {found_format}; {_ELSEWHERE}")
+            raise QueueError(
+                f"{path}: expected a journal of format {_FORMAT}, got format {found_format}, which another version of "
+                f"async-rl wrote; {_START_OVER}"
+            )
         if identity:
             index.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (identity,))
         row = index.execute("SELECT value FROM meta WHERE name = 'identity'").fetchone()
         found = identity if row is None else row[0]
         if identity and found != identity:
-            raise QueueError(f"{path}: expected the journal of {identity!r}, got that of {found!r}; {_ELSEWHERE}")
+            raise QueueError(f"{path}: expected the journal of {identity!r}, got that of {found!r}; {_START_OVER}")
     except BaseException:
         index.close()
         raise
@@ -341,17 +344,23 @@ def _lock(directory: Path) -> int:
             os.pwrite(file, str(os.getpid()).encode(), 0)
         except BlockingIOError as error:
             raise QueueError(
-                f"{directory} is in use by process {(directory / 'lock').read_text() or 'unknown'}, probably another "
-                f"queue server of this run; stop it, or set another queue.journal_dir"
+                f"the queue's journal {directory} is in use by process "
+                f"{(directory / 'lock').read_text() or 'unknown'}, probably another queue server of this run; stop "
+                f"that process first"
             ) from error
         except OSError as error:
-            raise ConfigError(f"queue.journal_dir: can't use {directory}: {error}") from error
+            raise ConfigError(
+                f"queue.journal_dir: can't use {directory}: {error}; set it to a directory that this user may write"
+            ) from error
         opened.pop_all()
         return file
 
 
 def refuse_network_file_system(directory: Path) -> None:
-    """Raise ConfigError if ``directory``, which need not exist, is on one. Without /proc/self/mountinfo do nothing."""
+    """Raise ConfigError if ``directory`` is on a network file system. It need not exist.
+
+    Without /proc/self/mountinfo (not on Linux) do nothing.
+    """
     mountinfo = Path("/proc/self/mountinfo")
     if not mountinfo.exists():
         return

@@ -29,7 +29,8 @@ Payload = bytes | bytearray | memoryview
 _COPY_BELOW_BYTES = 32 << 10
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
-_DAMAGED = "the journal is damaged: restart the queue with a new queue.journal_dir"
+_RESUME = "the run resumes from its last checkpoint"
+_DAMAGED = f"the journal is damaged: rename its directory and start the run again; {_RESUME}"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
 """Errors that may end by themselves, or when space is freed: a full disk, a full quota, no free file descriptor."""
 _PROBE_BYTES = 1 << 20
@@ -217,8 +218,8 @@ class Segments:
         payload = self._pread(segment, ref.length, offset + _HEADER.size)
         if len(payload) != ref.length or digest_of(payload) != ref.digest:
             raise QueueError(
-                f"{segment.path}, offset {offset}: expected {ref.length} bytes with digest {ref.digest:016x}, got "
-                f"{len(payload)} with {digest_of(payload):016x}; {_DAMAGED}"
+                f"{segment.path}, offset {offset}: expected a group of {ref.length} bytes with digest "
+                f"{ref.digest:016x}, got {len(payload)} bytes with digest {digest_of(payload):016x}; {_DAMAGED}"
             )
         return payload
 
@@ -243,8 +244,8 @@ class Segments:
         if segment is None or segment.num_bytes < end:
             got = "no file" if segment is None else f"{segment.num_bytes} bytes"
             raise QueueError(
-                f"{self._path(spot.segment)}: expected {end} bytes or more, as the index names a payload there, "
-                f"got {got}; {_DAMAGED}"
+                f"{self._path(spot.segment)}: expected {end} bytes or more, because the index refers to a group that "
+                f"ends there, got {got}; {_DAMAGED}"
             )
         if spot != (ref.segment, ref.offset):
             self.moved[ref] = spot
@@ -300,7 +301,8 @@ class Segments:
         segment = self._segments.get(number)
         if segment is None or ref not in segment.live:
             raise QueueError(
-                f"{self._path(number)}: no live payload at offset {offset}; it was released, or never adopted"
+                f"{self._path(number)}: expected a live group at offset {offset}, got none: it was released, or not "
+                f"adopted after a restart; this is a bug in async-rl, please report it"
             )
         return segment, offset
 
@@ -343,7 +345,9 @@ class Segments:
         try:
             return os.pread(segment.file, size, offset)
         except OSError as error:
-            raise QueueError(f"{segment.path}, offset {offset}: {error}; {_DAMAGED}") from error
+            raise QueueError(
+                f"{segment.path}, offset {offset}: can't read {size} bytes: {error}; {_DAMAGED}"
+            ) from error
 
     def _give_up(self, segment: _Segment) -> None:
         try:
@@ -398,10 +402,13 @@ def disk_error(directory: Path, error: Exception) -> StorageError:
     """The error to raise when the disk refuses a write or read: a StorageFullError if it may work again later."""
     if is_out_of_room(error, directory):
         return StorageFullError(
-            f"the queue's journal in {directory} has no room: {error}; free disk space there, or raise the limit on "
-            f"open files"
+            f"the queue's journal in {directory} has no room: {error}; free disk space or quota there, or raise the "
+            f"limit on open files (ulimit -n)"
         )
-    return StorageError(f"the queue's journal in {directory} can't go on: {error}; choose another queue.journal_dir")
+    return StorageError(
+        f"the queue's journal in {directory} can't be read or written: {error}; check that disk and start the run "
+        f"again. If this repeats, rename the directory first: then {_RESUME}"
+    )
 
 
 def is_out_of_room(error: Exception, directory: Path) -> bool:
