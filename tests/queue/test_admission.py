@@ -132,7 +132,7 @@ def test_a_bound_out_of_its_limits_is_refused_and_changes_nothing(bound: int):
     # Published every second version: samples are 1 version old at times, and a bound of 0 would wait for ever.
     state = make_state(max_staleness=4, sync_every=2)
     fill_and_take(state)
-    with pytest.raises(QueueError, match=rf"expected a bound for new leases of 1\.\.4, got {bound}"):
+    with pytest.raises(QueueError, match=rf"expected a staleness bound of 1\.\.4 for new leases, got {bound}"):
         ack(state, lease_bound=bound)
     assert groups_of(state)["taken"] == 2
     ack(state, lease_bound=1)

@@ -132,7 +132,7 @@ def test_a_version_that_was_not_announced_is_refused():
     state = make_state()
     (lease,) = leases(state, 1)
     verdict, reason = give(state, group(lease, 1))
-    assert (verdict, "known are 0..0" in reason) == ("refused", True)
+    assert (verdict, "announced versions 0..0" in reason) == ("refused", True)
 
 
 def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_run_says_so():

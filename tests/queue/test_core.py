@@ -300,7 +300,7 @@ def test_without_refill_a_filtered_group_is_kept_and_masked():
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "diagnosis"), [((1.0, 1.0), "2 with .* at or above"), ((0.0, 0.0), "0 with a mean")]
+    ("accuracies", "diagnosis"), [((1.0, 1.0), ": 2 had .* at or above"), ((0.0, 0.0), ": 0 had a mean")]
 )
 def test_a_resumed_run_still_knows_which_filtered_groups_were_right(accuracies, diagnosis):
     state = make_state(max_filtered=3)

@@ -85,7 +85,7 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
     if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
         return (
             f"expected {lease.kind} position {lease.prompt.position} of lineage {lease.lineage}, got {group.kind} "
-            f"{group.position} of {group.lineage}"
+            f"position {group.position} of lineage {group.lineage}"
         )
     if len(group.rollouts) != lease.group_size:
         return f"expected {lease.group_size} rollouts, got {len(group.rollouts)}"
@@ -98,7 +98,7 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
         return f"expected accuracies in 0..1, got {min(accuracies)} to {max(accuracies)}"
     sequences = [s for rollout in group.rollouts for s in rollout.sequences]
     if any((s.versions >= 0).tolist() != s.loss_mask.tolist() for s in sequences):
-        return "expected a version from 0 on for every sampled token, and -1 for all others"
+        return "expected a version of at least 0 for every sampled token and -1 for other tokens, got others"
     for index, rollout in enumerate(group.rollouts):
         if rollout.num_sampled == 0 and rollout.finish_reason != "error":
             return f"rollout {index} has no sampled token"
@@ -117,16 +117,16 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
         return "logprobs: expected at most 0.001 for a sampled token, got a larger one"
     for index, sequence in enumerate(sequences):
         if not len(sequence.loss_mask):
-            return f"lengths: expected a token or more in every sequence, got none in sequence {index}"
+            return f"lengths: expected at least one token in every sequence, got none in sequence {index}"
         if sequence.loss_mask[0]:
-            return f"first token: sequence {index} trains it, but nothing precedes it"
+            return f"first token: sequence {index} has its first token under the mask, but no token precedes it"
     if group.temperature != lease.sampling.temperature:
         return f"expected samples at temperature {lease.sampling.temperature}, got {group.temperature}"
     if group.num_sampled and of_kept:
         return "expected no sampling masks under top_p = 1.0 and top_k = 0, got some"
     versions = sampled_versions(group)
     if versions and not 0 <= min(versions) <= max(versions) <= NEWEST:
-        return f"the group was sampled by versions {min(versions)}..{max(versions)}, known are 0..{NEWEST}"
+        return f"expected tokens of the announced versions 0..{NEWEST}, got versions {min(versions)}..{max(versions)}"
     return ""
 
 
@@ -206,7 +206,9 @@ def test_the_facts_of_a_group_worked_by_hand():
 
 def test_a_group_of_versions_the_learner_has_not_reached_is_unfit_only_until_it_has():
     facts = read_summary(encode_group(fit_group()))
-    assert why_unfit(facts, LEASE, newest_version=1) == "the group was sampled by versions 0..2, known are 0..1"
+    assert (
+        why_unfit(facts, LEASE, newest_version=1) == "expected tokens of the announced versions 0..1, got versions 0..2"
+    )
     assert why_unfit(facts, LEASE, newest_version=2) == ""
 
 
@@ -223,7 +225,7 @@ def test_versions_that_do_not_go_with_the_mask_are_unfit(at: int, version: int):
     # The first token is the prompt's, the others are sampled.
     group = fit_group()
     group.rollouts[1].sequences[0].versions[at] = version
-    assert "a version from 0 on for every sampled token" in read_summary(encode_group(group)).unfit
+    assert "a version of at least 0 for every sampled token" in read_summary(encode_group(group)).unfit
 
 
 def test_samples_at_another_temperature_than_the_leases_are_unfit():

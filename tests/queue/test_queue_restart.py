@@ -123,5 +123,5 @@ def test_records_of_other_training_rows_are_refused_unless_asked_for():
 def test_records_that_are_not_understood_are_refused_by_name():
     world = make_world()
     next(iter(world.entries["group"].values()))["group"].pop("ref")
-    with pytest.raises(QueueError, match=r"another version: ValidationError: .*`ref`.*journal_dir"):
+    with pytest.raises(QueueError, match=r"another version of async-rl: ValidationError: .*`ref`.*journal_dir"):
         load_into("", world)

@@ -106,7 +106,7 @@ def test_a_server_that_dies_of_each_request_is_not_started_for_ever():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         queue = LearnerQueue(f"tcp://127.0.0.1:{probe.getsockname()[1]}", revive=lambda: True)
-    with pytest.raises(QueueError, match="died 6 times before it had answered 'ping'"):
+    with pytest.raises(QueueError, match="died 6 times before it had answered request 'ping'"):
         queue.ping()
     queue.close()
 
@@ -142,7 +142,7 @@ def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_pa
         servers.start(config, "--run-id", "run")
         queue._await(request, "ping", 0.0)
     told = [message for message in caplog.messages if "queue at" in message]
-    assert told[0].startswith(f"no connection to the queue at {first.address}; 'ping' waits for it")
+    assert told[0].startswith(f"no connection to the queue at {first.address}; request 'ping' waits for it")
     assert told[1].startswith(f"the queue at {first.address} is back after")
     assert len(told) == 2
 

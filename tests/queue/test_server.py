@@ -148,7 +148,7 @@ def test_a_bound_for_new_leases_comes_with_the_ack_and_outlives_the_server(serve
     generator.hello(10.0, "fake")
     assert return_all(generator, get_leases(generator)) == ["queued", "queued"]
     assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
-    with pytest.raises(QueueError, match=r"of 0\.\.1, got 2"):
+    with pytest.raises(QueueError, match=r"of 0\.\.1 for new leases, got 2"):
         learner.ack(StepAck("line-a", 0, 1, all_trained(), lease_bound=2))
     learner.ack(StepAck("line-a", 0, 1, all_trained(), lease_bound=0))
     kill(first)
@@ -387,7 +387,7 @@ def test_a_dead_server_is_noticed(servers, tmp_path):
         return generator.silent_s > 0.5
 
     wait_until(silent, "silence")
-    with pytest.raises(QueueError, match="did not answer 'take'"):
+    with pytest.raises(QueueError, match="did not answer request 'take'"):
         learner.take("line-a", 0, 0, 0.1)
 
 
@@ -411,7 +411,7 @@ def test_the_server_ends_when_its_learner_has_left(servers, tmp_path):
     attach(learner)
     learner.close()
     output, _ = server.process.communicate(timeout=20)
-    assert output.startswith("ended: the learner is gone")
+    assert output.startswith("ended: the learner has been gone")
 
 
 def test_the_server_ends_with_its_parent(servers, tmp_path):
@@ -419,7 +419,7 @@ def test_the_server_ends_with_its_parent(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")), parent_watch=watched)
     watched.close()
     parent.close()
-    assert server.process.communicate(timeout=20)[0] == "ended: the process that started it is gone\n"
+    assert server.process.communicate(timeout=20)[0] == "ended: the process that started the queue server is gone\n"
 
 
 def test_sigterm_ends_the_server_with_its_ledger_written(servers, tmp_path):

@@ -22,6 +22,7 @@ from async_rl.net.wire import Frame, Message
 from async_rl.queue import messages
 from async_rl.queue.client.connection import Connection, Outstanding, raise_error
 from async_rl.queue.messages import (
+    SAME_VERSION,
     WIRE_TYPES,
     Acked,
     Announced,
@@ -145,7 +146,10 @@ class LearnerQueue:
         reply = self._call(messages.GetProbeAnswers(lineage, since))
         names = read_as(reply.fields, messages.ProbeAnswers).generators
         if len(names) != len(reply.parts):
-            raise WireError(f"expected the answers of {len(names)} generators, got {len(reply.parts)}")
+            raise WireError(
+                f"malformed 'parity_answers': expected {len(names)} parts, one answer for each generator, got "
+                f"{len(reply.parts)}; {SAME_VERSION}"
+            )
         return {name: decode_answer(bytes(part)) for name, part in zip(names, reply.parts, strict=True)}
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
@@ -205,7 +209,7 @@ class LearnerQueue:
         """Request the queue's state between two steps, for a checkpoint."""
         payload = _acked(self._call(messages.TakeSnapshot(lineage))).snapshot
         if payload is None:
-            raise WireError("expected a snapshot, got none")
+            raise WireError(f"malformed 'acked': expected a snapshot of the queue, got none; {SAME_VERSION}")
         return payload
 
     def finish(self, lineage: str) -> None:
@@ -244,7 +248,8 @@ class LearnerQueue:
             if left_s <= 0:
                 self._connection.forget(request_id)
                 raise QueueError(
-                    f"the queue at {self.address} did not answer {type_!r} within {self._timeout_s + wait_s:.0f} s; "
+                    f"the queue at {self.address} did not answer request {type_!r} within "
+                    f"{self._timeout_s + wait_s:.0f} s; "
                     f"see logs/queue.log in the run directory; {self._connection.keys_hint}"
                 )
             for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
@@ -272,7 +277,10 @@ class LearnerQueue:
         if answer.type == "batch":
             part = read_as(answer.fields, BatchPart)
             if len(part.groups) != len(answer.parts):
-                raise WireError(f"expected {len(part.groups)} encoded groups of a batch, got {len(answer.parts)}")
+                raise WireError(
+                    f"malformed 'batch': expected {len(part.groups)} parts, one for each group, got "
+                    f"{len(answer.parts)}; {SAME_VERSION}"
+                )
             arrived = self._arrived.setdefault(request_id, [])
             # A batch that was requested twice may arrive twice. Both copies are equal.
             del arrived[part.first :]
@@ -294,14 +302,17 @@ class LearnerQueue:
         if now - self._lost_at >= _LOST_AFTER_S and not self._is_lost_logged:
             self._is_lost_logged = True
             logger.warning(
-                "no connection to the queue at %s; %r waits for it up to %.0f s more", self.address, type_, left_s
+                "no connection to the queue at %s; request %r waits for it up to %.0f s more",
+                self.address,
+                type_,
+                left_s,
             )
         if self._revive is None or not self._revive():
             return False
         self._num_restarts += 1
         if self._num_restarts > _MAX_RESTARTS:
             raise QueueError(
-                f"the queue server died {self._num_restarts} times before it had answered {type_!r}; see "
+                f"the queue server died {self._num_restarts} times before it had answered request {type_!r}; see "
                 f"logs/queue.log in the run directory for the first cause"
             )
         return True
@@ -365,11 +376,12 @@ class GeneratorQueue:
                 reason = read_as(message.fields, messages.NotYet).reason
         if reason:
             raise QueueError(
-                f"the queue at {self.address} answered, but no learner attached in {wait_s:.0f} s: {reason}"
+                f"the queue at {self.address} answered, but no learner attached in {wait_s:.0f} s ({reason}); start "
+                f"the learner, or wait longer with --wait"
             )
         raise AddressError(
-            f"no queue answered at {self.address} within {wait_s:.0f} s; is it running, and reachable? Also, "
-            f"{self._connection.keys_hint}"
+            f"no queue answered at {self.address} within {wait_s:.0f} s; check that it runs there and that this "
+            f"machine can reach it; {self._connection.keys_hint}"
         )
 
     @property
@@ -392,7 +404,7 @@ class GeneratorQueue:
 
     @property
     def finished(self) -> bool:
-        """Whether the queue said that the run is over."""
+        """Whether the queue has announced that the run is over."""
         return self._finished
 
     @property
@@ -502,6 +514,9 @@ def _returned(message: Message) -> list[Returned]:
 def _welcome(message: Message) -> Welcome:
     reply = read_as(message.fields, messages.WelcomeReply)
     if len(reply.files) != len(message.parts):
-        raise WireError(f"expected the {len(reply.files)} files of a welcome, got {len(message.parts)}")
+        raise WireError(
+            f"malformed 'welcome': expected {len(reply.files)} parts, one for each file, got {len(message.parts)}; "
+            f"{SAME_VERSION}"
+        )
     files = {name: bytes(part) for name, part in zip(reply.files, message.parts, strict=True)}
     return Welcome(reply.run_id, reply.config_toml, files)

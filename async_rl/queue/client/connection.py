@@ -91,8 +91,8 @@ class Connection:
     def keys_hint(self) -> str:
         """A hint for the case that no reply comes: a server does not reply to unknown keys."""
         if self._has_keys:
-            return "it answers only if its allowed.txt lists this key, and the key file is its own"
-        return "a server with keys answers only those who have one (--keys FILE, or queue.keys)"
+            return "the server answers only if its allowed.txt lists this key, and if it made this key file"
+        return "a server with keys answers only clients with a key (--keys FILE, or queue.keys)"
 
     @property
     def silent_s(self) -> float:
@@ -272,5 +272,5 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
 def raise_error(message: Message) -> None:
     """Raise the error of an error reply. Do nothing for other messages."""
     if message.type == "error":
-        text = str(message.fields.get("message", "no reason given"))
+        text = str(message.fields.get("message", "the queue server refused a request without a reason"))
         raise LineageError(text) if message.fields.get("kind") == "lineage" else QueueError(text)

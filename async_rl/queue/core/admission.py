@@ -30,6 +30,7 @@ from async_rl.sampling_mask import words_at_most
 BYTES_PER_TOKEN = 13
 """int32 id, bool mask, float32 logprob, int32 version."""
 _BYTES_PER_WORD = 4
+_BUG = "this is a bug in async-rl, please report it"
 _ROLLOUT_OVERHEAD = 1024
 _GROUP_OVERHEAD = 4096
 GENERATOR_TIMEOUT_S = 30.0
@@ -72,22 +73,22 @@ class QueueSettings:
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
             raise ConfigError(
-                f"sampling.top_p: {self.sampling.top_p} alone may keep the whole vocabulary, and how large that is the "
-                f"queue can't read from model.path here; set sampling.top_k, which bounds it, or put the model's "
-                f"config.json there"
+                f"sampling.top_p: {self.sampling.top_p} alone may keep the whole vocabulary, whose size is unknown, "
+                f"because the config.json of model.path has no vocab_size; set sampling.top_k, which limits the "
+                f"number of tokens"
             )
         needed = self.groups_per_step * self.worst_case_bytes
         if needed > self.max_bytes:
             raise ConfigError(
-                f"queue.max_bytes: one step of {self.groups_per_step} groups may need {needed} bytes, got "
-                f"{self.max_bytes}; raise it, or lower learner.groups_per_step, sampling.group_size or "
+                f"queue.max_bytes: expected at least {needed}, which one step of {self.groups_per_step} groups may "
+                f"need, got {self.max_bytes}; raise it, or lower learner.groups_per_step, sampling.group_size or "
                 f"sampling.max_new_tokens" + ("" if self.sampling.keeps_all else ", or lower (or set) sampling.top_k")
             )
         if self.lowest_bound > self.max_staleness:
             raise ConfigError(
                 f"weights.sync_every + learner.updates_per_batch: expected at most queue.max_staleness + 2 = "
-                f"{self.max_staleness + 2}, got {self.sync_every} + {self.updates_per_batch}; generators could never "
-                f"be fresh enough"
+                f"{self.max_staleness + 2}, got {self.sync_every} + {self.updates_per_batch}, with which every group "
+                f"would be too old; lower one of the two, or raise queue.max_staleness"
             )
 
     @classmethod
@@ -213,14 +214,20 @@ class LearnerSide(msgspec.Struct):
     def check(self, ack: StepAck, settings: QueueSettings) -> None:
         """Check an ack. Raises QueueError: it is of another step, or its version or bound is out of range."""
         if ack.step != self.step:
-            raise QueueError(f"expected an ack of step {self.step}, taken before, got one of step {ack.step}")
+            raise QueueError(
+                f"expected an ack of step {self.step}, which was taken last, got one of step {ack.step}; {_BUG}"
+            )
         oldest = self.version + ack.trained.stepped
         newest = self.version + (settings.updates_per_batch if ack.trained.stepped else 0)
         if not oldest <= ack.version <= newest:
-            raise QueueError(f"expected version {oldest}..{newest} after step {ack.step}, got {ack.version}")
+            raise QueueError(
+                f"expected version {oldest}..{newest} after step {ack.step}, got version {ack.version}; {_BUG}"
+            )
         lowest, highest = settings.lowest_bound, settings.max_staleness
         if ack.lease_bound is not None and not lowest <= ack.lease_bound <= highest:
-            raise QueueError(f"expected a bound for new leases of {lowest}..{highest}, got {ack.lease_bound}")
+            raise QueueError(
+                f"expected a staleness bound of {lowest}..{highest} for new leases, got {ack.lease_bound}; {_BUG}"
+            )
 
     def advance(self, ack: StepAck, settings: QueueSettings) -> None:
         """Set step, version and bound from an ack that ``check`` accepted."""

@@ -63,13 +63,13 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     if version is None:
         if learner.announced_version is None:
             return LeasesGranted((), "waits for the learner's first version")
-        return LeasesGranted((), f"the learner is at lineage {learner.lineage}", activate=learner.announced_version)
+        return LeasesGranted((), f"needs weights of lineage {learner.lineage}", activate=learner.announced_version)
     if version > learner.version:
-        return LeasesGranted((), f"version {version} is unknown here: the learner is at {learner.version}")
+        return LeasesGranted((), f"version {version} is newer than the learner's version {learner.version}")
     leases, answer = _grant_evals(state, learner, generator_id, version, max_leases)
     blocker = state.evals.exclusive
     if blocker is not None:
-        answer = answer or LeasesGranted((), f"no training lease before evaluation {blocker.progress_line}")
+        answer = answer or LeasesGranted((), f"training waits for an evaluation: {blocker.progress_line}")
     elif len(leases) < max_leases:
         more, answer_train = _grant_training(state, learner, generator_id, version, max_leases - len(leases))
         leases += more
@@ -79,7 +79,7 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     if leases:
         state.revision += 1
         return LeasesGranted(tuple(leases))
-    return answer or LeasesGranted((), "no lease is wanted")
+    return answer or LeasesGranted((), "no lease was requested")
 
 
 def heartbeat(
@@ -119,7 +119,7 @@ def receive(
     # A larger group could forever leave too little room for the rest of its step.
     room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
     if not unfit and active.evaluation is None and len(payload) > max(active.reserved, room):
-        unfit = f"{len(payload)} bytes are more than the {active.reserved} reserved, and queue.max_bytes has no room"
+        unfit = f"expected at most {max(active.reserved, room)} bytes (queue.max_bytes), got {len(payload)}"
     if unfit:
         _lose_returned(state, active, "failed" if group.every_rollout_failed else "refused", group.num_tokens)
         if not group.every_rollout_failed:
@@ -228,7 +228,7 @@ def _grant_evals(
             continue
         wanted = evaluation.request.min_version
         if version < wanted:
-            reason = f"evaluation {evaluation.progress_line} wants version {wanted}, active is {version}"
+            reason = f"the evaluation needs version {wanted}, not {version}: {evaluation.progress_line}"
             announced = learner.announced_version
             can_activate = announced is not None and announced >= wanted
             answer = answer or LeasesGranted((), reason, activate=announced if can_activate else None)
@@ -259,7 +259,7 @@ def _grant_training(
             )
         position = state.stream.draw()
         if position is None:
-            return leases, LeasesGranted((), "the data has ended")
+            return leases, LeasesGranted((), "the data has ended (data.epochs)")
         leases.append(_issue_training(state, learner, generator_id, version, position))
     return leases, None
 

@@ -124,7 +124,7 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
     # Searching byte strings runs in C; a numpy call for each rollout costs ten times as much.
     sampled = group.loss_mask.tobytes()
     if np.greater_equal(group.versions, 0).tobytes() != sampled:
-        return f"expected a version from 0 on for every sampled token, and {NO_VERSION} for all others"
+        return f"expected a version of at least 0 for every sampled token and {NO_VERSION} for other tokens, got others"
     not_finite = np.less(np.isfinite(group.behavior_logprobs), group.loss_mask).tobytes().find(1)
     end = 0
     for index, (length, finish_reason) in enumerate(zip(_rollout_lengths(group), fields.finish_reason, strict=True)):
@@ -154,9 +154,9 @@ def _sequence_fault(group: FlatGroup, sampled: bytes) -> str:
     start = 0
     for index, length in enumerate(group.fields.lengths):
         if not length:
-            return f"lengths: expected a token or more in every sequence, got none in sequence {index}"
+            return f"lengths: expected at least one token in every sequence, got none in sequence {index}"
         if sampled[start]:
-            return f"first token: sequence {index} trains it, but nothing precedes it"
+            return f"first token: sequence {index} has its first token under the mask, but no token precedes it"
         start += length
     return ""
 
@@ -211,7 +211,7 @@ def why_unfit(
     if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
         return (
             f"expected {lease.kind} position {lease.prompt.position} of lineage {lease.lineage}, got {group.kind} "
-            f"{group.position} of {group.lineage}"
+            f"position {group.position} of lineage {group.lineage}"
         )
     if group.num_rollouts != lease.group_size:
         return f"expected {lease.group_size} rollouts, got {group.num_rollouts}"
@@ -230,8 +230,8 @@ def why_unfit(
         )
     if group.num_tokens and not 0 <= group.oldest_version <= group.newest_version <= newest_version:
         return (
-            f"the group was sampled by versions {group.oldest_version}..{group.newest_version}, known are "
-            f"0..{newest_version}"
+            f"expected tokens of the announced versions 0..{newest_version}, got versions "
+            f"{group.oldest_version}..{group.newest_version}"
         )
     return _why_beyond(group, lease, vocab_size, max_abs_reward)
 

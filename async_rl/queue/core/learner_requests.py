@@ -57,7 +57,7 @@ def attach(
     if state.learner is not None and lineage == state.learner.lineage:
         return
     if lineage in state.old_lineages:
-        raise LineageError(f"lineage {lineage} no longer owns the queue; a newer learner has taken over")
+        raise LineageError(f"lineage {lineage} no longer owns the queue: a newer learner has taken over; stop this one")
     found = None
     if snapshot is not None:
         found = persistence.read_snapshot(state, snapshot, step=step, version=fork_version)
@@ -84,7 +84,8 @@ def announce(state: QueueState, announcement: Announcement) -> None:
     learner = state.attached(announcement.lineage)
     if announcement.version > learner.version:
         raise QueueError(
-            f"expected an acked version, at most {learner.version}, got an announcement of {announcement.version}"
+            f"expected an announcement of version {learner.version} (the last acked) or older, got version "
+            f"{announcement.version}; this is a bug in async-rl, please report it"
         )
     newest = learner.announced_version
     if newest is None or announcement.version >= newest:
@@ -145,7 +146,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
             f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
-            f"version {version}"
+            f"version {version}; this is a bug in async-rl, please report it"
         )
     if not state.taken:
         num_groups = state.settings.groups_per_step
@@ -187,7 +188,10 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     if learner.acked is not None and learner.acked[0] == ack.step:
         return Acked(state.stats(), learner.acked[1])
     if not state.taken:
-        raise QueueError(f"expected a take of step {learner.step} first, got an ack of step {ack.step}")
+        raise QueueError(
+            f"expected a take of step {learner.step} before its ack, got an ack of step {ack.step}; this is a bug in "
+            f"async-rl, please report it"
+        )
     learner.check(ack, settings)
     _settle(state, learner, ack.trained)
     learner.advance(ack, settings)
@@ -250,7 +254,7 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
         return NotReady(stop, state.stats(), stop=stop)
     in_flight = state.ledger.groups.in_flight
     if state.stream.exhausted and not in_flight:
-        line = f"the data has ended with {len(state.queued)} groups left, a step needs {num_groups}"
+        line = f"the data has ended (data.epochs): {len(state.queued)} groups are left, a step needs {num_groups}"
         return NotReady(line, state.stats(), exhausted=True)
     if state.waits_since is not None:
         late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))

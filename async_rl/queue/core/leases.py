@@ -236,12 +236,15 @@ class GeneratorTable:
         return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
 
     def why_nobody(self, now: float) -> str:
-        """A message that every alive generator is quarantined; empty if that is not so."""
+        """Return a message if every alive generator is quarantined, else an empty text."""
         alive = self.alive(now)
         if not alive or not all(entry.is_quarantined for entry in alive):
             return ""
         named = "; ".join(f"{entry.generator_id} ({entry.causes})" for entry in alive)
-        return f"every generator is quarantined (queue.max_refused_share), their groups were refused: {named}"
+        return (
+            f"every generator is quarantined, because the queue refused more than queue.max_refused_share of their "
+            f"groups: {named}; see the generators' logs"
+        )
 
     def cancel(self, active: ActiveLease) -> None:
         """Record that the lease's generator must stop sampling it."""

@@ -113,8 +113,8 @@ class Ledger(msgspec.Struct, array_like=True):
         ):
             if trained + masked.total() != taken or trained < 0 or min(masked.values(), default=0) < 0:
                 raise QueueError(
-                    f"expected {unit} trained + masked to be the {taken} that were taken, got {trained} and "
-                    f"{dict(masked)}"
+                    f"expected trained and masked {unit} to add up to the {taken} that were taken, got {trained} "
+                    f"trained and {dict(masked)} masked; this is a bug in async-rl, please report it"
                 )
         self._leave("taken", rollouts, tokens, groups)
         self.groups.done += groups
@@ -141,7 +141,10 @@ class Ledger(msgspec.Struct, array_like=True):
             terms += [account.done, account.filtered, account.failed, *account.masked.values()]
             terms += account.dropped.values()
             if account.entered != account.accounted or min(terms) < 0:
-                raise AssertionError(f"the ledger of {name} does not add up: {self.as_dict()[name]}")
+                raise AssertionError(
+                    f"the ledger of {name} does not add up: {self.as_dict()[name]}; this is a bug in async-rl, please "
+                    f"report it"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with the terms of the identities by name."""

@@ -41,6 +41,7 @@ KEPT_AT_RESTORE = frozenset({"now", "data_digest", "learner", "old_lineages", "o
 
 _FIELDS = tuple(field.name for field in fields(PersistedState))
 _DIGEST_BYTES = 16
+_OLDER_CHECKPOINT = "write the name of an older checkpoint into checkpoints/latest, and start the learner again"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -108,8 +109,9 @@ def load(
         _load_leases(state, entries)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         raise QueueError(
-            f"the queue's journal is whole but was written by another version: {type(error).__name__}: {error}; "
-            f"start with a new queue.journal_dir"
+            f"the queue's journal is undamaged, but was written by another version of async-rl: "
+            f"{type(error).__name__}: {error}; start that version, or rename the directory queue.journal_dir (if "
+            f"unset, run.dir/queue), so that the run resumes from its last checkpoint"
         ) from error
     return [group.ref for group in groups] + places
 
@@ -197,20 +199,21 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
     digest, frame = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(frame) != digest:
         raise QueueError(
-            f"the queue's snapshot of {len(data)} bytes does not match its checksum; resume from another checkpoint"
+            f"the queue's snapshot in the checkpoint is damaged: its {len(data)} bytes do not match their checksum; "
+            f"{_OLDER_CHECKPOINT}"
         )
     try:
         found = _SNAPSHOT_DECODER.decode(frame)
     except msgspec.MsgspecError as error:
         raise QueueError(
-            f"the queue's snapshot is whole but was written by another version: {error}; resume with that version"
+            f"the queue's snapshot in the checkpoint is undamaged, but was written by another version of async-rl: "
+            f"{error}; resume with that version"
         ) from error
     learner = found.state.learner
     if learner is None or (learner.step, learner.version) != (step, version):
         got = "one without a learner" if learner is None else f"one of step {learner.step} at version {learner.version}"
         raise QueueError(
-            f"expected a snapshot of step {step} at version {version}, got {got}; the checkpoint's parts belong to "
-            f"different steps"
+            f"expected a snapshot of step {step} at version {version} in the checkpoint, got {got}; {_OLDER_CHECKPOINT}"
         )
     if found.state.data_digest != state.data_digest and not state.settings.accepts_changed_data:
         raise _changed_data("the checkpoint", found.state, state)
@@ -265,8 +268,8 @@ def drop_undelivered(state: QueueState, cause: DropCause) -> None:
 def _changed_data(since: str, saved: PersistedState, state: QueueState) -> QueueError:
     return QueueError(
         f"data.train has changed since {since}: expected rows with digest {saved.data_digest}, got "
-        f"{state.data_digest}; put the old file back, or accept the new one with data.on_change = 'accept' (stream "
-        f"positions then name other prompts than before)"
+        f"{state.data_digest}; put the old file back, or accept the new rows, as other prompts in the old order, with "
+        f"data.on_change = 'accept' in the config and in the run directory's config.toml"
     )
 
 

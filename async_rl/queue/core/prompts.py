@@ -56,7 +56,7 @@ class PromptStream:
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
         if num_rows < 1:
-            raise ValueError(f"expected at least one training row, got {num_rows}")
+            raise ValueError(f"data.train: expected at least one row, got {num_rows}; add rows to it")
         self.num_rows = num_rows
         self._seed, self._shuffle = seed, shuffle
         self._end = None if epochs is None else epochs * num_rows

@@ -110,7 +110,10 @@ class QueueState(PersistedState):
 
     def __post_init__(self) -> None:
         if self.stream.num_rows != len(self.rows):
-            raise ValueError(f"expected a stream over the {len(self.rows)} rows, got one over {self.stream.num_rows}")
+            raise ValueError(
+                f"expected a prompt stream over the {len(self.rows)} training rows, got a stream over "
+                f"{self.stream.num_rows}; this is a bug in async-rl, please report it"
+            )
         self.stream.cursor = self.cursor
         self.leases = LeaseTable(self.settings.lease_timeout_s, self.changes)
         self.generators = GeneratorTable(self.settings.generator_timeout_s)
@@ -171,12 +174,13 @@ class QueueState(PersistedState):
         """
         if self.learner is None:
             raise QueueError(
-                f"expected an attached learner, got lineage {lineage} on a queue server that has just started; "
-                f"it holds no group of this run, so start the learner again from its checkpoint"
+                f"expected an attached learner, got a request of lineage {lineage}, which is not attached: this queue "
+                f"server has just started, without a journal; start the learner again from its checkpoint"
             )
         if lineage != self.learner.lineage:
             raise LineageError(
-                f"lineage {lineage} no longer owns the queue, {self.learner.lineage} does; a newer learner took over"
+                f"lineage {lineage} no longer owns the queue: a newer learner, lineage {self.learner.lineage}, has "
+                f"taken over; stop this one"
             )
         return self.learner
 
@@ -327,9 +331,10 @@ class QueueState(PersistedState):
             right = self.filtered_right_since_step
             wrong = self.filtered_since_step - right
             return (
-                f"{self.filtered_since_step} groups were filtered since the last step (queue.max_filtered): {right} "
-                f"with a mean accuracy at or above queue.filter_range, {wrong} at or below; the data is too easy or "
-                f"too hard for this model, or the reward misreads its answers: look at rollouts, or change data.train"
+                f"{self.filtered_since_step} groups were filtered since the last step, as many as queue.max_filtered "
+                f"allows: {right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} at or "
+                f"below the lower end. The data is too easy or too hard for this model, or the reward misreads its "
+                f"answers: read some rollouts, then change data.train or reward.type"
             )
         full = [epoch for epoch, count in self.excluded.items() if count >= self.stream.num_rows]
         if full:
@@ -444,4 +449,7 @@ class QueueState(PersistedState):
 def _compare(totals: Mapping[str, tuple[int, int]]) -> None:
     wrong = {name: pair for name, pair in totals.items() if pair[0] != pair[1]}
     if wrong:
-        raise AssertionError(f"(counted, stored) differ: {wrong}")
+        raise AssertionError(
+            f"expected the queue's counters to equal the totals of its tables, got other (counted, stored) pairs: "
+            f"{wrong}; this is a bug in async-rl, please report it"
+        )
