@@ -70,7 +70,10 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
 
     directory = model_directory(path)
     if not any((directory / name).is_file() for name in _VOCABULARY_FILES):
-        raise ModelError(f"expected a tokenizer in {directory} ({' or '.join(_VOCABULARY_FILES[:2])}), got none")
+        raise ModelError(
+            f"expected a tokenizer in {directory} ({' or '.join(_VOCABULARY_FILES[:2])}), got none; write it there "
+            f"with save_pretrained"
+        )
     # AutoTokenizer goes by the model's type and would rebuild a generic tokenizer with that model's own splitting.
     is_generic = _tokenizer_class(directory) in _GENERIC_CLASSES
     try:
@@ -83,7 +86,7 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
     if needs_template and not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {path} has no chat template, so prompts can't be rendered; use an instruction-tuned "
-            f"model, or put a chat_template.jinja beside tokenizer.json"
+            f'model, put a chat_template.jinja next to tokenizer.json, or set data.prompt_format = "text"'
         )
     return tokenizer
 
@@ -113,9 +116,14 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         )
     except Exception as error:  # a template raises whatever its author wrote
         roles = [m.get("role") for m in messages]
-        raise ModelError(f"the chat template fails on messages with roles {roles}: {error}") from error
+        raise ModelError(
+            f"the chat template fails on messages with roles {roles}: {error}; change the row, data.system_prompt or "
+            f"the template"
+        ) from error
     if not len(ids):
-        raise ModelError(f"the chat template renders {len(messages)} messages to no token at all")
+        raise ModelError(
+            f"expected the chat template to render {len(messages)} messages to tokens, got none; correct the template"
+        )
     return np.asarray(ids, dtype=np.int32)
 
 
@@ -129,7 +137,7 @@ def model_directory(path: str | Path, *, weights: bool = False) -> Path:
     if local.is_dir():
         return local
     if local.is_absolute() or str(path).startswith(".") or str(path).count("/") > 1:
-        raise ModelError(f"model.path: no directory {path}")
+        raise ModelError(f"model.path: expected a model directory, but there is no directory {path}; correct the path")
     from huggingface_hub import snapshot_download
 
     patterns = [*_MODEL_FILES, *_TOKENIZER_FILES, *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
@@ -138,7 +146,8 @@ def model_directory(path: str | Path, *, weights: bool = False) -> Path:
     except Exception as error:  # offline, no such repository, no permission: the caller treats all alike
         raise ModelError(
             f"model.path: {path!r} is neither a directory nor a model that can be fetched from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); correct the name, or "
+            f"download the model and set its directory"
         ) from error
 
 
@@ -150,7 +159,7 @@ def model_files(path: str | Path) -> dict[str, bytes]:
     """
     directory = model_directory(path)
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model.path: expected a config.json in {directory}")
+        raise ModelError(f"model.path: expected a config.json in {directory}, got none; set the directory of a model")
     names = (*_MODEL_FILES, *_TOKENIZER_FILES)
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
@@ -165,14 +174,16 @@ def vocabulary_size(path: str | Path) -> int | None:
     try:
         return stated_vocabulary_size(config_path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: can't read {config_path}: {error}") from error
+        raise ModelError(
+            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
+        ) from error
 
 
 def stated_vocabulary_size(config_json: bytes) -> int | None:
     """Return the vocabulary size in the content of a model's ``config.json``; None if not stated there.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     config: Any = json.loads(config_json)
     found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -180,20 +191,27 @@ def stated_vocabulary_size(config_json: bytes) -> int | None:
 
 
 def check_precision(directory: Path, dtype: str = "auto") -> None:
-    """Whether learner and engines can share the weights of ``directory`` at ``model.dtype``, by its ``config.json``.
+    """Check in ``config.json`` that learner and engines can share the weights of ``directory`` at ``model.dtype``.
 
     Raises:
-        ModelError: it can't be read, names no model, or names weights or a head of a precision of their own.
+        ModelError: it can't be read, has no model type, or declares quantised weights or a head of another precision.
     """
     path = directory / "config.json"
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"model.path: expected a config.json in {directory}") from None
+        raise ModelError(
+            f"model.path: expected a config.json in {directory}, got none; set the directory of a model"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: can't read {path}: {error}") from error
+        raise ModelError(
+            f"model.path: can't read {path}: {error}; expected a JSON file, as save_pretrained writes it"
+        ) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ModelError(f"model.path: {path} names no model_type; is it a Hugging Face causal LM?")
+        raise ModelError(
+            f"model.path: expected a model_type in {path}, got none; set the directory of a Hugging Face causal "
+            f"language model"
+        )
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
             continue
@@ -201,15 +219,14 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
             quantization = part["quantization_config"]
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ModelError(
-                f"model.path: {path} has a quantization_config ({method}): quantised weights can't be trained, nor can "
-                f"a version be put into an engine's; take the unquantised model out of which it was made (with "
-                f"lora.rank it takes little more memory than its weights)"
+                f"model.path: {path} has a quantization_config ({method}): quantised weights can't be trained or "
+                f"updated; use the unquantised model that it was made from (lora.rank saves memory)"
             )
         head = part.get("head_dtype")
         if head not in (None, "model") and (head, dtype) != ("float32", "float32"):
             raise ModelError(
-                f"model.path: {path} has head_dtype = {head!r}: an output head of a precision of its own is not "
-                f'supported; set model.dtype = "float32", or take head_dtype out of the file'
+                f"model.path: {path} has head_dtype = {head!r}: expected an output head with the model's "
+                f'precision; remove head_dtype from the file, or, if it is float32, set model.dtype = "float32"'
             )
 
 

@@ -51,7 +51,7 @@ class RowRules:
         needs_prompt: whether every row must have a prompt. With an environment it may have none; its messages are then
             ().
         columns: the names of keys in the data, where they differ.
-        prompt_format: whether a ``prompt`` is a user's message or text to be continued as it stands.
+        prompt_format: whether a ``prompt`` is a user's message or text that the model continues as is.
     """
 
     system_prompt: str = ""
@@ -94,7 +94,7 @@ def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: s
     fields: dict[str, Any] = {}
     for name, value in raw.items():
         if not isinstance(name, str):
-            raise DataError(f"{where}: expected text as keys, got {name!r}")
+            raise DataError(f"{where}: expected column names that are text, got {name!r}; rename the column")
         if name in ours:
             fields[ours[name]] = value
         elif name not in displaced:
@@ -146,7 +146,7 @@ def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
     """
     listed = [raw] if isinstance(raw, dict) else raw
     if not isinstance(listed, list) or not listed:
-        raise DataError(f"{where}: expected an object or a list of them, got {kind(raw)}")
+        raise DataError(f"{where}: expected a message or a list of messages, got {kind(raw)}")
     for index, message in enumerate(listed):
         is_message = (
             isinstance(message, dict)
@@ -166,11 +166,11 @@ def _answer_text(answer: Any, where: str) -> str:
         return str(answer)
     if isinstance(answer, float) and math.isfinite(answer):
         return format(Decimal(repr(answer)), "f")  # 1e-07 is no way to write an answer
-    raise DataError(f"{where}: expected text that is not blank or a number, got {kind(answer)}")
+    raise DataError(f"{where}: expected a number, or text that is not blank, got {kind(answer)}")
 
 
 def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str, Any]:
-    """``test_cases`` as ``{"inputs", "outputs"}``, and ``fn_name`` if there is one, beside it or in it."""
+    """Return ``test_cases`` with ``inputs`` and ``outputs``, and ``fn_name`` if it is in them or a field of the row."""
     try:
         function = parse_tests(fields).function
     except ValueError as error:
@@ -182,12 +182,17 @@ def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str,
 def _check_can_travel(messages: tuple[Mapping[str, str], ...], reward_data: Mapping[str, Any], where: str) -> None:
     for key, value in reward_data.items():
         if _nesting(value) > MAX_NESTING:
-            raise DataError(f"{where}: {key}: expected at most {MAX_NESTING} levels of nesting, got more")
+            raise DataError(
+                f"{where}: {key}: expected at most {MAX_NESTING} levels of nested lists and objects, got more; store "
+                f"the value as text"
+            )
     try:
         msgpack.packb([messages, reward_data])
     except (TypeError, ValueError, OverflowError) as error:
         # JSON allows what the wire can't carry: lone surrogates, integers beyond 64 bits. Tables have dates and more.
-        raise DataError(f"{where}: a value can't be sent to a generator: {error}") from None
+        raise DataError(
+            f"{where}: a value can't be sent to a generator: {error}; remove it or store it as text"
+        ) from None
 
 
 def _nesting(value: Any) -> int:
@@ -273,10 +278,14 @@ def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules |
             rows.append(parse_row(raw, where, rules))
         except DataError as error:
             if on_bad_row == "refuse":
-                raise
+                raise DataError(f'{error}; correct the row, or set data.on_bad_row = "skip"') from error
             num_skipped += 1
             first_skipped = first_skipped or str(error)
     if not rows:
-        cause = f"all {num_skipped} rows are bad and were skipped" if num_skipped else "the file has no rows"
+        cause = (
+            f"all {num_skipped} rows are bad and were skipped, the first: {first_skipped}"
+            if num_skipped
+            else "the file has no rows"
+        )
         raise DataError(f"expected at least one row in {source}, got none: {cause}")
     return LoadedRows(tuple(rows), num_skipped, opened.digest, first_skipped)

@@ -48,7 +48,7 @@ class Source:
                 f"`make quickstart`)"
             )
         if self._split is not None and not self._is_dataset and self._split != "train":
-            raise DataError(f"expected no split before a single file, which is all 'train', got {name}")
+            raise DataError(f"expected no split before a single file, got {name}; leave out {self._split}@")
 
     @property
     def digest(self) -> str:
@@ -66,7 +66,9 @@ class Source:
         try:
             content = Path(self._place).read_bytes()
         except OSError as error:
-            raise DataError(f"can't read the dataset {self.name}: {error.strerror or error}") from error
+            raise DataError(
+                f"can't read the dataset {self.name}: {error.strerror or error}; check the file and its permissions"
+            ) from error
         self._hash.update(content)
         yield from _READERS.get(Path(self._place).suffix.lower(), _jsonl)(content, self._place)
 
@@ -74,7 +76,9 @@ class Source:
         try:
             import datasets
         except ImportError as error:
-            raise DataError(f"{self.name}: reading it needs the package datasets; pip install datasets") from error
+            raise DataError(
+                f"reading {self.name} needs the package datasets; install it with: pip install datasets"
+            ) from error
         place, _, config = self._place.partition(":") if not Path(self._place).exists() else (self._place, "", "")
         try:
             if any((Path(place) / name).is_file() for name in _SAVED_BY_DATASETS):
@@ -131,19 +135,22 @@ def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected UTF-8, got byte 0x{content[error.start]:02x} at {error.start}") from None
+        raise DataError(
+            f"{path}: expected UTF-8, got byte 0x{content[error.start]:02x} at offset {error.start}; save the file as "
+            f"UTF-8"
+        ) from None
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     line = 2
     try:
         for row in reader:
             where, line = f"{path}:{line}", reader.line_num + 1
             if None in row or None in row.values():
-                width = len(reader.fieldnames or ())
-                yield where, DataError(f"{where}: expected {width} cells, as the header has, got another number")
+                width, found = len(reader.fieldnames or ()), "more" if None in row else "fewer"
+                yield where, DataError(f"{where}: expected {width} cells, as many as the header has, got {found}")
             else:
                 yield where, {key: cell for key, cell in row.items() if cell != ""}
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: expected CSV with a header line: {error}") from None
+        raise DataError(f"{path}:{reader.line_num}: expected CSV with a header line, got other text: {error}") from None
 
 
 def _parquet(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
@@ -154,7 +161,7 @@ def _parquet(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
         batches = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(batch_size=1024)
         yield from _from_batches(batches, path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: expected a Parquet file: {error}") from error
+        raise DataError(f"{path}: expected a Parquet file, got other content: {error}") from error
 
 
 def _arrow(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
@@ -171,7 +178,7 @@ def _arrow(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
             batches = ipc.open_stream(buffer)
         yield from _from_batches(batches, path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: expected an Arrow IPC file or stream: {error}") from error
+        raise DataError(f"{path}: expected an Arrow IPC file or stream, got other content: {error}") from error
 
 
 def _from_batches(batches: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -201,7 +208,10 @@ def parse_json(content: bytes, where: str, expected: str) -> Any:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: expected UTF-8, got byte 0x{content[error.start]:02x} at {error.start}") from None
+        raise DataError(
+            f"{where}: expected UTF-8, got byte 0x{content[error.start]:02x} at offset {error.start}; save the file as "
+            f"UTF-8"
+        ) from None
     try:
         return json.loads(text.strip(), parse_constant=_no_constant, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:

@@ -43,9 +43,15 @@ def pack(message: dict[str, Any]) -> bytes:
     try:
         body = json.dumps(message).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise FrameError(f"can't be sent: {error}") from error
+        raise FrameError(
+            f"can't write the message {message.get('type')!r} as JSON: {error}; use text, numbers, lists and objects "
+            f"only"
+        ) from error
     if len(body) > MAX_BYTES:
-        raise FrameError(f"can't be sent: expected at most {MAX_BYTES} bytes, got {len(body)}")
+        raise FrameError(
+            f"expected a message {message.get('type')!r} of at most {MAX_BYTES} bytes, got {len(body)}; shorten its "
+            f"texts"
+        )
     return pack_frame(body)
 
 
@@ -64,7 +70,7 @@ def unpack(buffer: bytearray) -> dict[str, Any] | None:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"expected JSON: {error}") from error
+        raise FrameError(f"expected a message in JSON, got other bytes: {error}") from error
     if not isinstance(message, dict):
         raise FrameError(f"expected a JSON object, got {type(message).__name__}")
     return message
@@ -89,7 +95,9 @@ class RemoteRollout:
 
     async def sample(self, state: State, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Action:
         if len(self.turns) >= self._max_turns:
-            raise RolloutOverError(f"{self._max_turns} turns (environment.max_turns) are played")
+            raise RolloutOverError(
+                f"all {self._max_turns} turns of the rollout (environment.max_turns) have been played"
+            )
         if isinstance(stop, str):
             raise EnvironmentFault(f"sample: stop: expected a list of texts, got the text {stop!r}")
         conversation = state if isinstance(state, str) else [dict(message) for message in state]
@@ -98,16 +106,16 @@ class RemoteRollout:
         )
         answer = await self.answers.get()
         if answer["type"] == "over":
-            raise RolloutOverError("sampling.max_new_tokens are used up")
+            raise RolloutOverError("the rollout has used all its tokens (sampling.max_new_tokens)")
         self.turns.append([0.0, 0.0])
         return Action(answer["text"], answer["finish_reason"], answer["num_tokens"])
 
     def reward(self, reward: float, score: float | None = None) -> None:
         score = reward if score is None else score
         if not self.turns:
-            raise ValueError("a reward is for an action, and nothing was sampled yet")
+            raise ValueError("reward: expected an action to reward, got none; call sample first")
         if not is_finite(reward) or not is_finite(score):
-            raise ValueError(f"expected a finite reward and score, got {reward!r} and {score!r}")
+            raise ValueError(f"reward: expected finite numbers as reward and score, got {reward!r} and {score!r}")
         self.turns[-1][0] += float(reward)
         self.turns[-1][1] += float(score)
 
@@ -223,11 +231,14 @@ async def _first_state(environment: Any, rollout: Rollout) -> State:
     made = await _awaited(environment.reset(rollout.extra_info)) if hasattr(environment, "reset") else None
     if isinstance(made, tuple):
         if len(made) != 2 or not isinstance(made[1], dict):
-            raise EnvironmentFault(f"reset: expected a state or (state, extra_info), got a tuple of {len(made)}")
+            types = ", ".join(type(part).__name__ for part in made)
+            raise EnvironmentFault(
+                f"reset: expected a state, or (state, extra_info) with a dict, got a tuple ({types})"
+            )
         made, rollout.extra_info = made
     if made is None:
         if rollout.prompt is None:
-            raise EnvironmentFault("expected reset to return a first state, for the row has no messages; got none")
+            raise EnvironmentFault("reset: expected a first state, because the row has no messages, got None")
         return rollout.prompt
     _check_state(made, "reset")
     return made
@@ -237,7 +248,7 @@ def _check_step(result: Any) -> None:
     if not isinstance(result, dict):
         raise EnvironmentFault(f"step: expected a dict, got {type(result).__name__}")
     if unknown := sorted(map(str, set(result) - _STEP_KEYS)):
-        raise EnvironmentFault(f"step: unknown keys {unknown}; expected only {sorted(_STEP_KEYS)}")
+        raise EnvironmentFault(f"step: unknown keys {unknown}; use only {sorted(_STEP_KEYS)}")
     if not is_finite(result.get("reward")):
         raise EnvironmentFault(f"step: reward: expected a finite number, got {result.get('reward')!r}")
     if result.get("score") is not None and not is_finite(result["score"]):
@@ -253,7 +264,7 @@ def _check_step(result: Any) -> None:
 def _check_state(state: Any, where: str) -> None:
     if isinstance(state, str):
         if not state:
-            raise EnvironmentFault(f"{where}: expected a state, got empty text")
+            raise EnvironmentFault(f"{where}: expected text that is not empty, or a list of messages, got empty text")
         return
     is_conversation = (
         isinstance(state, list | tuple)

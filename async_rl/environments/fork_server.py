@@ -50,7 +50,11 @@ def main() -> None:
         _refuse(control, f"environment.name: {error}{trace}")
         return
     if not hasattr(code, "step") and not hasattr(code, "generate"):
-        _refuse(control, f"environment.name: expected {name} to have a function step (or generate), it has neither")
+        _refuse(
+            control,
+            f"environment.name: expected {name} to have a function step or generate, got neither; see "
+            f"docs/environments.md",
+        )
         return
     control.sendall(RECORD.pack(READY, 0))
     _Server(control, code).run()

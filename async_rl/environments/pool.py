@@ -137,7 +137,10 @@ class EnvironmentPool:
         for process in [*self._processes.values(), *self._cancelling]:
             if process.deadline_s is not None and now_s > process.deadline_s:
                 events += self._fail(
-                    process, "timed_out", f"no answer within environment.timeout_s = {self._config.timeout_s:g} s"
+                    process,
+                    "timed_out",
+                    f"the environment did not answer within environment.timeout_s = {self._config.timeout_s:g} s; "
+                    f"raise the key, or make the environment faster",
                 )
         return events
 
@@ -187,9 +190,13 @@ class EnvironmentPool:
             while (message := unpack(process.incoming)) is not None:
                 events += self._handle(process, message)
         except FrameError as error:
-            return events + self._fail(process, "crashed", f"its process sent a malformed message: {error}")
+            return events + self._fail(
+                process, "crashed", f"the environment's process sent a malformed message: {error}"
+            )
         if ended:
-            events += self._fail(process, "crashed", "its process ended (it crashed, or was killed)")
+            events += self._fail(
+                process, "crashed", "the environment's process ended: it crashed, or was killed (out of memory?)"
+            )
         return events
 
     def _handle(self, process: _Process, message: dict[str, Any]) -> list[Event]:
@@ -201,7 +208,9 @@ class EnvironmentPool:
                 self._rest(process)
             return []
         if process.key is None or process.deadline_s is None or kind not in _REPLIES:
-            return self._fail(process, "crashed", f"its process sent {kind!r} when nothing was asked of it")
+            return self._fail(
+                process, "crashed", f"the environment's process sent a message {kind!r} that nothing had asked for"
+            )
         process.deadline_s = None
         event = Event(process.key, message)
         if kind != "sample":
@@ -250,7 +259,10 @@ class EnvironmentPool:
             pid, ours = self._try_fork()
         if not pid:
             ours.close()
-            raise EnvironmentProcessError("no process could be started for it (too many, or too little memory?)")
+            raise EnvironmentProcessError(
+                "can't start a process for the environment; lower generator.max_concurrent_groups, or free memory and "
+                "raise the limit on processes (ulimit -u)"
+            )
         ours.setblocking(False)
         process = _Process(pid, ours)
         self._selector.register(ours, selectors.EVENT_READ, process)
@@ -294,11 +306,13 @@ def _start_server(
         ours.close()
         if isinstance(error, TimeoutError):
             raise ConfigError(
-                f"environment.name: {config.name} was not imported within {START_TIMEOUT_S:g} s"
+                f"environment.name: {config.name} was not imported within {START_TIMEOUT_S:g} s; do slow work in reset "
+                f"instead"
             ) from None
         if isinstance(error, ConnectionError):
             raise ConfigError(
-                f"environment.name: the process that imports {config.name} ended ({server.returncode})"
+                f"environment.name: the process that imports {config.name} ended with exit code {server.returncode}; "
+                f"see its output above"
             ) from None
         raise
     ours.settimeout(_FORK_LIMIT_S)

@@ -110,7 +110,7 @@ def test_a_bad_record_of_a_table_is_skipped_and_counted(tmp_path: Path):
     assert [row.reward_data["gt_answer"] for row in loaded.rows] == ["2", "4"]
     assert (loaded.num_skipped, loaded.first_skipped) == (
         1,
-        f"{path}:3: expected 2 cells, as the header has, got another number",
+        f"{path}:3: expected 2 cells, as many as the header has, got fewer",
     )
 
 

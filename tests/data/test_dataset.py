@@ -99,14 +99,14 @@ def test_the_digest_is_the_files_sha256(tmp_path: Path):
         ('{"question": "q", "answer": "2"}', r"got no messages in \['answer', 'question'\]"),
         ('{"messages": {"role": "user", "content": "q"}}', r"got no gt_answer in \['messages'\]"),
         (with_answer(None), "got no gt_answer"),
-        (with_answer(""), "gt_answer: expected text that is not blank or a number"),
-        (with_answer("  "), "gt_answer: expected text that is not blank or a number"),
+        (with_answer(""), "gt_answer: expected a number, or text that is not blank"),
+        (with_answer("  "), "gt_answer: expected a number, or text that is not blank"),
         (with_answer(True), "gt_answer: .* got true"),
         (with_answer(["2"]), "gt_answer: .* got a list of 1"),
         (with_answer(2).replace("2}", "NaN}"), "NaN is not a JSON number"),
         (with_answer(2).replace("2}", "1e999}"), "gt_answer: .* got the number inf"),
-        ('{"messages": "q", "gt_answer": "2"}', "messages: expected an object or a list of them, got the text 'q'"),
-        ('{"messages": [], "gt_answer": "2"}', "messages: expected an object or a list of them, got a list of 0"),
+        ('{"messages": "q", "gt_answer": "2"}', "messages: expected a message or a list of messages, got the text 'q'"),
+        ('{"messages": [], "gt_answer": "2"}', "messages: expected a message or a list of messages, got a list of 0"),
         ('{"messages": ["q"], "gt_answer": "2"}', r"messages\[0\]: expected"),
         ('{"messages": [{"role": "user"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         ('{"messages": [{"role": "", "content": "q"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
@@ -133,7 +133,7 @@ def test_bad_rows_are_refused_with_file_and_line_or_skipped_and_counted(tmp_path
 
 def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(tmp_path: Path):
     text = GOOD.encode() + b"\n" + GOOD.encode().replace(b"1+1?", b"caf\xe9") + b"\n"
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: expected UTF-8, got byte 0xe9 at \d+"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: expected UTF-8, got byte 0xe9 at offset \d+"):
         load_text(tmp_path, text)
     assert load_text(tmp_path, text, on_bad_row="skip").num_skipped == 1
 
