@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -196,7 +196,7 @@ class StreamServer:
                             self._unauthenticated.release(address)
                     try:
                         request = read_items(connection, header, session.num_items)
-                        _answer(connection, session, request)
+                        self._answer(connection, session, request)
                     finally:
                         with self._lock:
                             session.connections.discard(connection)
@@ -219,6 +219,20 @@ class StreamServer:
             session.connections.add(connection)
             return session
 
+    def _answer(self, connection: socket.socket, session: _Session, request: Request) -> None:
+        """Send all items of a request.
+
+        The connection leaves the session before its last byte is sent. After that byte the generator reports the
+        version, and the end of the session, which closes its connections, may come before this thread runs again.
+        """
+        for chunk, is_last in _chunks(session, request):
+            if is_last:
+                connection.sendall(chunk[:-1])
+                with self._lock:
+                    session.connections.discard(connection)
+                chunk = chunk[-1:]
+            connection.sendall(chunk)
+
     # Deltas: only the newest job matters.
 
     def _encode(self, order: protocol.EncodeDelta) -> None:
@@ -237,19 +251,22 @@ class StreamServer:
         self._send(protocol.DeltaEncoded(order.job, sizes, time.monotonic() - start))
 
 
-def _answer(connection: socket.socket, session: _Session, request: Request) -> None:
-    """Send all items of a request, in its order."""
-    if not session.key:
-        for item in request.items:
-            connection.sendall(_delta_or_bucket(session, item))
-        return
-    nonce = os.urandom(NONCE_BYTES)
-    connection.sendall(nonce)
-    cipher = RecordCipher(session.key, request, nonce)
-    for item in request.items:
+def _chunks(session: _Session, request: Request) -> Iterator[tuple[memoryview, bool]]:
+    """The bytes of all items of a request, in its order, encrypted if the session has a key; and whether these are the
+    last ones. They are valid until the next pair is asked for.
+    """
+    cipher, size = None, 0
+    if session.key:
+        nonce = os.urandom(NONCE_BYTES)
+        yield memoryview(nonce), False
+        cipher, size = RecordCipher(session.key, request, nonce), RECORD_BYTES
+    for number, item in enumerate(request.items, start=1):
         data = _delta_or_bucket(session, item)
-        for start in range(0, len(data), RECORD_BYTES):
-            connection.sendall(cipher.encrypt(data[start : start + RECORD_BYTES]))
+        step = size or max(1, len(data))
+        for start in range(0, len(data), step):
+            record = data[start : start + step]
+            is_last = number == len(request.items) and start + step >= len(data)
+            yield (record if cipher is None else cipher.encrypt(record)), is_last
 
 
 def _delta_or_bucket(session: _Session, item: int) -> memoryview:
