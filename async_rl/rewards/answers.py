@@ -1,7 +1,7 @@
 """Rewards for answers that are known and for the form of a reply; the majority vote over several answers.
 
-Enters one finished rollout, leaves its reward parts and accuracy. Built by ``registry``, called by the worker. The
-figures of evaluations call the vote. ``XmlFormatReward`` is DistRL-LLM's, corrected where it contradicts itself: its
+One finished rollout enters, its reward parts and accuracy leave. ``registry`` builds the rewards; workers call them.
+The figures of evaluations use the vote. ``XmlFormatReward`` is DistRL-LLM's, corrected where it contradicts itself: its
 form is ``<think>``, thoughts, ``</think>``, ``<answer>``, the answer, ``</answer>``, each tag on a line of its own.
 """
 
@@ -63,7 +63,8 @@ class AnswerReward:
         gold = item.reward_data.get("gt_answer")
         if isinstance(gold, bool) or not isinstance(gold, str | int | float):
             raise RewardError(
-                f"expected reward data with a gt_answer (text or number), got keys {sorted(item.reward_data)}"
+                f"expected a row with a gt_answer that is text or a number, got {gold!r:.80} and the keys "
+                f"{sorted(item.reward_data)}; correct the row, or set data.columns"
             )
         answer, format_valid = self._extract(item.text)
         equal = answer is not None and self._equal(str(gold), answer)
@@ -130,9 +131,9 @@ class XmlFormatReward:
 def vote_key_of(config: Config) -> VoteKey | None:
     """Return the function that gives an answer's vote key; None for programs, which never vote.
 
-    Where answers are compared as mathematics, those that are equal by sight vote together (``equality``'s first two
-    steps, no verifier): ``1/2`` and ``0.50`` do, ``x+1`` and ``1+x`` don't. Else the same text does, space around it
-    aside.
+    Where answers are compared as mathematics, those that are equal without the verifier (``equality``'s first two
+    steps) vote together: ``1/2`` and ``0.50`` do, ``x+1`` and ``1+x`` don't. Else equal texts do, without the white
+    space at both ends.
     """
     if config.reward.types[0].runs_programs:
         return None

@@ -59,7 +59,7 @@ class CodeReward:
         try:
             tests = parse_tests(item.reward_data)
         except ValueError as error:
-            raise RewardError(f"a code row can't be graded: {error}") from None
+            raise RewardError(f"can't grade an answer, because the tests of its row are malformed: {error}") from None
         program, format_valid = extract_program(item.text)
         with self._workers:
             judgement = self._judge.judge(program or "", tests)
@@ -163,7 +163,7 @@ class LocalJudge:
 
     def _judge_one(self, source: str, tests: CodeTests, test: CodeTest, left_s: float) -> tuple[Verdict, str]:
         if left_s <= 0:
-            return "timed_out", "no time was left for this test"
+            return "timed_out", "no time of reward.code.total_time_limit_s was left for this test"
         limits = self._limits(left_s)
         if tests.function is None:
             prelude = self._code.prelude == "always"

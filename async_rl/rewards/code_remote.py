@@ -94,11 +94,11 @@ class RemoteJudge:
         try:
             found = [self.judge(source, tests).all_passed for source in ("print(1)", "print(2)")]
         except SandboxFailedError as error:
-            raise SandboxError(f"reward.code.endpoint: {error}; is `async-rl verifier` running there?") from error
+            raise SandboxError(f"reward.code.endpoint: {error}") from error
         if found != [True, False]:
             raise SandboxError(
-                f"reward.code.endpoint: expected {self._url} to pass print(1) and not print(2) where 1 is the answer, "
-                f"got {found}"
+                f"reward.code.endpoint: expected the verifier at {self._url} to accept print(1) and to reject print(2) "
+                f"where 1 is the answer, got {found}; set the address of an `async-rl verifier`"
             )
 
     def _ask(self, request: dict[str, Any]) -> Any:
@@ -122,7 +122,10 @@ class RemoteJudge:
                     break
             except (OSError, ValueError) as error:
                 trouble = str(error)
-        raise SandboxFailedError(f"the verifier at {self._url} does not answer: {trouble or 'no time left'}")
+        raise SandboxFailedError(
+            f"expected verdicts from the verifier at {self._url}, got none: {trouble or 'no time left'}; check that "
+            f"`async-rl verifier` runs there, and see its log"
+        )
 
 
 def _judgement(answer: Any, num_tests: int, url: str) -> Judgement:
@@ -130,14 +133,14 @@ def _judgement(answer: Any, num_tests: int, url: str) -> Judgement:
     if not isinstance(result, list) or not 1 <= len(result) <= num_tests or not all(_is_code(code) for code in result):
         raise SandboxFailedError(
             f'expected {{"result": [1 to {num_tests} of true, false, -1, -2]}} from the verifier at {url}, got '
-            f"{json.dumps(answer)[:200]}"
+            f"{json.dumps(answer)[:200]}; set reward.code.endpoint to the address of an `async-rl verifier`"
         )
     codes: list[Verdict] = ["passed" if code in (True, 1) else _VERDICT_OF[int(code)] for code in result]
     missing = num_tests - len(codes)
     if missing and all(verdict == "passed" for verdict in codes):
         raise SandboxFailedError(
-            f"the verifier at {url} judged only {len(codes)} of {num_tests} tests; it may stop early only after a test "
-            f"that did not pass"
+            f"expected verdicts on {num_tests} tests, or up to the first that fails, from the verifier at {url}, got "
+            f"only {len(codes)}, all passed; set reward.code.endpoint to the address of an `async-rl verifier`"
         )
     return judgement_of(codes, [], num_tests)
 
@@ -178,7 +181,7 @@ class VerifierServer(ThreadingHTTPServer):
         except OSError as error:
             if is_out_of_resources(error):
                 # The connection is still in the queue: without a pause the server would ask for it again at once.
-                logger.warning("can't accept a connection: %s", error)
+                logger.warning("can't accept a connection now: %s; raise the limit on open files (ulimit -n)", error)
                 time.sleep(_FULL_S)
             raise
 
@@ -213,7 +216,7 @@ def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:
 
     Raises:
         AddressError: ``bind`` is malformed, busy, or open to the network without ``insecure``.
-        ConfigError: an override is not a good ``reward.code`` key.
+        ConfigError: an override is not a valid ``reward.code`` key.
         SandboxError: this machine can't isolate programs.
     """
     host, port = check_address(f"tcp://{bind}")
@@ -224,7 +227,7 @@ def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:
         )
     for override in overrides:
         if not override.strip().startswith("reward.code."):
-            raise ConfigError(f"--set {override}: a verifier takes only reward.code.* keys")
+            raise ConfigError(f"--set {override}: a verifier takes only reward.code.* keys; leave this one out")
     raw: dict[str, Any] = {"run": {"dir": "unused"}, "model": {"path": "unused"}}
     for override in overrides:
         apply_override(raw, override)
@@ -232,7 +235,9 @@ def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:
     try:
         server = VerifierServer((host, port), code)
     except OSError as error:
-        raise AddressError(f"--bind {bind}: can't bind: {error.strerror or error}") from None
+        raise AddressError(
+            f"--bind {bind}: can't bind this address: {error.strerror or error}; choose another port or host"
+        ) from None
     logger.info("verifier at http://%s:%d, %d programs at a time", host, server.server_address[1], code.num_workers)
     try:
         server.serve_forever()
@@ -272,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             return self._reply(400, {"error": str(error)})
         except RewardError as error:
-            logger.exception("a program could not be judged")
+            logger.exception("can't judge a program, so the client gets HTTP 503: %s", error)
             return self._reply(503, {"error": str(error)})
 
     def _reply(self, status: int, answer: dict[str, Any]) -> None:
@@ -289,7 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _parse_request(request: Any, code: CodeRewardConfig) -> tuple[str, CodeTests, CodeRewardConfig]:
     if not isinstance(request, dict) or not isinstance(request.get("generation"), str):
-        raise ValueError('expected {"in_outs": ..., "generation": text, "timeout": seconds}')
+        got = str(request)[:200]
+        raise ValueError(f'expected {{"in_outs": ..., "generation": text, "timeout": seconds}}, got {got}')
     tests = parse_tests({"test_cases": request.get("in_outs")})
     settings = request.get("settings", {})
     if not isinstance(settings, dict):

@@ -75,8 +75,8 @@ def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
     inputs, outputs = cases.get("inputs"), cases.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError(
-            f"test_cases: expected inputs and outputs, lists of one length above 0, got {_length(inputs)} inputs and "
-            f"{_length(outputs)} outputs"
+            f"test_cases: expected inputs and outputs, two lists of equal length that are not empty, got "
+            f"{_length(inputs)} inputs and {_length(outputs)} outputs"
         )
     tolerance = cases.get("tolerance", TOLERANCE)
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
@@ -107,7 +107,7 @@ def _call_test(given: Any, expected: Any, index: int) -> CodeTest:
         )
     except ValueError as error:
         raise ValueError(
-            f"test_cases.inputs[{index}]: expected one JSON value a line, one for each argument, got {_short(given)} "
+            f"test_cases.inputs[{index}]: expected one JSON value per line, one for each argument, got {_short(given)} "
             f"({error})"
         ) from None
     if not isinstance(arguments, list):
@@ -116,7 +116,7 @@ def _call_test(given: Any, expected: Any, index: int) -> CodeTest:
         value = json.loads(expected) if isinstance(expected, str) else expected
     except ValueError as error:
         raise ValueError(
-            f"test_cases.outputs[{index}]: expected JSON, got {_short(expected)} ({error}); text needs its quotes"
+            f"test_cases.outputs[{index}]: expected JSON, got {_short(expected)} ({error}); write text in double quotes"
         ) from None
     return CodeTest(json.dumps(arguments), value)
 

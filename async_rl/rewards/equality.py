@@ -6,8 +6,8 @@ after removing spaces, braces and commas) is replaced by the second step, which 
 ``1,2`` equals ``12`` and ``\frac{1}{23}`` equals ``\frac{12}{3}``, here they don't.
 
 Before math_verify is asked, ``surely_different`` finds differences that it overlooks: it drops the base of ``12_5``,
-ignores text behind a number (``5\text{ is wrong}``), a relation before it and all lines but one, and compares the right
-side of an equation with a number whatever stands on the left. ``spelled_out`` inserts the braces that its parser
+ignores text after a number (``5\text{ is wrong}``), a relation before it and all lines but one, and compares the right
+side of an equation with a number, whatever is on the left. ``spelled_out`` inserts the braces that its parser
 needs: TeX takes the next character or group as an argument, so ``\frac12`` is a half and ``\sqrt3`` a root.
 """
 

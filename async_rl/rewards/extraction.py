@@ -33,7 +33,7 @@ def extract_answer_tag(text: str) -> Extraction:
     """The content of the last ``<answer>...</answer>``, stripped.
 
     The format is valid if each of ``<think> </think> <answer> </answer>`` occurs exactly once, in this order, and the
-    text ends with ``</answer>``. Anything may stand before ``<think>``.
+    text ends with ``</answer>``. Any text may precede ``<think>``.
     """
     open_tag, close_tag = _TAGS[2], _TAGS[3]
     answer: str | None = None

@@ -63,10 +63,11 @@ class FunctionReward:
             values = self._awaited(items) if self.is_async else self._called(items)
         except TimeoutError as error:
             raise RewardError(
-                f"{self._name} took longer than reward.time_limit_s = {self._time_limit_s:g} s"
+                f"{self._name} took longer than reward.time_limit_s = {self._time_limit_s:g} s; raise the key, or make "
+                f"the function faster"
             ) from error
         if self._form != "item" and (isinstance(values, str) or len(values) != len(items)):
-            raise RewardError(f"{self._name}: expected {len(items)} values for as many rollouts, got {len(values)}")
+            raise RewardError(f"{self._name}: expected {len(items)} values, one for each rollout, got {len(values)}")
         return [self._output(value) for value in values]
 
     def counters(self) -> dict[str, int]:
@@ -96,7 +97,9 @@ class FunctionReward:
         if hasattr(values, "tolist"):  # an array of numpy or torch
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str):
-            raise RewardError(f"{self._name}: expected a list, a value a rollout, got {type(values).__name__}")
+            raise RewardError(
+                f"{self._name}: expected a list with a value for each rollout, got {type(values).__name__}"
+            )
         return values
 
     def _output(self, value: Any) -> RewardOutput:
@@ -105,7 +108,7 @@ class FunctionReward:
         if isinstance(value, RewardOutput):
             numbers = {**value.parts, "accuracy": value.accuracy}
             for part, number in numbers.items():
-                self._check_number(number, f"{part} ")
+                self._check_number(number, part)
             if not 0 <= value.accuracy <= 1:
                 raise RewardError(f"{self._name}: expected an accuracy in [0, 1], got {value.accuracy}")
             parts = {part: self._scale * number for part, number in value.parts.items()}
@@ -113,22 +116,23 @@ class FunctionReward:
         self._check_number(value, "")
         if self._is_main and not 0 <= value <= 1:
             raise RewardError(
-                f"{self._name}: as reward.type a plain number is the accuracy too, so expected one in [0, 1], got "
-                f"{value}; return RewardOutput(parts, accuracy) to tell them apart"
+                f"{self._name}: expected a number in [0, 1], because reward.type takes it as the accuracy too, got "
+                f"{value}; return RewardOutput(parts, accuracy) if they differ"
             )
         return RewardOutput({self._part: self._scale * float(value)}, min(1.0, max(0.0, float(value))))
 
     def _format_and_accuracy(self, row: Any) -> RewardOutput:
         row = self._sequence(row)
         if len(row) != 2:
-            raise RewardError(f"{self._name}: expected [format, accuracy] a rollout, got {len(row)} values")
+            raise RewardError(f"{self._name}: expected [format, accuracy] for each rollout, got {len(row)} values")
         for number in row:
             self._check_number(number, "")
         return RewardOutput({"format": row[0], "accuracy": row[1]}, min(1.0, max(0.0, float(row[1]))))
 
     def _check_number(self, value: Any, what: str) -> None:
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise RewardError(f"{self._name}: expected {what}as a finite number or a RewardOutput, got {value!r:.80}")
+            expected = f"{what} to be a finite number" if what else "a finite number or a RewardOutput"
+            raise RewardError(f"{self._name}: expected {expected}, got {value!r:.80}")
 
 
 def _form(name: str, function: Any) -> str:
@@ -141,7 +145,7 @@ def _form(name: str, function: Any) -> str:
     needed = tuple(p.name for p in parameters if p.default is p.empty and p.kind in positional)
     if needed not in _FORMS:
         raise ConfigError(
-            f"{name}: expected a function of (item), (items) or (completions, solutions), got one of "
+            f"{name}: expected a function with parameters (item), (items) or (completions, solutions), got "
             f"({', '.join(needed)}); see docs/rewards.md"
         )
     return needed[0]

@@ -225,13 +225,13 @@ def zero_at_limit_penalty(
     earned: float,
     has_answer: bool,
 ) -> float:
-    """Colossal-RL's penalty: the same line, but from L on the whole reward becomes 0.
+    """Colossal-RL's penalty: linear like DAPO's, but from L on the whole reward becomes 0.
 
     Between L - C and L the penalty applies only to texts with an answer, right or wrong. So a wrong answer there gets
     less than one that was never finished.
 
     Args:
-        cache_length: None leaves the line out; the reward is still 0 from L on.
+        cache_length: C; if None, there is no linear part, and the reward is still 0 from L on.
         earned: the reward without this, as a share of the scale.
         has_answer: an answer was found in the text.
 

@@ -173,7 +173,9 @@ class MathVerifier:
             else:
                 self.counts["started"] += 1
                 return self._server, worker
-        raise RewardError("the process that compares answers ended twice; is the machine out of memory or processes?")
+        raise RewardError(
+            "the process that compares answers ended twice; check that this machine has memory and processes left"
+        )
 
     def _end_worker(self, server: _Server, worker: _Worker, *, stuck: bool = False) -> Verdict:
         """Replace a worker that did not answer. The verdict says why it did not."""

@@ -277,7 +277,7 @@ def _call(module: types.ModuleType, request: dict[str, Any]) -> None:
     if function is None and hasattr(module, "Solution"):
         function = getattr(module.Solution(), name, None)
     if function is None:
-        raise _UnusableError(f"it defines no function {name}")
+        raise _UnusableError(f"expected the program to define a function {name}, got none")
     answer = json.dumps(_plain(function(*arguments))).encode()
     for start in range(0, len(answer), _CHUNK_BYTES):
         _write_all(_ANSWER_FD, answer[start : start + _CHUNK_BYTES])
@@ -293,7 +293,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if hasattr(value, "tolist") and type(value).__module__ == "numpy":
         return _plain(value.tolist())
-    raise TypeError(f"expected a returned value of plain types, got {type(value).__name__}")
+    raise TypeError(f"expected a returned value that JSON can represent, got {type(value).__name__}")
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -167,7 +167,10 @@ def _prefer_for_oom_kill() -> None:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     except OSError as error:
-        sys.stderr.write(f"sandbox: can't raise oom_score_adj: {error}\n")
+        sys.stderr.write(
+            f"sandbox: can't raise oom_score_adj ({error}): if memory runs out, the kernel may not kill programs "
+            f"first\n"
+        )
 
 
 def _wait_for(inner: int, parent_pid: int) -> None:
@@ -289,7 +292,7 @@ class _Server:
         try:
             pid = self._mode.fork()
         except OSError as error:
-            write_record(reply, {"failed": f"can't start a process: {error}"})
+            write_record(reply, {"failed": f"can't start a process for a program: {error}"})
             os.close(reply)
         else:
             if pid == 0:

@@ -169,8 +169,11 @@ class Sandbox:
                 # If memory ran out, the launcher may have been killed without fault: only a second loss counts.
                 self._end(launcher)
                 if attempt == 2:
-                    raise SandboxFailedError(f"the sandbox failed twice on one program: {error}") from error
-                logger.warning("the sandbox's launcher failed and is started anew: %s", error)
+                    raise SandboxFailedError(
+                        f"the sandbox failed twice on one program: {error}; check that this machine has memory and "
+                        f"processes left"
+                    ) from error
+                logger.warning("the sandbox's launcher process failed and is restarted: %s", error)
                 continue
             with self._lock:
                 self.counts["programs"] += 1
@@ -215,12 +218,12 @@ class Sandbox:
         if ran.output != PROBE_ANSWER:
             self._end(launcher)
             found = (ran.output or ran.stderr_tail.encode()).decode(errors="replace").strip()
-            raise SandboxError(f"the sandbox does not hold here: {found or ran}; {REMEDY}")
+            raise SandboxError(f"the sandbox does not isolate programs on this machine: {found or ran}; {REMEDY}")
 
 
 REMEDY = (
-    "set reward.code.endpoint to a verifier on a machine that can (async-rl verifier), or insist on running the "
-    "model's programs unprotected with reward.code.allow_unsafe = true (docs/code_reward.md)"
+    "set reward.code.endpoint to the address of an `async-rl verifier` on a machine that can isolate programs, or set "
+    "reward.code.allow_unsafe = true to run the model's programs without protection (see docs/code_reward.md)"
 )
 
 _ADVICE = {
@@ -229,7 +232,7 @@ _ADVICE = {
     "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt seccomp=unconfined)",
     "mounts": "allow mounts inside user namespaces (on Ubuntu sysctl kernel.apparmor_restrict_unprivileged_userns=0; "
     "in a container --security-opt seccomp=unconfined --security-opt apparmor=unconfined)",
-    "packages": "install them beside async-rl, or change reward.code.packages",
+    "packages": "install the package where async-rl is installed, or change reward.code.packages",
 }
 
 
@@ -242,7 +245,8 @@ class _Launcher:
 
     def __init__(self, packages: list[str], *, isolated: bool) -> None:
         if isolated and kernel_release() < _OLDEST_KERNEL:
-            raise SandboxError(f"the sandbox needs Linux {'.'.join(map(str, _OLDEST_KERNEL))} or newer; {REMEDY}")
+            needed, found = (".".join(map(str, version)) for version in (_OLDEST_KERNEL, kernel_release()))
+            raise SandboxError(f"the sandbox needs Linux {needed} or newer, got {found}; {REMEDY}")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = _start_process(theirs.fileno(), {"packages": packages, "unsafe": not isolated})
@@ -252,12 +256,14 @@ class _Launcher:
             first = json.loads(self._socket.recv(1 << 16) or b"{}")
         except (OSError, ValueError) as error:
             self.kill()
-            raise SandboxError(f"the sandbox's launcher does not answer: {error}; {REMEDY}") from error
+            raise SandboxError(
+                f"the sandbox's launcher process sent no answer: {error}; see its output above, or {REMEDY}"
+            ) from error
         self._socket.settimeout(None)
         if "ready" not in first:
             self.kill()
             step = first.get("refused", "start")
-            cause = first.get("error", "it ended at once; its log says why")
+            cause = first.get("error", "the launcher process ended at once; see its output above")
             advice = _ADVICE.get(step)
             remedy = f"{advice}, or {REMEDY}" if advice else REMEDY
             raise SandboxError(f"programs can't be isolated here ({step}): {cause}; {remedy}")
@@ -274,7 +280,7 @@ class _Launcher:
                     self._socket, [json.dumps(limits.to_record()).encode()], [*files, output, errors, their_reply]
                 )
             except OSError as error:
-                raise _LauncherLostError(f"can't reach the launcher: {error}") from error
+                raise _LauncherLostError(f"can't reach the sandbox's launcher process: {error}") from error
             finally:
                 os.close(their_reply)
             ended = _read_reply(reply, time.monotonic() + limits.time_s + GRACE_S)
@@ -355,7 +361,7 @@ def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
             )
         chunk = os.read(reply, 1 << 16)
         if not chunk:
-            raise _LauncherLostError("the launcher ended while a program ran")
+            raise _LauncherLostError("the sandbox's launcher process ended while a program ran")
         data += chunk
     report = json.loads(data.split(b"\n", 1)[0])
     if "failed" in report:

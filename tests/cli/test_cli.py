@@ -179,7 +179,7 @@ def test_an_unfit_model_is_refused(command: str, tmp_path: Path, capsys: pytest.
     mute = make_model(tmp_path / "mute", template=False)
     config = str(write_config(tmp_path, data=write_data(tmp_path)))
     for path, message in (
-        (tmp_path / "nowhere", "model.path: no directory"),
+        (tmp_path / "nowhere", "model.path: expected a model directory"),
         (bare, f"expected a tokenizer in {bare}"),
         (mute, f"the tokenizer in {mute} has no chat template"),
     ):

@@ -64,7 +64,10 @@ def test_arguments_of_a_function_are_values_or_text():
 @pytest.mark.parametrize(
     ("cases", "message"),
     [
-        ({"inputs": [], "outputs": []}, "f:1: cases: .* lists of one length above 0, got 0 inputs and 0 outputs"),
+        (
+            {"inputs": [], "outputs": []},
+            "f:1: cases: .* two lists of equal length that are not empty, got 0 inputs and 0 outputs",
+        ),
         ({"inputs": ["1"], "outputs": []}, "got 1 inputs and 0 outputs"),
         ({"inputs": "1", "outputs": "2"}, "got no list of inputs and no list of outputs"),
         ({"inputs": ["1"]}, "got 1 inputs and no list of outputs"),

@@ -108,7 +108,7 @@ def test_the_predecessors_own_request_is_answered(endpoint: str):
         (b"{", 400, "Expecting"),
         (b"[" * 100_000, 400, "recursion"),
         (b"[]", 400, "expected"),
-        (b'{"generation": "x", "in_outs": {"inputs": [], "outputs": []}}', 400, "lists of one length above 0"),
+        (b'{"generation": "x", "in_outs": {"inputs": [], "outputs": []}}', 400, "two lists of equal length"),
         (b'{"generation": "x", "in_outs": {"inputs": ["1"], "outputs": ["1"]}, "settings": 3}', 400, "settings"),
         (b'{"generation": "x", "in_outs": {"inputs": ["1"], "outputs": ["1"]}, "settings": {"compare": 1}}', 400,
          "compare"),
@@ -174,7 +174,7 @@ def test_a_verifier_that_fails_is_never_a_wrong_answer():
     with answering(answer) as endpoint:
         remote = judge(endpoint)
         failing = True
-        with pytest.raises(SandboxFailedError, match=r"does not answer: HTTP 500.*unknown argument"):
+        with pytest.raises(SandboxFailedError, match=r"got none: HTTP 500.*unknown argument"):
             remote.judge("print(1)", SCRIPT)
 
 
@@ -198,7 +198,7 @@ def test_a_verifier_that_can_not_be_reached_or_passes_everything_is_refused_at_t
     unfit = pytest.raises(SandboxError, match=r"reward\.code\.endpoint: expected .* got \[True, True\]")
     with answering(lambda _: (200, {"result": [True]})) as endpoint, unfit:
         judge(endpoint)
-    with pytest.raises(SandboxError, match=r"reward\.code\.endpoint: .* is `async-rl verifier` running there"):
+    with pytest.raises(SandboxError, match=r"reward\.code\.endpoint: .* check that `async-rl verifier` runs there"):
         judge(endpoint)  # it is gone
 
 

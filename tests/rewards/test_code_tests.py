@@ -34,14 +34,14 @@ def test_functions_have_arguments_and_a_value(inputs: list[object], outputs: lis
         ("{", "test_cases: expected an object or JSON text"),
         ([], "test_cases: expected"),
         ({}, "got no list of inputs and no list of outputs"),
-        ({"inputs": [], "outputs": []}, "lists of one length above 0, got 0 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "two lists of equal length that are not empty, got 0 inputs and 0 outputs"),
         ({"inputs": ["1"], "outputs": []}, "got 1 inputs and 0 outputs"),
         ({"inputs": [1], "outputs": ["1"]}, r"test_cases.inputs\[0\]: expected text or a list of lines, got 1"),
         ({"inputs": ["1"], "outputs": [None]}, r"test_cases.outputs\[0\]: expected text or a list of lines, got None"),
         ({"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}, "fn_name: expected the name of a function, got 'a b'"),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "expected one JSON value a line"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "expected one JSON value per line"),
         ({"inputs": [1], "outputs": ["1"], "fn_name": "f"}, "expected a list of arguments, got 1"),
-        ({"inputs": ["1"], "outputs": ["x"], "fn_name": "f"}, "expected JSON, got 'x' .* text needs its quotes"),
+        ({"inputs": ["1"], "outputs": ["x"], "fn_name": "f"}, "expected JSON, got 'x' .* write text in double quotes"),
     ],
 )
 def test_other_shapes_are_refused_with_what_was_expected(cases: object, message: str):

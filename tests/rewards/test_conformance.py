@@ -130,7 +130,7 @@ def test_the_command_line_checks_a_function_of_the_users_own(tmp_path, monkeypat
     path.write_text("def g(item):\n    return 2\n")
     monkeypatch.setattr("sys.argv", ["conformance", f"{path}:g", "{}"])
     assert main() == 1
-    assert "expected one in [0, 1]" in capsys.readouterr().out
+    assert "expected a number in [0, 1]" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["conformance", "best", "{}"])
     assert main() == 2
     assert "expected boxed, think_answer_tags, exact" in capsys.readouterr().err

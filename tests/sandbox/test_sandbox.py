@@ -102,7 +102,7 @@ def test_what_does_not_compile_or_lacks_its_function_is_unusable(sandbox: Sandbo
     assert sandbox.run(Program("def"), LIMITS).exit_code == UNUSABLE_EXIT
     ran = sandbox.run(Program("x = 1", function="f"), LIMITS)
     assert ran.exit_code == UNUSABLE_EXIT
-    assert "no function f" in ran.stderr_tail
+    assert "a function f, got none" in ran.stderr_tail
 
 
 def test_a_failure_says_where_in_the_program_it_was(sandbox: Sandbox):
