@@ -38,7 +38,7 @@ from async_rl.generator.environment_rollouts import EnvironmentRollouts, Tokeniz
 from async_rl.generator.loop import Worker
 from async_rl.generator.rollouts import ThreadGrader
 from async_rl.net.address import check_address, refuse_open_connect
-from async_rl.net.keys import ClientKeys
+from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
@@ -86,7 +86,9 @@ def run_generator(
     host = socket.gethostname()
     generator_id = generator_id or f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
     with ExitStack() as stack:
-        queue = stack.enter_context(closing(GeneratorQueue(address, generator_id, keys)))
+        # Taken out of the environment, which code rewards and environments inherit.
+        secret = os.environ.pop(SECRET_VARIABLE, None)
+        queue = stack.enter_context(closing(GeneratorQueue(address, generator_id, keys, secret=secret)))
         # The backend is only known from the config in this answer, so hello names the one in the overrides.
         welcome = queue.hello(wait_s, _requested_backend(overrides), host, replaces=replaces)
         config = generator_config(welcome.config_toml, overrides)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accura
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor
 from async_rl.net.address import check_address
-from async_rl.net.keys import CLIENT_FILE, client_keys_of
+from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.process.child import module_command, package_path
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir, check_run_dir
@@ -126,7 +127,8 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
     try:
         # The roles read the resolved copy, so an edit of the source file can't affect a restarted process.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
-        supervisor = Supervisor(commands, run_dir, environment=dict(os.environ), view=view, lock=lock)
+        environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
+        supervisor = Supervisor(commands, run_dir, environment=environment, view=view, lock=lock)
         outcome = supervisor.run()
     finally:
         view.close()

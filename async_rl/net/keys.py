@@ -25,6 +25,11 @@ SERVER_FILE = "queue.key"
 CLIENT_FILE = "client.key"
 ALLOWED_FILE = "allowed.txt"
 DEFAULT_CLIENT = "client"
+SECRET_VARIABLE = "ASYNC_RL_GENERATOR_SECRET"
+"""Environment variable with the secret that owns a generator's id on a queue without keys. If unset, it is random.
+
+``launch`` gives all its generators the same one, so that a restarted one can replace a dead one at once.
+"""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")

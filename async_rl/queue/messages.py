@@ -187,9 +187,13 @@ class EvalResult(msgspec.Struct, frozen=True, eq=False):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """A field of every request in addition to those of its record. The reply repeats it."""
+    """Fields of every request in addition to those of its record. The reply repeats ``request_id``.
+
+    ``secret`` proves, on a server without keys, that a generator's messages come from the owner of its id.
+    """
 
     request_id: Name | None = None
+    secret: Name = ""
 
 
 # Requests of the learner.

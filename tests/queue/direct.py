@@ -47,14 +47,15 @@ class FakeEndpoint:
         self.num_receives = 0
         self._outgoing: list[tuple[bytes, Message]] = []
 
-    def receive(self, most: int, now: float) -> Iterator[tuple[bytes, list[memoryview]]]:
+    def receive(self, most: int, now: float) -> Iterator[tuple[bytes, str, list[memoryview]]]:
         self.num_receives += 1
         if self.num_receives > 20:
             # Whoever waits for the learner hears of it in the end.
             take = {**asdict(messages.Take(LINEAGE, 0, 0)), "request_id": "late", "wait_s": 0.0}
-            yield b"learner", [memoryview(encode("take", take))]
+            yield b"learner", "", [memoryview(encode("take", take))]
         while self.arrived:
-            yield self.arrived.popleft()
+            peer, frames = self.arrived.popleft()
+            yield peer, "", frames
 
     def send(self, peer: bytes, frames: Sequence[Any]) -> None:
         self._outgoing.append((peer, _message(frames)))
@@ -79,7 +80,7 @@ class FakeEndpoint:
 
     def note_malformed(self, peer: bytes, now: float) -> None: ...
 
-    def require_learner_key(self, type_: str) -> None: ...
+    def require_learner_key(self, type_: str, key: str) -> None: ...
 
     def counters(self) -> dict[str, int]:
         return {}

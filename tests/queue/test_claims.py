@@ -150,7 +150,7 @@ def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_r
     answer = learner_requests.take(state, LINEAGE, 0, 0, 0.0)
     assert isinstance(answer, NotReady)
     assert "every generator is quarantined" in answer.stop
-    assert "g0 (token ids: 11)" in answer.stop
+    assert "g0: 11 of its last 100 groups were refused (token ids: 11)" in answer.stop
     # Another generator goes on.
     assert leases(state, 1, generator="g1")
     assert not state.stop_diagnosis()

@@ -170,7 +170,8 @@ def test_status_is_answered_while_a_commit_waits_for_room(tmp_path: Path, monkey
             run.post(b"anyone", messages.GetStatus(), request_id="status")
             run.post(b"learner", messages.Take(LINEAGE, 0, 0), request_id="take")
         while run.endpoint.arrived:
-            yield run.endpoint.arrived.popleft()
+            peer, frames = run.endpoint.arrived.popleft()
+            yield peer, "", frames
 
     monkeypatch.setattr(run.endpoint, "receive", receive)
     run.turn()

@@ -27,7 +27,7 @@ from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.core import generator_requests, persistence
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck
-from async_rl.queue.server.handlers import Deferred, Handlers
+from async_rl.queue.server.handlers import Deferred, Handlers, owner_of
 from async_rl.queue.server.sockets import MessageLimits
 from tests.queue.builders import LINEAGE, all_trained, group, leases, make_config, make_state, rows
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
@@ -52,6 +52,7 @@ def test_the_corpus_has_every_type_that_the_server_knows():
 def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:
     """A queue in the middle of a run, and messages that are its own learner's and generator's."""
     state = make_state(num_rows=50)
+    generator_requests.claim(state, "fuzz", owner_of("", ""), 0.0)
     generator_requests.hello(state, "fuzz", "h", "fake", 0.0)
     held = leases(state, 3, generator="fuzz")
     handlers = Handlers(state, make_config("unused"), {"test": rows(2)}, "run")
@@ -66,7 +67,7 @@ def handle(handlers: Handlers, frames: Frames, sizes: MessageLimits, now: float)
     try:
         message = decode(frames[0], sizes.wire).with_parts(map(memoryview, frames[1:]))
         sizes.check(message, sum(map(len, frames)))
-        handlers.generator_of(message, b"peer", now)
+        handlers.generator_of(message, b"peer", "", now)
         answer = handlers.handle(message, now)
         reply = answer.attempt(now, True) if isinstance(answer, Deferred) else answer
     except AsyncRLError:

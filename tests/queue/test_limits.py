@@ -101,16 +101,18 @@ def test_numbers_that_no_sum_can_carry_are_refused(number: float):
 
 def test_a_full_registry_refuses_another_generator_until_one_left_or_fell_silent():
     registry = GeneratorRegistry(max_generators=2)
-    registry.seen("a", 0.0, b"peer-a")
+    registry.seen("a", 0.0)
+    registry.bind("a", b"peer-a")
     registry.seen("b", 0.0)
     with pytest.raises(QueueError, match="at most 2 generators"):
         registry.seen("c", 1.0)
     with pytest.raises(WireError, match="of generator 'a' on this connection"):
-        registry.seen("b", 1.0, b"peer-a")
+        registry.seen("b", 1.0, from_peer=b"peer-a")
     assert registry.seen("a", FORGET_S).peer == b"peer-a"
     registry.seen("c", FORGET_S + 1)
     assert (len(registry), registry.peer_of("a"), registry.peer_of("b")) == (2, b"peer-a", None)
     registry.leave("a")
     assert registry.has_left("a")
-    registry.seen("d", FORGET_S + 1, b"peer-a")
+    registry.seen("d", FORGET_S + 1, from_peer=b"peer-a")
+    registry.bind("d", b"peer-a")
     assert (len(registry), registry.peer_of("d")) == (2, b"peer-a")

@@ -450,7 +450,9 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     status = learner.status()
     assert (status["run_id"], status["step"], status["version"], status["num_steps"]) == ("run", 0, 0, 3)
     (shown,) = status["leases"]
-    assert (shown["lease_id"], shown["generator"], shown["progress"]) == (lease.lease_id, "g0", 5)
+    assert (shown["generator"], shown["progress"]) == ("g0", 5)
+    # Anybody may ask for the status, so it does not show the random part.
+    assert lease.lease_id.startswith(f"{shown['lease_id']}-")
     (known,) = status["generators"]
     assert (known["id"], known["host"], known["backend"], known["active"]) == ("g0", "host-1", "fake", ["line-a", 0])
     assert known["stats"]["max_running"] == 4

@@ -7,6 +7,7 @@ answer is an event of ``poll``. Both repeat a request until it is answered, also
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -340,13 +341,18 @@ def _eval_result(entry: messages.EvalEntry, payloads: Iterator[Frame], lineage: 
 class GeneratorQueue:
     """The queue as a generator uses it. One thread owns it.
 
+    Only the owner of ``keys`` may use ``generator_id``, or on a server without keys whoever knows ``secret``. If
+    ``secret`` is unset, it is random, so only this process may.
+
     Raises:
         AddressError: the address is malformed.
     """
 
-    def __init__(self, address: str, generator_id: str, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self, address: str, generator_id: str, keys: ClientKeys | None = None, *, secret: str | None = None
+    ) -> None:
         self.address, self.generator_id = address, generator_id
-        self._connection = Connection(address, generator_id, keys)
+        self._connection = Connection(address, generator_id, keys, secret=secret or secrets.token_hex(16))
         self._announcement: Announcement | None = None
         self._finished = False
         self._is_known = False

@@ -53,16 +53,17 @@ class Connection:
     """A client's socket to ``address``. It connects in the background, and reconnects after a restart of the server.
 
     ``keys`` are needed if the server has keys. Nothing is sent to a server that does not have the key that they name.
+    ``secret`` is sent with every message (``messages.Envelope``).
 
     Raises:
         AddressError: the address is malformed.
     """
 
-    def __init__(self, address: str, name: str, keys: ClientKeys | None = None) -> None:
+    def __init__(self, address: str, name: str, keys: ClientKeys | None = None, *, secret: str = "") -> None:
         host, port = check_address(address)
         if not port:
             raise AddressError(f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}")
-        self.address, self._has_keys = address, keys is not None
+        self.address, self._has_keys, self._secret = address, keys is not None, secret
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._outstanding: dict[str, Outstanding] = {}
         self._unsent: list[Outstanding] = []
@@ -70,7 +71,8 @@ class Connection:
         self._waiting_since: float | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{self._prefix}".encode())
+        # Whoever knows this id can take over the connection, so it is random.
+        self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{uuid.uuid4().hex}".encode())
         # Without a connection the socket queues nothing, so a restarted server is not flooded with repeats.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -120,7 +122,7 @@ class Connection:
         """
         request_id = f"{self._prefix}-{next(self._numbers)}"
         now, type_ = time.monotonic(), WIRE_TYPES[type(request)]
-        fields = {**asdict(request), "request_id": request_id, "wait_s": wait_s}
+        fields = {**asdict(request), "request_id": request_id, "wait_s": wait_s, "secret": self._secret}
         outstanding = Outstanding(request_id, type_, fields, tuple(parts), wait_s, now)
         self._outstanding[request_id] = outstanding
         self._num_outstanding[type_] += 1
@@ -135,7 +137,8 @@ class Connection:
             return False
         self._follow_link(time.monotonic())
         try:
-            self._socket.send(encode(WIRE_TYPES[type(request)], request), zmq.NOBLOCK)
+            fields = {**asdict(request), "secret": self._secret}
+            self._socket.send(encode(WIRE_TYPES[type(request)], fields), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -3,18 +3,23 @@
 Each public function is one request. It changes ``state`` and returns the answer. ``now`` is the time in seconds. A
 repeated request has no further effect, except for ``lease``: the server repeats the answers to lease requests.
 
+A generator's id belongs to the ``Owner`` that used it first, until its generator says goodbye, is replaced, or is
+forgotten. The server calls ``claim`` before each request; so the others need no owner, only the generator's id.
+
 Leases are granted for evaluations first, then for training, as far as the staleness bound and ``queue.max_bytes``
 allow. ``admission`` has the rule.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
 
+from async_rl.errors import QueueError
 from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
-from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry
+from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
 from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import Attempts, QueueState
 from async_rl.queue.messages import DropCause, FailureCause, GeneratorStats, LeasesGranted, Verdict
@@ -25,14 +30,53 @@ _RETURNED = "returned"
 """Status of a closed lease whose group arrived. A second group for it is a duplicate."""
 
 
+def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> None:
+    """Check that ``owner`` may use this id. A new id is ``owner``'s from now on.
+
+    Raises:
+        QueueError: the id belongs to another owner.
+    """
+    state.at(now)
+    entry = state.generators.get(generator_id)
+    if entry is not None and entry.owner != owner:
+        _check_owner(state, entry, owner, "choose another --id")
+        # A generator of this id is dead, and another one takes its place.
+        lose_generator(state, generator_id, now)
+        entry = None
+    if entry is None:
+        entry = state.generators.seen(generator_id, state.now)
+        entry.owner = owner
+        state.generators.save(entry)
+
+
+def _check_owner(state: QueueState, entry: GeneratorEntry, owner: Owner, remedy: str) -> None:
+    if state.generators.belongs_to(entry, owner, state.now):
+        return
+    entry.num_foreign += 1
+    if entry.owner.has_key:
+        raise QueueError(f"generator id {entry.generator_id!r} belongs to another client key; {remedy}")
+    raise QueueError(
+        f"generator id {entry.generator_id!r} belongs to another generator, which was alive "
+        f"{state.now - entry.seen_at:.0f} s ago; {remedy}, or wait until it was silent for "
+        f"{state.settings.generator_timeout_s:.0f} s"
+    )
+
+
 def hello(
     state: QueueState, generator_id: str, host: str, backend: str, now: float, *, replaces: str | None = None
 ) -> None:
-    """Register a generator. If ``replaces`` names a dead generator, remove that one and expire its leases."""
+    """Register a generator. If ``replaces`` names a dead generator, remove that one and expire its leases.
+
+    Raises:
+        QueueError: the generator to replace belongs to another owner, and is alive or has a key.
+    """
     entry = _seen(state, generator_id, now)
-    entry.host, entry.backend = host, backend
     if replaces is not None and replaces != generator_id:
+        replaced = state.generators.get(replaces)
+        if replaced is not None:
+            _check_owner(state, replaced, entry.owner, "start without --replaces")
         lose_generator(state, replaces, now)
+    entry.host, entry.backend = host, backend
 
 
 def lose_generator(state: QueueState, generator_id: str, now: float) -> None:
@@ -52,8 +96,8 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     entry = _seen(state, generator_id, now)
     entry.active = active
     state.expire(now)
-    if entry.is_quarantined:
-        return LeasesGranted((), f"this generator is quarantined: {quarantine_reason(entry)}")
+    if entry.quarantined:
+        return LeasesGranted((), f"this generator is quarantined: {entry.quarantined}")
     learner = state.learner
     if learner is None:
         return LeasesGranted((), "waits for a learner to attach")
@@ -108,13 +152,17 @@ def receive(
     """
     entry = _seen(state, generator_id, now)
     active, learner = state.leases.get(group.lease_id), state.learner
-    if active is None or learner is None or active.generator_id != generator_id:
+    if active is None or learner is None:
         return _receive_late(state, group), ""
+    if active.generator_id != generator_id:
+        return "refused", _refuse_foreign(state, generator_id, group.lease_id)
     announced = learner.announced_version
     unfit = why_unfit(
         group, active.lease, newest_version=-1 if announced is None else announced,
         vocab_size=state.vocab_size, max_abs_reward=state.settings.max_abs_reward,
     )  # fmt: skip
+    if not unfit and group.generator_id != generator_id:
+        unfit = f"expected a group of its sender, generator {generator_id!r}, got one of {group.generator_id!r}"
     free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
     # A larger group could forever leave too little room for the rest of its step.
     room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
@@ -138,14 +186,34 @@ def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
     entry = state.generators.seen(generator_id, state.now)
     entry.refused[cause] += 1
     entry.note_returned(refused=True)
-    if not entry.is_quarantined and sum(entry.returned) > state.settings.max_refused_share * QUARANTINE_OF:
-        entry.is_quarantined = True
-        for active in [active for active in state.leases if active.generator_id == generator_id]:
-            state.lose_lease(active, "expired")
+    state.generators.save(entry)
+    # The journal must get the new counts even if nothing else has changed.
+    state.revision += 1
+    num_refused = sum(entry.returned)
+    if num_refused > state.settings.max_refused_share * QUARANTINE_OF:
+        quarantine(
+            state, generator_id,
+            f"{num_refused} of its last {QUARANTINE_OF} groups were refused ({entry.causes}); limit: "
+            f"queue.max_refused_share = {state.settings.max_refused_share:g}",
+        )  # fmt: skip
 
 
-def quarantine_reason(entry: GeneratorEntry) -> str:
-    return f"{sum(entry.returned)} of its last {QUARANTINE_OF} groups were refused ({entry.causes})"
+def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
+    """Grant a generator no more leases, and expire those that it has. Nothing changes if it is quarantined already."""
+    entry = state.generators.get(generator_id)
+    if entry is None or entry.quarantined:
+        return
+    entry.quarantined = reason
+    state.generators.save(entry)
+    state.revision += 1
+    for active in [active for active in state.leases if active.generator_id == generator_id]:
+        state.lose_lease(active, "expired")
+
+
+def _refuse_foreign(state: QueueState, generator_id: str, lease_id: str) -> str:
+    """Count a request for another generator's lease. Return the reason to refuse it."""
+    _note_refused(state, generator_id, "not its lease")
+    return f"lease {lease_id} belongs to another generator"
 
 
 def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: float) -> None:
@@ -161,8 +229,11 @@ def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCaus
     """Close a lease that a generator returned without a group."""
     _seen(state, generator_id, now)
     active = state.leases.get(lease_id)
-    if active is None or active.generator_id != generator_id:
+    if active is None:
         return "duplicate" if state.leases.status_of(lease_id) is not None else "unknown_lease"
+    if active.generator_id != generator_id:
+        _refuse_foreign(state, generator_id, lease_id)
+        return "refused"
     if cause == "prompt_too_long":
         state.refuse_prompt(active)
     else:
@@ -308,7 +379,9 @@ def _issue_eval(
 
 def _new_id(state: QueueState, learner: LearnerSide, kind: LeaseKind, position: int) -> str:
     state.num_leases += 1
-    return f"{learner.lineage[:8]}-{state.instance}-{kind}{position}-{state.num_leases}"
+    # Without the server's secret, 64 bits of it can't be guessed. With it, every id can be computed again.
+    digest = hashlib.blake2b(b"%d" % state.num_leases, key=state.instance.encode(), digest_size=8)
+    return f"{learner.lineage[:8]}-{kind}{position}-{state.num_leases}-{digest.hexdigest()}"
 
 
 def build_lease(

@@ -169,16 +169,40 @@ class LeaseTable:
         return late
 
 
+class Owner(msgspec.Struct, frozen=True, gc=False):
+    """Who may use a generator's id: a client key, or on a server without keys whoever knows a secret.
+
+    ``name`` is the public key, or the digest of the secret.
+    """
+
+    name: str = ""
+    has_key: bool = False
+
+
+NOBODY = Owner()
+
+
+class GeneratorRecord(msgspec.Struct, frozen=True, gc=False):
+    """A generator as the journal stores it. The fields are those of ``GeneratorEntry``."""
+
+    owner: Owner
+    refused: dict[str, int]
+    returned: list[bool]
+    quarantined: str
+
+
 @dataclass(slots=True)
 class GeneratorEntry:
     """The queue's entry of one generator. ``cancelled`` has its cancelled leases that no notice has listed yet.
 
     ``refused`` counts its refused groups by cause; ``returned`` has, for each of its last groups, whether it was
-    refused. A restarted queue forgets both.
+    refused. ``quarantined`` is the reason why it gets no more leases; empty if it gets some. ``num_foreign`` counts
+    the refused requests under its id that its owner did not send. The journal has the state at the last refusal.
     """
 
     generator_id: str
     seen_at: float
+    owner: Owner = NOBODY
     host: str = ""
     backend: str = ""
     active: tuple[str, int] | None = None
@@ -186,10 +210,14 @@ class GeneratorEntry:
     cancelled: set[str] = field(default_factory=set)
     refused: Counter[str] = field(default_factory=Counter)
     returned: deque[bool] = field(default_factory=lambda: deque(maxlen=QUARANTINE_OF))
-    is_quarantined: bool = False
+    quarantined: str = ""
+    num_foreign: int = 0
 
     def note_returned(self, *, refused: bool) -> None:
         self.returned.append(refused)
+
+    def record(self) -> GeneratorRecord:
+        return GeneratorRecord(self.owner, dict(self.refused), list(self.returned), self.quarantined)
 
     @property
     def causes(self) -> str:
@@ -200,8 +228,8 @@ class GeneratorEntry:
 class GeneratorTable:
     """Generators by id. After a silence of ``timeout_s`` one is not alive; after ten times that it is removed."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, changes: Changes) -> None:
+        self._timeout_s, self._changes = timeout_s, changes
         self._entries: dict[str, GeneratorEntry] = {}
         self._to_notify: set[str] = set()
         self._forget_at = 0.0
@@ -216,9 +244,29 @@ class GeneratorTable:
     def get(self, generator_id: str) -> GeneratorEntry | None:
         return self._entries.get(generator_id)
 
+    def save(self, entry: GeneratorEntry) -> None:
+        """Write an entry to the journal."""
+        self._changes.put("generator", entry.generator_id, entry.record())
+
+    def restore(self, generator_id: str, known: GeneratorRecord, now: float) -> None:
+        """Add a generator of an earlier process. It is not alive until it sends something."""
+        entry = self._entries[generator_id] = GeneratorEntry(generator_id, now - 2 * self._timeout_s, known.owner)
+        entry.refused.update(known.refused)
+        entry.returned.extend(known.returned)
+        entry.quarantined = known.quarantined
+
     def remove(self, generator_id: str) -> None:
-        self._entries.pop(generator_id, None)
+        if self._entries.pop(generator_id, None) is not None:
+            self._changes.delete("generator", generator_id)
         self._to_notify.discard(generator_id)
+
+    def belongs_to(self, entry: GeneratorEntry, owner: Owner, now: float) -> bool:
+        """Whether ``owner`` may use or replace this generator's id.
+
+        A generator without a key may be replaced by another when it is not alive, because a restarted one has a new
+        secret.
+        """
+        return entry.owner == owner or not (entry.owner.has_key or self._is_alive(entry, now))
 
     def forget_silent(self, now: float) -> None:
         """Remove generators that were silent for too long.
@@ -233,18 +281,18 @@ class GeneratorTable:
         self._forget_at = min((e.seen_at for e in self._entries.values()), default=now) + 10 * self._timeout_s
 
     def alive(self, now: float) -> list[GeneratorEntry]:
-        return [e for e in self._entries.values() if now - e.seen_at <= self._timeout_s]
+        return [e for e in self._entries.values() if self._is_alive(e, now)]
+
+    def _is_alive(self, entry: GeneratorEntry, now: float) -> bool:
+        return now - entry.seen_at <= self._timeout_s
 
     def why_nobody(self, now: float) -> str:
         """Return a message if every alive generator is quarantined, else an empty text."""
         alive = self.alive(now)
-        if not alive or not all(entry.is_quarantined for entry in alive):
+        if not alive or not all(entry.quarantined for entry in alive):
             return ""
-        named = "; ".join(f"{entry.generator_id} ({entry.causes})" for entry in alive)
-        return (
-            f"every generator is quarantined, because the queue refused more than queue.max_refused_share of their "
-            f"groups: {named}; see the generators' logs"
-        )
+        named = "; ".join(f"{entry.generator_id}: {entry.quarantined}" for entry in alive)
+        return f"every generator is quarantined: {named}; see the generators' logs"
 
     def cancel(self, active: ActiveLease) -> None:
         """Record that the lease's generator must stop sampling it."""
@@ -278,10 +326,11 @@ class GeneratorTable:
                 "backend": e.backend,
                 "active": list(e.active) if e.active else None,
                 "seen_s_ago": now - e.seen_at,
-                "alive": now - e.seen_at <= self._timeout_s,
+                "alive": self._is_alive(e, now),
                 "stats": msgspec.structs.asdict(e.stats),
                 "refused": dict(e.refused),
-                "quarantined": e.is_quarantined,
+                "quarantined": e.quarantined,
+                "foreign_requests": e.num_foreign,
             }
             for e in self._entries.values()
         ]

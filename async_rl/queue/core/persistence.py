@@ -24,7 +24,7 @@ from async_rl.net.wire import pack_plain
 from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
 from async_rl.queue.core.generator_requests import build_lease
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
-from async_rl.queue.core.leases import ActiveLease, ClosedLease, LeaseRecord
+from async_rl.queue.core.leases import ActiveLease, ClosedLease, GeneratorRecord, LeaseRecord
 from async_rl.queue.core.prompts import Answer, Evaluation, EvaluationRecord, Row, StreamCursor
 from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import DropCause
@@ -156,6 +156,8 @@ def _load_leases(state: QueueState, entries: Entries) -> None:
     closed = {lease_id: msgspec.convert(plain, ClosedLease) for lease_id, plain in entries["closed_lease"].items()}
     for lease_id, lease in sorted(closed.items(), key=lambda item: item[1].number):
         state.leases.restore_closed(lease_id, lease)
+    for generator_id, plain in entries["generator"].items():
+        state.generators.restore(generator_id, msgspec.convert(plain, GeneratorRecord), state.now)
 
 
 def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) -> ActiveLease:
@@ -338,7 +340,8 @@ def excluded(state: QueueState) -> list[dict[str, Any]]:
 def _leases(state: QueueState) -> list[dict[str, Any]]:
     return [
         {
-            "lease_id": active.lease.lease_id,
+            # Without its random part: any client may ask for the status.
+            "lease_id": active.lease.lease_id.rpartition("-")[0],
             "generator": active.generator_id,
             "kind": active.lease.kind,
             "version": active.version,

@@ -79,9 +79,9 @@ class PersistedState:
 class QueueState(PersistedState):
     """The queue: its whole mutable state.
 
-    ``rows`` are the training rows, and ``stream`` the order in which they are sampled. ``instance`` makes the lease ids
-    of two server processes of one run differ. ``payloads`` stores the encoded groups. ``changes`` collects the records
-    for the journal; by default none are collected.
+    ``rows`` are the training rows, and ``stream`` the order in which they are sampled. ``instance`` is a secret of the
+    server process: lease ids depend on it, so that nobody can guess them. ``payloads`` stores the encoded groups.
+    ``changes`` collects the records for the journal; by default none are collected.
 
     ``revision`` grows with every change, so that waiting requests are retried. ``taken`` are the groups of the
     learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, the time at which the next batch was complete
@@ -116,7 +116,7 @@ class QueueState(PersistedState):
             )
         self.stream.cursor = self.cursor
         self.leases = LeaseTable(self.settings.lease_timeout_s, self.changes)
-        self.generators = GeneratorTable(self.settings.generator_timeout_s)
+        self.generators = GeneratorTable(self.settings.generator_timeout_s, self.changes)
         self.evals = EvalBook(self.changes, self.payloads)
         self.snapshot_refs = SnapshotRefs(self.changes)
 

@@ -55,7 +55,7 @@ class HeldMessages:
     """Messages that arrived while no change could be committed. A repeated request is held once."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[bytes, str, str | None], list[memoryview]] = {}
+        self._held: dict[tuple[bytes, str, str, str | None], list[memoryview]] = {}
         self._num_bytes = 0
 
     @property
@@ -63,12 +63,13 @@ class HeldMessages:
         """Whether to receive more messages. Messages that are not received stay in the sockets."""
         return self._num_bytes < _MAX_BYTES and len(self._held) < _MAX_MESSAGES
 
-    def add(self, peer: bytes, type_: str, request_id: str | None, frames: list[memoryview]) -> None:
-        if (peer, type_, request_id) not in self._held:
+    def add(self, peer: bytes, key: str, type_: str, request_id: str | None, frames: list[memoryview]) -> None:
+        """Hold one message; ``key`` is its sender's."""
+        if (peer, key, type_, request_id) not in self._held:
             self._num_bytes += sum(map(len, frames))
-            self._held[peer, type_, request_id] = frames
+            self._held[peer, key, type_, request_id] = frames
 
-    def pop_all(self) -> list[tuple[bytes, list[memoryview]]]:
-        """Remove and return all messages, in order of arrival."""
+    def pop_all(self) -> list[tuple[bytes, str, list[memoryview]]]:
+        """Remove and return all messages as (peer, key, frames), in order of arrival."""
         held, self._held, self._num_bytes = self._held, {}, 0
-        return [(peer, frames) for (peer, _, _), frames in held.items()]
+        return [(peer, key, frames) for (peer, key, _, _), frames in held.items()]

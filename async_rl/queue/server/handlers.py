@@ -10,6 +10,7 @@ of ids.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from async_rl.queue.core import generator_requests, learner_requests, persistenc
 from async_rl.queue.core.admission import eval_sampling
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.learner_requests import TakenPayload
+from async_rl.queue.core.leases import Owner
 from async_rl.queue.core.prompts import Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
@@ -114,16 +116,27 @@ class Handlers:
             )
         return getattr(self, f"_on_{message.type}")(read_as(message.fields, record), message, now)
 
-    def generator_of(self, message: Message, peer: bytes, now: float) -> str | None:
+    def generator_of(self, message: Message, peer: bytes, key: str, now: float) -> str | None:
         """The id of the generator that sent this, registered with its connection; None if no generator sent it.
 
+        ``key`` is the sender's public key; empty on a server without keys.
+
         Raises:
-            WireError: the id is malformed. QueueError: the registry of generators is full.
+            WireError: the id is malformed, or the connection belongs to another generator.
+            QueueError: the registry of generators is full, or the id belongs to another owner.
         """
         if message.type not in GENERATOR_REQUESTS:
             return None
         generator_id = read_as(message.fields, messages.OfGenerator).generator_id
-        self.registry.seen(generator_id, now, peer)
+        secret = read_as(message.fields, messages.Envelope).secret
+        self.registry.seen(generator_id, now, from_peer=peer)
+        try:
+            generator_requests.claim(self.state, generator_id, owner_of(key, secret), now)
+        except QueueError as error:
+            if (entry := self.state.generators.get(generator_id)) is not None and entry.num_foreign == 1:
+                logger.warning("refused a %r request: %s", message.type, error)
+            raise
+        self.registry.bind(generator_id, peer)
         return generator_id
 
     # Any client.
@@ -326,13 +339,12 @@ class Handlers:
 
     def _log_quarantine(self, generator_id: str) -> None:
         entry = self.state.generators.get(generator_id)
-        if entry is not None and entry.is_quarantined and generator_id not in self._quarantined:
+        if entry is not None and entry.quarantined and generator_id not in self._quarantined:
             self._quarantined.add(generator_id)
             logger.warning(
-                "generator %r gets no more leases: %s; look for the cause in its log, then start it again",
-                generator_id,
-                generator_requests.quarantine_reason(entry),
-            )
+                "generator %r is quarantined, it gets no more leases: %s; look for the cause in its log, then start "
+                "it again", generator_id, entry.quarantined,
+            )  # fmt: skip
 
     def _receive_group(self, generator_id: str, lease_id: str, payload: Frame, now: float) -> tuple[Verdict, str]:
         try:
@@ -409,6 +421,14 @@ class Handlers:
         return notice
 
 
+def owner_of(key: str, secret: str) -> Owner:
+    """The owner that a message's public key proves, or on a server without keys (``key`` is empty) its secret."""
+    if key:
+        return Owner(key, has_key=True)
+    # The journal must not have the secret itself.
+    return Owner(hashlib.sha256(secret.encode()).hexdigest()[:32])
+
+
 def _wait_s(message: Message) -> float:
     return min(max(field(message.fields, "wait_s", float), 0.0), MAX_WAIT_S)
 
@@ -480,13 +500,13 @@ class GeneratorRegistry:
     def __len__(self) -> int:
         return len(self._generators)
 
-    def seen(self, generator_id: str, now: float, peer: bytes | None = None) -> Generator:
-        """Return the generator that sent a message. Register a new one. ``peer``: send its notices to this connection.
+    def seen(self, generator_id: str, now: float, *, from_peer: bytes | None = None) -> Generator:
+        """Return the generator that sent a message over the connection ``from_peer``. Register a new one.
 
         Raises:
             WireError: the connection belongs to another generator. QueueError: the registry is full.
         """
-        if peer is not None and (known := self._by_peer.get(peer, generator_id)) != generator_id:
+        if from_peer is not None and (known := self._by_peer.get(from_peer, generator_id)) != generator_id:
             # Otherwise one peer could fill the registry, and get every notice once for each of its ids.
             raise WireError(
                 f"expected messages of generator {known!r} on this connection, got one of {generator_id!r}; open one "
@@ -497,11 +517,15 @@ class GeneratorRegistry:
             self._make_room(now)
             generator = self._generators[generator_id] = Generator(now)
         generator.seen_at = max(now, generator.seen_at)
-        if peer is not None and generator.peer != peer:
+        return generator
+
+    def bind(self, generator_id: str, peer: bytes) -> None:
+        """Send the notices of this generator to the connection ``peer``."""
+        generator = self._generators[generator_id]
+        if generator.peer != peer:
             self._unbind(generator)
             generator.peer = peer
             self._by_peer[peer] = generator_id
-        return generator
 
     def peer_of(self, generator_id: str) -> bytes | None:
         """The connection of this generator's last message."""

@@ -16,12 +16,16 @@ _MAX_PENDING = 2 * MAX_GENERATORS + 64
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The sender and type of a request. ``generator_id`` is None for messages that no generator sent."""
+    """The sender and type of a request. ``generator_id`` is None for messages that no generator sent.
+
+    ``key`` is the sender's public key; empty on a server without keys.
+    """
 
     peer: bytes
     request_id: str | None
     generator_id: str | None
     type: str
+    key: str = ""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ class QueueServer:
         )
         self._changes = Changes(is_wanted=self._journal is not None)
         self._state = QueueState(
-            self._settings, self._train_rows, stream, data_digest=self._data_digest, instance=secrets.token_hex(2),
+            self._settings, self._train_rows, stream, data_digest=self._data_digest, instance=secrets.token_hex(16),
             payloads=MemoryPayloads() if self._journal is None else RecentPayloads(self._journal, _RECENT_BYTES),
             changes=self._changes,
         )  # fmt: skip
@@ -239,22 +240,22 @@ class QueueServer:
 
     def _drain(self) -> None:
         now = time.monotonic()
-        for peer, frames in self._held.pop_all():
-            self._receive(peer, frames)
-        for peer, frames in self._endpoint.receive(_MAX_DRAIN, now):
-            self._receive(peer, frames)
+        for peer, key, frames in self._held.pop_all():
+            self._receive(peer, key, frames)
+        for peer, key, frames in self._endpoint.receive(_MAX_DRAIN, now):
+            self._receive(peer, key, frames)
             self._pending.answer_only("take")
             if self._has_batch or time.monotonic() - now >= _DRAIN_S:
                 break
         self._endpoint.note_refused(now)
 
-    def _receive(self, peer: bytes, frames: list[memoryview]) -> None:
+    def _receive(self, peer: bytes, key: str, frames: list[memoryview]) -> None:
         """Handle one multipart message: one or several messages, each followed by its parts."""
-        left = self._receive_first(peer, frames)
+        left = self._receive_first(peer, key, frames)
         while left and self._endpoint.admits_another(peer, time.monotonic()):
-            left = self._receive_first(peer, left)
+            left = self._receive_first(peer, key, left)
 
-    def _receive_first(self, peer: bytes, frames: list[memoryview]) -> list[memoryview]:
+    def _receive_first(self, peer: bytes, key: str, frames: list[memoryview]) -> list[memoryview]:
         """Handle the first message. Return the frames after it; none if its number of parts is unknown."""
         request_id: str | None = None
         left: list[memoryview] = []
@@ -269,15 +270,15 @@ class QueueServer:
             left = frames[end:]
             limits.check(message, sum(map(len, frames[:end])))
             if message.type in LEARNER_REQUESTS:
-                self._endpoint.require_learner_key(message.type)
+                self._endpoint.require_learner_key(message.type, key)
         except Exception as error:
             # The state is untouched, whatever the error is.
             self._send(Request(peer, request_id, None, "malformed"), self._refusal(peer, error))
             return left
         if self._is_stalled:
-            self._hold(peer, request_id, message, frames[:end])
+            self._hold(peer, key, request_id, message, frames[:end])
         else:
-            self._handle(peer, request_id, message)
+            self._handle(Request(peer, request_id, None, message.type, key), message)
         return left
 
     def _refusal(self, peer: bytes, error: Exception) -> Reply:
@@ -288,21 +289,23 @@ class QueueServer:
             logger.error("a request failed because of a bug in async-rl; please report it", exc_info=error)
         return _error(error)
 
-    def _handle(self, peer: bytes, request_id: str | None, message: Message) -> None:
+    def _handle(self, request: Request, message: Message) -> None:
         """Handle one message. Raises RequestError: a bug, which may have left a partial change."""
         now = time.monotonic()
-        request = Request(peer, request_id, None, message.type)
         generator_id: str | None = None
 
-        def handle() -> Reply | Deferred | None:
+        def identify() -> None:
             nonlocal generator_id
-            generator_id = self._handlers.generator_of(message, peer, now)
-            self._note_learner(peer, message, now)
+            generator_id = self._handlers.generator_of(message, request.peer, request.key, now)
+
+        def handle() -> Reply | Deferred | None:
+            self._note_learner(request.peer, message, now)
             return self._handlers.handle(message, now)
 
-        answer = self._attempt(request, handle, now)
+        # Separately, because a new owner of an id expires leases, even if its request is refused afterwards.
+        answer = self._attempt(request, identify, now) or self._attempt(request, handle, now)
         if not (isinstance(answer, Reply) and isinstance(answer.record, ErrorReply)):
-            request = Request(peer, request_id, generator_id, message.type)
+            request = replace(request, generator_id=generator_id)
         if isinstance(answer, Reply):
             self._send(request, answer)
         elif isinstance(answer, Deferred):
@@ -339,7 +342,8 @@ class QueueServer:
     def _note_learner(self, peer: bytes, message: Message, now: float) -> None:
         learner = self._state.learner
         lineage = message.fields.get("lineage")
-        if message.type == "attach" or (learner is not None and lineage == learner.lineage and message.type != "lease"):
+        is_attached = learner is not None and lineage == learner.lineage and message.type in LEARNER_REQUESTS
+        if message.type == "attach" or is_attached:
             self._lifetime.note_learner(now)
             if message.type not in _NOT_AWAITED:
                 self._learner_peer = peer
@@ -420,15 +424,15 @@ class QueueServer:
                 self._endpoint.send_now(peer, [frame])
         select.select(self._lifetime.fds, [], [], _LOOK_AGAIN_S)
         if self._held.has_room:
-            for peer, frames in self._endpoint.receive(_MAX_DRAIN, now):
-                self._receive(peer, frames)
+            for peer, key, frames in self._endpoint.receive(_MAX_DRAIN, now):
+                self._receive(peer, key, frames)
 
-    def _hold(self, peer: bytes, request_id: str | None, message: Message, frames: list[memoryview]) -> None:
+    def _hold(self, peer: bytes, key: str, request_id: str | None, message: Message, frames: list[memoryview]) -> None:
         """Answer status and ping at once, and hold any other message, while a commit waits for room."""
         now = time.monotonic()
         self._note_learner(peer, message, now)
         if message.type not in ("status", "ping"):
-            self._held.add(peer, message.type, request_id, frames)
+            self._held.add(peer, key, message.type, request_id, frames)
             return
         request = Request(peer, request_id, None, message.type)
         reply = self._attempt_read(request, message, now)
@@ -473,7 +477,7 @@ class QueueServer:
             generator_requests.lose_generator(self._state, generator_id, time.monotonic())
         for other, message in waiting:
             if other.peer != request.peer:
-                self._handle(other.peer, other.request_id, message)
+                self._handle(replace(other, generator_id=None), message)
 
     def _reload(self, journal: Journal) -> None:
         """Restore the state of the last commit."""
@@ -497,7 +501,7 @@ class QueueServer:
                 is_told = True
         while not is_told and self._state.learner is not None and not self._why_end(time.monotonic()):
             self._poller.poll(1000)
-            for peer, frames in self._endpoint.receive(_MAX_DRAIN, time.monotonic()):
+            for peer, _, frames in self._endpoint.receive(_MAX_DRAIN, time.monotonic()):
                 try:
                     message = decode(frames[0], self._endpoint.limits.wire)
                     request = Request(peer, _request_id(message), None, message.type)

@@ -112,8 +112,11 @@ class Endpoint:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
 
-    def receive(self, most: int, now: float) -> Iterator[tuple[bytes, list[memoryview]]]:
-        """Yield up to ``most`` arrived messages as (peer, frames). Drop those of peers above their rate."""
+    def receive(self, most: int, now: float) -> Iterator[tuple[bytes, str, list[memoryview]]]:
+        """Yield up to ``most`` arrived messages as (peer, key, frames). Drop those of peers above their rate.
+
+        ``key`` is the client's public key, which CURVE has verified; empty on a server without keys.
+        """
         for _ in range(most):
             if not is_readable(self._socket):
                 return
@@ -121,8 +124,9 @@ class Endpoint:
             peer = bytes(frames[0].buffer)
             if self._limiter.admits(peer, now):
                 self._current = frames[-1]
+                key = "" if self._allowed is None else str(self._current.get("User-Id"))
                 try:
-                    yield peer, [memoryview(frame.buffer) for frame in frames[1:]]
+                    yield peer, key, [memoryview(frame.buffer) for frame in frames[1:]]
                 finally:
                     self._current = None
 
@@ -138,17 +142,17 @@ class Endpoint:
                 "ignored for %.0f s; %s", peer, self._sender(), self._max_malformed, BLOCKED_S, SAME_VERSION,
             )  # fmt: skip
 
-    def require_learner_key(self, type_: str) -> None:
-        """Check that the current message, which only the learner may send, was sent with the key ``client.key``.
+    def require_learner_key(self, type_: str, key: str) -> None:
+        """Check that a message, which only the learner may send, was sent with the key ``client.key``.
 
         Without keys any client may send it.
 
         Raises:
             QueueError: the message was sent with another key.
         """
-        if self._allowed is None or self._current is None:
+        if self._allowed is None:
             return
-        name = self._allowed.name_of(str(self._current.get("User-Id")).encode())
+        name = self._allowed.name_of(key.encode())
         if name != DEFAULT_CLIENT:
             raise QueueError(
                 f"expected {type_!r} under the learner's key, {DEFAULT_CLIENT}.key, got it under the key of {name!r}, "

@@ -35,7 +35,7 @@ _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.
 """Other FUSE file systems are mostly network file systems, and are refused."""
 
 _START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
-_FORMAT = 2
+_FORMAT = 3
 """Increase this number with every change of the tables, or of the kinds and fields of records."""
 _PRAGMAS = (
     # One owner: no shared-memory file, and no file locks to take in every transaction.
@@ -64,9 +64,10 @@ _SCHEMA = f"""
 _PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 
-Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer"]
+Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer", "generator"]
 """Records by lease id: ``group`` (ready, taken, or referred to by a snapshot), ``lease`` (in flight), ``closed_lease``.
-By name: ``snapshot`` (the groups it refers to), ``evaluation``, and ``answer`` (one row of an evaluation)."""
+By name: ``snapshot`` (the groups it refers to), ``evaluation``, ``answer`` (one row of an evaluation), and
+``generator``."""
 
 
 class Change(NamedTuple):
