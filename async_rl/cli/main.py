@@ -55,7 +55,7 @@ def launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything, print the commands and what is missing, write nothing. Exit code 0.",
+            help="Check everything, print the commands and what they still need, write nothing. Exit code 0.",
         ),
     ] = False,
     fresh: Fresh = False,
@@ -88,8 +88,8 @@ def learner(
         bool,
         typer.Option(
             "--takeover",
-            help="Take the run over from a learner that uses its directory and does not answer. That one can write "
-            "nothing to the run any more.",
+            help="Take over a run whose learner holds its directory but does not answer any more. The old learner can "
+            "then write nothing to the run.",
         ),
     ] = False,
 ) -> None:
@@ -127,7 +127,7 @@ def generator(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override one generator.* key, as in generator.batch_size=128; may be repeated.",
+            help="Set one generator.* key, as in generator.batch_size=128. May be repeated.",
         ),
     ] = None,
     wait: Annotated[
@@ -139,7 +139,10 @@ def generator(
     insecure: Insecure = False,
     keys: Keys = None,
     generator_id: Annotated[
-        str | None, typer.Option("--id", metavar="NAME", help="Its name in logs and metrics. If unset, a random one.")
+        str | None,
+        typer.Option(
+            "--id", metavar="NAME", help="Name of this generator in logs and metrics. If unset, a random name."
+        ),
     ] = None,
     replaces: Annotated[
         str | None,
@@ -151,7 +154,8 @@ def generator(
     """Sample rollouts for the run whose queue server is at ADDRESS, until that run is finished.
 
     It needs no file of the run: the queue server sends model, sampling and rewards, the learner sends weights. Any
-    number of generators may join or leave at any time. --set takes generator.* keys only: they describe this machine.
+    number of generators may join or leave at any time. --set takes keys of this machine only: generator.*, and
+    reward.code.allow_unsafe, reward.code.endpoint and reward.code.packages.
 
     \b
     Example:
@@ -183,10 +187,12 @@ def queue(
     overrides: Overrides = None,
     run_id: Annotated[
         str | None,
-        typer.Option("--run-id", metavar="ID", help="The run's id in the handshake. If unset, a random one."),
+        typer.Option(
+            "--run-id", metavar="ID", help="Only the learner of the run with this id may attach. If unset, a random id."
+        ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start with an empty queue; the old journal is moved aside.")
+        bool, typer.Option("--fresh", help="Start with an empty queue. The old journal is moved aside, never deleted.")
     ] = False,
     insecure: Insecure = False,
 ) -> None:
@@ -226,7 +232,7 @@ def status(
     ] = 5.0,
     keys: Keys = None,
 ) -> None:
-    """Show how a run is doing: generators, versions, ready groups, the ledger, who waits for what.
+    """Show how a run is doing: generators, versions, ready groups, the ledger, and what waits for what.
 
     Name the run by its directory or by its queue server's address. A finished run has no queue server: its step and its
     ledger are read from the directory.
@@ -237,7 +243,9 @@ def status(
       async-rl status --connect tcp://10.0.0.1:5555 --keys node-b.key --json
     """
     if (run_dir is None) == (connect is None):
-        raise ConfigError("expected RUN_DIR or --connect ADDRESS, got " + ("neither" if run_dir is None else "both"))
+        raise ConfigError(
+            "expected either RUN_DIR or --connect ADDRESS, got " + ("neither" if run_dir is None else "both")
+        )
     if connect is not None:
         check_address(connect)
     from async_rl.launch.status import print_status, status_at, status_of_run
@@ -305,7 +313,7 @@ def _is_first_rank() -> bool:
 
 @contextlib.contextmanager
 def _role() -> Iterator[bool]:
-    """Prepare a long-running command: it ends with its parent, unwinds on SIGTERM, and logs.
+    """Prepare a long-running command: it ends with its parent, cleans up on SIGTERM, and logs.
 
     Yields whether ``launch`` started the process.
     """

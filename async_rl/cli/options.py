@@ -52,7 +52,7 @@ EvalConfig = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Config with settings and data sets. If unset, that of the first MODEL's run.",
+        help="Config with settings and data sets. If unset, the config of the first MODEL's run.",
     ),
 ]
 Samples = Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers per row.")]
@@ -71,9 +71,14 @@ MaxPromptTokens = Annotated[
         "--max-prompt-tokens", metavar="N", min=1, help="Limit of a prompt, in tokens; longer ones get no answer."
     ),
 ]
-RewardType = Annotated[str | None, typer.Option("--reward", metavar="TYPE", help="As reward.type.")]
+RewardType = Annotated[
+    str | None, typer.Option("--reward", metavar="TYPE", help="Reward that scores the answers, as reward.type.")
+]
 SystemPrompt = Annotated[
-    str | None, typer.Option("--system-prompt", metavar="TEXT", help="As data.system_prompt; empty for none.")
+    str | None,
+    typer.Option(
+        "--system-prompt", metavar="TEXT", help="System message, as data.system_prompt; an empty text means none."
+    ),
 ]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", min=1, help="Sequences sampled at the same time.")
@@ -85,5 +90,8 @@ Out = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")]
 Compare = Annotated[
-    bool, typer.Option("--compare", help="Answer nothing; print tables of what runs and --out directories hold.")
+    bool,
+    typer.Option(
+        "--compare", help="Sample nothing; print tables of the evaluations in run directories and --out directories."
+    ),
 ]

@@ -1,4 +1,7 @@
-"""Commands that start no role: ``config``, ``eval``, ``export``, ``doctor``, ``keys``. Each imports what it needs."""
+"""Commands that start no learner, generator or server: ``config``, ``eval``, ``export``, ``doctor``, ``keys``.
+
+Each imports what it needs.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,9 @@ def show_config(
     if not explain and key is not None:
         from async_rl.errors import ConfigError
 
-        raise ConfigError(f"expected CONFIG alone, or --explain with a key, got {key!r} without --explain")
+        raise ConfigError(
+            f"expected CONFIG alone, or --explain with a key, got {key!r} without --explain; add --explain"
+        )
     if not explain:
         typer.echo(config_to_toml(resolved), nl=False)
         return
@@ -97,8 +102,8 @@ def evaluate(
     """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
 
     Settings (system prompt, reward, limits, environment, data.eval) come from --config; if unset, from the run that
-    the first MODEL belongs to; else they are a new config's defaults. The options below win over all of them. All
-    models get the same settings.
+    the first MODEL belongs to; else they are the defaults. The options below replace them. All models get the same
+    settings.
 
     \b
     Examples:
@@ -177,12 +182,15 @@ def doctor(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Limit for each check that loads a model.")
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=1, help="Time limit of each check that loads data or a model."
+        ),
     ] = 300.0,
 ) -> None:
     """Check what would go wrong with CONFIG on this machine, and say how to fix it. Nothing is written.
 
-    It checks versions, devices, disk, ports, a real collective of two ranks, data, tokenizer, the rendered first
+    It checks versions, devices, disk, ports, a real broadcast between two ranks, data, tokenizer, the rendered first
     prompt, the reward on sample rows, and whether engine and learner give the same tokens the same log-probabilities.
     The exit code is 1 if a check failed.
 
@@ -256,9 +264,7 @@ def _compare(paths: list[Path], *, has_options: bool) -> None:
     from async_rl.evaluation.table import compare
 
     if has_options:
-        raise ConfigError(
-            "--compare answers nothing: expected directories and no other option, got other options; leave them out"
-        )
+        raise ConfigError("--compare samples nothing: expected only directories, got other options too; leave them out")
     for line in compare(paths):
         typer.echo(line)
 

@@ -1,9 +1,9 @@
 """Offline evaluation, the body of ``async-rl eval``: let models answer the rows of data sets, and score the answers.
 
-``eval_settings`` turns the command line's options into a ``Config``: the settings of a config file, of the run that a
-model belongs to, or the defaults, then the options. ``run_eval`` samples and scores with the generator's own parts
-(``rollouts``: single answers, or environments of several turns) and with the random numbers of a run's evaluations. So
-an answer here is the one that a generator of the run would have given.
+``eval_settings`` builds the ``Config``: it begins with a config file, with the config of the run that the first model
+belongs to, or with the defaults, and applies the command line's options. ``run_eval`` samples and scores with the
+generator's own parts (``rollouts``: single answers, or environments of several turns) and with the random numbers of a
+run's evaluations. So an answer here is the one that a generator of the run would have given.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One model's figures on one set, and the causes of rows without an answer."""
+    """One model's figures on one set, and why rows have no answer: cause -> rows, and the first error."""
 
     model: str
     dataset: str
@@ -61,13 +61,14 @@ def run_eval(
 
     Args:
         models: Hugging Face directories, hub ids, or checkpoints of runs.
-        out: a directory for ``DATASET.jsonl``, one line per answer, and ``figures.json``. None of them may exist.
+        out: a directory for ``DATASET.jsonl``, one line per answer, and ``figures.json``. None of these files may exist
+            yet.
 
     Raises:
         UserError: a model, a data set or a setting can't be used, or no row of a set could be answered.
     """
     if len(set(models)) < len(models):
-        raise ConfigError(f"expected models that differ, got {', '.join(models)}")
+        raise ConfigError(f"expected each model only once, got {', '.join(models)}; leave out the repeated one")
     config = settings.config
     if out is not None:
         _check_out(out, config)
@@ -122,7 +123,8 @@ def _failure_lines(one: Evaluated) -> list[str]:
     causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in one.causes.items())
     rows = int(one.figures["unanswered"])
     return [
-        f"{one.model} has no answer to {rows} rows of {one.dataset}, counted as wrong: {causes}; {one.first_failure}"
+        f"{one.model} has no answer to {rows} rows of {one.dataset}, which count as wrong: {causes}; "
+        f"{one.first_failure}"
     ]
 
 
@@ -199,10 +201,10 @@ def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, deco
 
 
 def _model_directory(model: str, stack: ExitStack) -> Path:
-    """The directory of the model's files. A checkpoint is exported to one that ``stack`` removes when it closes."""
+    """Return the directory of the model's files: for a checkpoint a temporary export, which ``stack`` removes."""
     path = Path(model)
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
-        raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none")
+        raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none; correct the path")
     if path.is_dir() and not (path / "config.json").exists():
         from async_rl.learner.checkpoint import resolve_checkpoint
         from async_rl.learner.export import export_checkpoint
@@ -225,11 +227,11 @@ class EvalOptions:
     """The options of the command line.
 
     Attributes:
-        datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``. If empty, the config's ``data.eval`` holds.
-        config: a config file. If unset, that of the run that the first model belongs to, if any.
+        datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``. If empty, the config's ``data.eval`` is used.
+        config: a config file. If unset, the config of the run that the first model belongs to, or else the defaults.
         overrides: ``section.key=value``, in the form of ``--set``.
-        values: config key -> the value of the key's option (``--samples`` for ``eval.num_samples``). They win over
-            ``overrides`` and over the keys of single sets.
+        values: config key -> the value of the key's own option (``--samples`` for ``eval.num_samples``). They replace
+            those of ``overrides`` and of single sets.
     """
 
     datasets: tuple[str, ...] = ()
@@ -247,7 +249,7 @@ class EvalSettings:
 
 
 def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
-    """The config to evaluate ``models`` with.
+    """Return the config to evaluate ``models`` with.
 
     Raises:
         ConfigError: the config, an override or an option is wrong, or no data set is named.
@@ -255,7 +257,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     raw, notes = _base(models, options)
     if not _is_usable_offline(raw):
         notes.append(
-            f"the run samples with {raw['generator']['backend']}; an offline evaluation samples with {FALLBACK}"
+            f"generator.backend is {raw['generator']['backend']} in the config; an offline evaluation uses {FALLBACK}"
         )
         raw["generator"]["backend"] = FALLBACK
     for override in options.overrides:
@@ -264,7 +266,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
         usable = " or ".join(name for name, one in BACKENDS.items() if one.offline)
         raise ConfigError(
             f"generator.backend: expected {usable} for an offline evaluation, got {raw['generator']['backend']!r}, "
-            f"which serves only the evaluations of a run (data.eval, eval.every); leave it out"
+            f"which serves only the evaluations of a run (data.eval, eval.every); leave the key out"
         )
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", "unused")
@@ -273,7 +275,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
     config = parse_config(raw, "the config with this command line")
     if not config.data.eval:
-        raise ConfigError("expected --dataset FILE, or a config with data.eval that says what to answer, got neither")
+        raise ConfigError("expected --dataset FILE, or a config with data.eval, got neither; name a data set to answer")
     return EvalSettings(config, tuple(notes))
 
 
@@ -284,7 +286,7 @@ def _is_usable_offline(raw: Mapping[str, Any]) -> bool:
 
 
 def run_config_of(model: str) -> Path | None:
-    """``config.toml`` of the run that ``model`` names or is a checkpoint or export of; None if there is no run."""
+    """Find the ``config.toml`` of the run whose directory, checkpoint or export ``model`` is; None if there is none."""
     path = Path(model)
     if not path.exists():
         return None  # a hub id
@@ -307,11 +309,11 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
     if options.config is None:
         # The user did not name this file. It may come from the weights' author, so it must not allow code to run.
         generator.pop("allow_code", None)
-    return raw, [f"settings: {source}" + ("" if options.config else " (--config FILE chooses others)")]
+    return raw, [f"settings: {source}" + ("" if options.config else " (--config FILE takes them from another file)")]
 
 
 def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
-    """Apply the options of the command line, which also win over the keys of single sets."""
+    """Apply the options of the command line, which also replace the keys of single sets."""
     if options.datasets:
         named = [_named(dataset) for dataset in options.datasets]
         raw.setdefault("data", {})["eval"] = dict(named)

@@ -41,7 +41,7 @@ class Entry:
 
 
 def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
-    """A heading and one line per entry, in columns.
+    """Return a heading and one line per entry, in columns.
 
     Columns without a figure are left out, and so are labels (except the last) that are the same for all entries.
     """
@@ -58,7 +58,7 @@ def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
 
 
 def compare(paths: Sequence[Path]) -> list[str]:
-    """One table per data set, with the evaluations of all ``paths``: runs by step, and models.
+    """Return the lines of one table per data set, with the evaluations of all ``paths``: runs by step, and models.
 
     Raises:
         RunError: a path is neither a run directory nor an ``--out`` of ``async-rl eval``, or holds no evaluation.
@@ -67,7 +67,10 @@ def compare(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         entries = _entries(path)
         if not entries:
-            raise RunError(f"{path}: expected evaluations, got none; set data.eval in the run's config")
+            raise RunError(
+                f"{path}: expected evaluations, got none; set data.eval in the run's config and resume it, or use "
+                f"`async-rl eval`"
+            )
         for dataset, entry in entries:
             found.setdefault(dataset, []).append(entry)
     lines: list[str] = []

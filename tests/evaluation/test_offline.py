@@ -193,7 +193,7 @@ def test_several_models_are_a_table_and_what_has_no_answer_is_told(dataset: Path
         "model           accuracy  pass@2  unanswered",
         "base       0.500 ± 0.100   0.750",
         "runs/mine  0.250 ± 0.100   0.750           1",
-        "runs/mine has no answer to 1 rows of rows, counted as wrong: 1 prompt too long; row 3: 9 tokens",
+        "runs/mine has no answer to 1 rows of rows, which count as wrong: 1 prompt too long; row 3: 9 tokens",
     ]
 
 
@@ -287,7 +287,7 @@ def test_models_are_asked_the_same_one_after_the_other(model: Path, dataset: Pat
     records = lines_of(tmp_path / "out" / "again.jsonl")
     assert [(r["model"], r["row"]) for r in records] == [(m, row) for m in models for row in (0, 1)]
     assert len(json.loads((tmp_path / "out" / "figures.json").read_text())) == 4
-    with pytest.raises(ConfigError, match="expected models that differ"):
+    with pytest.raises(ConfigError, match="expected each model only once"):
         run_eval([models[0], models[0]], eval_settings(models, options))
 
 

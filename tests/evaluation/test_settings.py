@@ -74,7 +74,7 @@ def test_a_checkpoint_is_asked_as_its_run_asks(run: Path, part: str):
     )  # fmt: skip
     assert config.model.path == str(run / part)
     assert config.eval.of("math") == EvalSetConfig(num_samples=8, temperature=0.6)
-    assert found.notes[0] == f"settings: {run / 'config.toml'} (--config FILE chooses others)"
+    assert found.notes[0] == f"settings: {run / 'config.toml'} (--config FILE takes them from another file)"
 
 
 def test_only_a_config_that_somebody_named_says_which_code_may_run(run: Path):
@@ -88,7 +88,7 @@ def test_only_a_config_that_somebody_named_says_which_code_may_run(run: Path):
 def test_what_is_of_the_runs_machines_is_left_out(run: Path):
     generator = settings(run).config.generator
     assert (generator.backend, generator.devices) == ("transformers", None)
-    assert "the run samples with vllm; an offline evaluation samples with transformers" in settings(run).notes
+    assert "generator.backend is vllm in the config; an offline evaluation uses transformers" in settings(run).notes
     with pytest.raises(ConfigError, match=r"generator\.backend: expected .* for an offline evaluation, got .vllm."):
         settings(run, overrides=("generator.backend=vllm",))
 
