@@ -147,6 +147,6 @@ def test_sets_of_another_models_tokens_are_refused(root: Path, groups: list[tupl
     sequence = train_sequences(groups[1:2])[0]
     num = np.count_nonzero(sequence.loss_mask)
     strange = pack_ids(np.ones(num, np.int64), np.full(num, VOCABULARY), vocab_size=10 * VOCABULARY)
-    with pytest.raises(ValueError, match="expected sampling masks below the model's 200, got 200; does its generator"):
+    with pytest.raises(ValueError, match="vocabulary size 200 in its sampling mask, got 200; check that its generator"):
         engine.update([replace(sequence, sampling_mask=strange)], version=0)
     engine.close()

@@ -41,6 +41,7 @@ _WASTE_SHARE = 4
 _WASTE_TOKENS = 16
 _FLASH_HEAD_DIM_MULTIPLE = 8
 _FLASH_HEAD_DIM_LIMIT = 256
+_BUG = "this is a bug in async-rl, please report it"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,14 +89,16 @@ def packed_layout(
     bounds = np.asarray(cu_seqlens, dtype=np.int64)
     lengths = np.diff(bounds)
     if bounds.ndim != 1 or len(lengths) == 0 or bounds[0] != 0 or (lengths <= 0).any():
-        raise ValueError(f"expected cu_seqlens that rise from 0, got {bounds.tolist()}")
+        raise ValueError(f"expected cu_seqlens that rise from 0, got {bounds.tolist()}; {_BUG}")
     index = np.arange(bounds[-1]) if token_index is None else np.asarray(token_index, dtype=np.int64)
     num_tokens = int(index.max()) + 1
     # Assigned in reverse order, so that a shared token keeps its first index.
     first = np.full(num_tokens, -1, dtype=np.int64)
     first[index[::-1]] = np.arange(len(index))[::-1]
     if index.shape != (bounds[-1],) or index.min() < 0 or (first < 0).any():
-        raise ValueError(f"expected token_index [{bounds[-1]}] with every token of the row, got {index.tolist()}")
+        raise ValueError(
+            f"expected token_index [{bounds[-1]}] with every token of the row, got {index.tolist()}; {_BUG}"
+        )
     buckets: list[Bucket] = []
     restore = np.empty(bounds[-1], dtype=np.int64)
     offset = 0
@@ -149,7 +152,10 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION_NAME, packed_attention_forward)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
-        raise ModelError(f"{name} refuses another attention function; choose another model (model.path)")
+        raise ModelError(
+            f"{name} can't be trained on packed rows: it does not accept another attention function; choose another "
+            f"model (model.path)"
+        )
 
 
 def packed_attention_forward(
@@ -172,7 +178,7 @@ def packed_attention_forward(
             is given, which packed attention does not support.
     """
     if packed_layout is None:
-        raise ValueError(f"{type(module).__name__}: expected packed_layout=..., got none; pass it to the model's call")
+        raise ValueError(f"{type(module).__name__}: expected packed_layout=... in the model's call, got none; {_BUG}")
     num_tokens = packed_layout.restore.shape[0]
     if query.shape[0] != 1 or query.shape[2] != num_tokens or key.shape[2] != num_tokens:
         raise ValueError(
@@ -182,7 +188,10 @@ def packed_attention_forward(
     refused = [n for n in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(n) is not None]
     if attention_mask is not None or refused:
         refused += ["attention_mask"] if attention_mask is not None else []
-        raise ValueError(f"{type(module).__name__}: packed attention does not support {', '.join(refused)}")
+        raise ValueError(
+            f"{type(module).__name__}: packed attention does not support {', '.join(refused)}; choose another model "
+            f"(model.path)"
+        )
     # [H, T, D] -> [T, H, D]: flash attention takes this shape, and a gather can copy whole rows.
     query_THD, key_TKD, value_TKD = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

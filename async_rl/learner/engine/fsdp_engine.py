@@ -36,8 +36,10 @@ from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbour
 from async_rl.learner.losses.objective import Objective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays
 from async_rl.net.wire import Message, decode, encode
+from async_rl.queue.messages import SAME_VERSION
 from async_rl.sampling_mask import largest_id
 
+_BUG = "this is a bug in async-rl, please report it"
 _ARRAYS_PER_BATCH = len(MicroBatch.__dataclass_fields__)
 
 
@@ -95,7 +97,7 @@ class FsdpEngine:
             if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
                 raise ModelError(
                     f"loss.kl_reference: expected a model of the policy's vocabulary, {self._model.vocab_size} tokens, "
-                    f"got {self._reference.vocab_size}; take one with the same tokenizer"
+                    f"got {self._reference.vocab_size}; choose one with the same tokenizer"
                 )
             for model in self._models if self._is_sharded else ():
                 _shard(model, ranks, self._dtype, reshard=config.learner.reshard == "full")
@@ -137,7 +139,9 @@ class FsdpEngine:
             TrainingError: another rank failed.
         """
         if of == "reference" and not self._has_reference:
-            raise ValueError("expected a reference model to score with, but none is loaded: loss.kl_coef is 0")
+            raise ValueError(
+                "expected a reference model for the scores, but none is loaded: loss.kl_coef is 0; set loss.kl_coef"
+            )
         parts = self._pack(sequences)
         with self._command("score"):
             self._scatter("score", {"of": of}, parts)
@@ -243,12 +247,14 @@ class FsdpEngine:
             case "tick":
                 pass
             case _:
-                raise ValueError(f"expected a command of rank 0, got {message.type!r}")
+                raise ValueError(f"expected a known command of rank 0, got {message.type!r}; {SAME_VERSION}")
 
     @contextmanager
     def _command(self, what: str) -> Iterator[None]:
         if self._gathering:
-            raise RuntimeError(f"{what}: the last gather() is not exhausted")
+            raise RuntimeError(
+                f"{what}: expected the last gather() to be read to its end, got a call before that; {_BUG}"
+            )
         with self._ranks.together(what):
             yield
 
@@ -262,8 +268,8 @@ class FsdpEngine:
             # Checked on the host, because an index out of range makes the CUDA device unusable.
             if sequence.sampling_mask is not None and (unknown := largest_id(sequence.sampling_mask)) >= vocab_size:
                 raise ValueError(
-                    f"sequence {sequence.sequence_id}: expected sampling masks below the model's {vocab_size}, got "
-                    f"{unknown}; does its generator run another model?"
+                    f"sequence {sequence.sequence_id}: expected token ids below the model's vocabulary size "
+                    f"{vocab_size} in its sampling mask, got {unknown}; check that its generator runs the same model"
                 )
         return pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)
 

@@ -91,7 +91,7 @@ def token_logprobs(
     if not hidden_Nd.ndim == 2 or not len(hidden_Nd) == len(targets_N) == len(temperatures_N):
         raise ValueError(
             f"expected hidden [N, d], targets [N] and temperatures [N], got {list(hidden_Nd.shape)}, "
-            f"{list(targets_N.shape)} and {list(temperatures_N.shape)}"
+            f"{list(targets_N.shape)} and {list(temperatures_N.shape)}; this is a bug in async-rl, please report it"
         )
     rows = max(1, chunk_bytes // (4 * vocab_size))
     parts: list[Sequence[Any]] = [t.split(rows) for t in (hidden_Nd, targets_N, temperatures_N)]

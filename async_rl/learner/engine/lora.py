@@ -187,8 +187,8 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
         a, b = adapters[name_of_a], adapters[name_of_a.replace(".lora_A.", ".lora_B.")]
         if weight is None or weight.shape != (b.shape[0], a.shape[1]):
             raise RunError(
-                f"{directory}: the adapter of {module} is for a weight of [{b.shape[0]}, {a.shape[1]}], got "
-                f"{'none' if weight is None else list(weight.shape)}"
+                f"{directory}: expected a weight of shape [{b.shape[0]}, {a.shape[1]}] for the adapter of {module}, "
+                f"got {'none' if weight is None else list(weight.shape)}; put the model back that {_BASE} names"
             )
         weight.data = merge(weight.data, a, b, scale=scale).to(weight.dtype)
 
@@ -237,7 +237,7 @@ def _read(directory: Path, name: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RunError(f"can't read {path}: {error}; is {directory} a checkpoint of a run with lora.rank?") from error
+        raise RunError(f"can't read {path}: {error}; use a complete checkpoint of a run with lora.rank") from error
 
 
 def _peft_config(lora: LoraConfig, model_path: str) -> Any:
@@ -263,19 +263,18 @@ def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConf
         if not named:
             linear = {n.rpartition(".")[2] for n, m in layers.named_modules() if isinstance(m, nn.Linear)}
             raise ModelError(
-                f"lora.targets: {type(model).__name__} has no layer named {target!r}; its decoder's linear layers are "
-                f"{', '.join(sorted(linear)) or 'none'}"
+                f"lora.targets: {type(model).__name__} has no layer named {target!r}; choose from its decoder's linear "
+                f"layers: {', '.join(sorted(linear)) or 'none'}"
             )
         for name, module in named.items():
             if id(module) not in inside:
                 raise ModelError(
                     f"lora.targets: {name} is not in a decoder layer; an adapter on the embedding or the output "
-                    f"head (which may be tied to it) is not supported, take {target!r} out"
+                    f"head (which may be tied to it) is not supported; remove {target!r}"
                 )
             if not isinstance(module, nn.Linear):
                 raise ModelError(
-                    f"lora.targets: expected linear layers, but {name} is a {type(module).__name__}; take {target!r} "
-                    f"out"
+                    f"lora.targets: expected linear layers, but {name} is a {type(module).__name__}; remove {target!r}"
                 )
 
 

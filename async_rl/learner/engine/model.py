@@ -99,11 +99,15 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if missing:
         # transformers would replace missing weights with random numbers and continue.
         raise ModelError(
-            f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}"
+            f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}; save the "
+            f"whole model there with save_pretrained"
         )
     unfit = [n for n, plain in _PLAIN_HEAD.items() if getattr(model.config, n, plain) not in (None, plain)]
     if unfit:
-        raise ModelError(f"model.path: {type(model).__name__} transforms its logits ({unfit[0]}); not supported")
+        raise ModelError(
+            f"model.path: {type(model).__name__} scales or caps its logits ({unfit[0]} in config.json), which is not "
+            f"supported; choose another model"
+        )
     use_packed_attention(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -123,7 +127,7 @@ def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
     try:
         model = PolicyModel(load_model(settings))
     except ModelError as error:
-        raise ModelError(f"the reference model {path} (loss.kl_reference): {error}") from error
+        raise ModelError(f"can't use the reference model {path} (loss.kl_reference): {error}") from error
     model.requires_grad_(False)
     for parameter in model.parameters():
         # Not model.to(dtype): buffers keep their dtype, as in the policy.
@@ -155,7 +159,10 @@ class PolicyModel(nn.Module):
         """
         layers = getattr(self.causal_lm.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise ModelError(f"{type(self.causal_lm).__name__}: expected its decoder layers under base_model.layers")
+            raise ModelError(
+                f"model.path: expected a list of decoder layers at base_model.layers of "
+                f"{type(self.causal_lm).__name__}, got {type(layers).__name__}; choose another model"
+            )
         return layers
 
     @property

@@ -56,10 +56,14 @@ class Place:
         try:
             rank, local_rank, world_size = (int(text) for text in texts.values())
         except ValueError:
-            raise ConfigError(f"expected numbers in the environment, got {texts}; start ranks by torchrun") from None
+            raise ConfigError(
+                f"expected numbers in the environment variables, got {texts}; start the ranks with torchrun or "
+                f"async-rl launch"
+            ) from None
         if not 0 <= rank < world_size or local_rank < 0:
             raise ConfigError(
-                f"expected 0 <= RANK < WORLD_SIZE and LOCAL_RANK >= 0, got {texts}; start ranks by torchrun"
+                f"expected environment variables with 0 <= RANK < WORLD_SIZE and LOCAL_RANK >= 0, got {texts}; start "
+                f"the ranks with torchrun or async-rl launch"
             )
         return cls(rank, local_rank, world_size)
 
@@ -97,8 +101,8 @@ def init_ranks(config: Config) -> Ranks:
         )
     except (RuntimeError, ValueError) as error:
         raise TrainingError(
-            f"rank {place.rank} of {place.world_size} could not join the others: {error}; check that "
-            f"all ranks were started with the same MASTER_ADDR and MASTER_PORT"
+            f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}; check that all ranks "
+            f"were started with the same MASTER_ADDR and MASTER_PORT"
         ) from error
     return Ranks(place, device, dist.PrefixStore("async_rl_failure", store))
 
@@ -137,7 +141,8 @@ def _device(config: Config, place: Place) -> torch.device:
         index = config.learner.devices[place.local_rank]
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"learner.devices: rank {place.rank} needs CUDA device {index}, but {torch.cuda.device_count()} are visible"
+            f"learner.devices: rank {place.rank} needs CUDA device {index}, but only {torch.cuda.device_count()} are "
+            f"visible; name other devices, or lower learner.nproc"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -173,7 +178,9 @@ class Ranks:
     def scatter(self, frames: Sequence[bytes]) -> bytes:
         """On rank 0: send every other rank its frame. Returns rank 0's frame."""
         if len(frames) != self.world_size:
-            raise ValueError(f"expected a frame for each of {self.world_size} ranks, got {len(frames)}")
+            raise ValueError(
+                f"expected one frame for each of {self.world_size} ranks, got {len(frames)}; this is a bug in async-rl"
+            )
         if self.world_size > 1:
             sizes = torch.tensor([len(frame) for frame in frames])
             dist.broadcast(sizes, 0, group=self.host_group)
@@ -244,7 +251,7 @@ class Ranks:
         except (KeyboardInterrupt, SystemExit):
             # The other ranks may be inside a collective, where they receive no command.
             self._broken = True
-            self.record_failure(f"rank {self.rank}, {what}: it was stopped")
+            self.record_failure(f"rank {self.rank}, {what}: its process was stopped")
             raise
 
     def record_failure(self, cause: str) -> str:
@@ -254,7 +261,7 @@ class Ranks:
         try:
             return self._store.compare_set(_FAILURE_KEY, "", cause).decode()
         except RuntimeError as error:
-            logger.warning("the ranks' store is gone, with rank 0 or torchrun's agent: %s", error)
+            logger.warning("can't reach the ranks' store, because rank 0 or torchrun has ended: %s", error)
             return cause
 
     def first_failure(self) -> str:
@@ -264,7 +271,7 @@ class Ranks:
         try:
             return self._store.get(_FAILURE_KEY).decode() if self._store.check([_FAILURE_KEY]) else ""
         except RuntimeError as error:
-            logger.warning("the ranks' store is gone, with rank 0 or torchrun's agent: %s", error)
+            logger.warning("can't reach the ranks' store, because rank 0 or torchrun has ended: %s", error)
             return ""
 
     def close(self) -> None:

@@ -78,7 +78,10 @@ class PolicyObjective:
         lag_N = version - batch.versions.long()
         if bool((lag_N < 0).any()):
             newest = int(batch.versions.max())
-            raise ValueError(f"expected tokens of versions up to the learner's {version}, got {newest}")
+            raise ValueError(
+                f"expected tokens of versions up to the learner's {version}, got {newest}; this is a bug in async-rl, "
+                f"please report it"
+            )
         inputs = PolicyInputs(
             logprobs=scored.logprobs,
             entropies=scored.entropies,
@@ -108,12 +111,12 @@ class PolicyObjective:
         loss, step = self.loss, summarise(_rows(sums).sum(0).numpy())
         if loss.min_ess is not None and step.ess < loss.min_ess:
             return (
-                f"the effective sample size is {step.ess:.3g} of its tokens, limit loss.min_ess = {loss.min_ess}; "
+                f"the effective sample size is {step.ess:.3g} of its tokens, below loss.min_ess = {loss.min_ess}; "
                 f"lower queue.max_staleness or optimizer.lr"
             )
         if loss.max_kl is not None and step.kl > loss.max_kl:
             return (
-                f"KL(mu || pi) is {step.kl:.3g} nats, limit loss.max_kl = {loss.max_kl}; lower queue.max_staleness or "
+                f"KL(mu || pi) is {step.kl:.3g} nats, above loss.max_kl = {loss.max_kl}; lower queue.max_staleness or "
                 f"optimizer.lr"
             )
         return ""

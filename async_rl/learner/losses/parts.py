@@ -61,7 +61,10 @@ def sum_by(index_N: Tensor, values_N: Tensor, size: int) -> Tensor:
 def check_shapes(*tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have the same shape [N]."""
     if any(t.ndim != 1 or t.shape != tensors[0].shape for t in tensors):
-        raise ValueError(f"expected tensors of one shape [N], got {[list(t.shape) for t in tensors]}")
+        shapes = [list(t.shape) for t in tensors]
+        raise ValueError(
+            f"expected tensors of one shape [N], got {shapes}; this is a bug in async-rl, please report it"
+        )
 
 
 class SurrogateInputs(NamedTuple):

@@ -191,6 +191,6 @@ def _check(inputs: PolicyInputs, loss: LossConfig) -> None:
     check_shapes(*checked)
     if loss.entropy_coef and inputs.logprobs.requires_grad and not inputs.entropies.requires_grad:
         raise ValueError(
-            f"loss.entropy_coef = {loss.entropy_coef} needs entropies with a gradient, got ones without; compute them "
-            f"with entropy_grad"
+            f"expected entropies with a gradient, because loss.entropy_coef = {loss.entropy_coef}, got entropies "
+            f"without one; this is a bug in async-rl, please report it"
         )

@@ -96,9 +96,9 @@ def test_objective_of_a_config_knows_its_longest_answer_and_oldest_token(tmp_pat
     ("limit", "reason"),
     [
         # Ratios 4 and 1: ESS 25 / (2 * 17) = 0.735, k3 (4 - 1 - ln 4) / 2 = 0.807.
-        ({"min_ess": 0.74}, "effective sample size is 0.735 of its tokens, limit loss.min_ess = 0.74"),
+        ({"min_ess": 0.74}, "effective sample size is 0.735 of its tokens, below loss.min_ess = 0.74"),
         ({"min_ess": 0.73}, ""),
-        ({"max_kl": 0.80}, r"KL(mu || pi) is 0.807 nats, limit loss.max_kl = 0.8"),
+        ({"max_kl": 0.80}, r"KL(mu || pi) is 0.807 nats, above loss.max_kl = 0.8"),
         ({"max_kl": 0.81}, ""),
         ({}, ""),
     ],
