@@ -106,7 +106,9 @@ def group_centred(rewards: np.ndarray) -> np.ndarray:
     """Dr. GRPO's advantage (arXiv:2503.20783): ``r - mean``; float64 [n], reward units. Raises as above."""
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
-        raise ValueError(f"expected the rewards of one group, [n], got shape {list(values.shape)}")
+        raise ValueError(
+            f"expected the rewards of one group, [n], got shape {list(values.shape)}; this is a bug in async-rl"
+        )
     if not np.isfinite(values).all():
         raise ValueError(f"expected finite rewards, got {values.tolist()}; fix the reward function")
     return _centred(values)
@@ -233,8 +235,8 @@ def _token_kl(prepared: PreparedBatch, loss: LossConfig) -> dict[int, np.ndarray
         reference = sequence.reference_logprobs[sequence.loss_mask]
         if not np.isfinite(reference).all():
             raise TrainingError(
-                f"the reference model gave logprobs that are not finite (sequence {sequence.sequence_id} of the step); "
-                f"check loss.kl_reference"
+                f"expected finite log-probabilities from the reference model, got NaN or infinity for sequence "
+                f"{sequence.sequence_id} of the step; check the model of loss.kl_reference (if unset, model.path)"
             )
         if np.isfinite(behavior).all():
             log_ratio = torch.from_numpy(behavior.astype(np.float64) - reference)

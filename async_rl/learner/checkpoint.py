@@ -55,6 +55,7 @@ MODEL_FILES = "hf"
 _EXTRA = "extra.msgpack"
 _LATEST = "latest"
 _PARTIAL = ".partial-"
+_USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -148,8 +149,8 @@ def write_checkpoint(
     newest = latest_checkpoint(run_dir)
     if newest is not None and _step(newest.name) >= step:
         raise RunError(
-            f"expected a checkpoint beyond {newest}, got one of step {step}; was checkpoints/latest edited "
-            f"while the learner ran? Start it again"
+            f"expected a checkpoint beyond {newest}, got one of step {step}: checkpoints/latest was edited while the "
+            f"learner ran; start the learner again"
         )
     target = root / checkpoint_name(step)
     partial = root / f"{_PARTIAL}{lineage}-{target.name}"
@@ -214,7 +215,7 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
         there = sorted(p.name for p in root.iterdir() if _STEP.fullmatch(p.name)) or ["none"]
         raise RunError(
             f"{root / _LATEST}: expected the name of a checkpoint in the same directory, got {name!r} (it holds: "
-            f"{', '.join(there)}); write the name of a whole one into it"
+            f"{', '.join(there)}); write the name of a complete checkpoint into this file"
         )
     return root / name
 
@@ -231,7 +232,9 @@ def resolve_checkpoint(path: Path) -> Path:
     newest = latest_checkpoint(run_dir)
     if newest is not None:
         return newest
-    raise RunError(f"expected a checkpoint, or a run directory that has one, got {path}")
+    raise RunError(
+        f"expected a checkpoint, or a run directory with checkpoints/latest, got {path}; choose another path"
+    )
 
 
 def write_extra(directory: Path, extra: Mapping[str, Any]) -> None:
@@ -254,9 +257,9 @@ def read_extra(directory: Path) -> dict[str, Any]:
     try:
         extra = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
     except (OSError, ValueError, msgpack.UnpackException) as error:
-        raise RunError(f"can't read {path}: {type(error).__name__}: {error}; is {directory} a checkpoint?") from error
+        raise RunError(f"can't read {path}: {type(error).__name__}: {error}; {_USE_ANOTHER}") from error
     if not isinstance(extra, dict):
-        raise RunError(f"{path}: expected a map, got {type(extra).__name__}")
+        raise RunError(f"{path}: expected a map, got {type(extra).__name__}; {_USE_ANOTHER}")
     return extra
 
 
@@ -271,7 +274,9 @@ def write_model_files(directory: Path, files: Mapping[str, bytes]) -> None:
 def _step(name: str) -> int:
     match = _STEP.fullmatch(name)
     if match is None:
-        raise ValueError(f"expected a name like {checkpoint_name(0)}, got {name!r}")
+        raise ValueError(
+            f"expected a checkpoint name like {checkpoint_name(0)}, got {name!r}; this is a bug in async-rl"
+        )
     return int(match[1])
 
 
@@ -362,7 +367,9 @@ def load_training_state(
                 no_dist=not ranks.has_group,
             )
     except (OSError, ValueError) as error:
-        raise RunError(f"can't read the checkpoint {directory}: {type(error).__name__}: {error}") from error
+        raise RunError(
+            f"can't read the checkpoint {directory}: {type(error).__name__}: {error}; {_USE_ANOTHER}"
+        ) from error
     _read_random_state(directory, ranks)
     return int(found["num_updates"])
 
@@ -379,7 +386,9 @@ def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
         with _quiet():
             dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     except (OSError, ValueError) as error:
-        raise RunError(f"can't read the checkpoint {directory}: {type(error).__name__}: {error}") from error
+        raise RunError(
+            f"can't read the checkpoint {directory}: {type(error).__name__}: {error}; {_USE_ANOTHER}"
+        ) from error
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
@@ -392,7 +401,7 @@ def _stored(directory: Path) -> dict[str, TensorStorageMetadata]:
     try:
         metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     except OSError as error:
-        raise RunError(f"expected a checkpoint in {directory}, but can't read it: {error}") from error
+        raise RunError(f"expected a checkpoint in {directory}, but can't read it: {error}; {_USE_ANOTHER}") from error
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -403,7 +412,8 @@ def _check_fits(directory: Path, state: Mapping[str, Tensor]) -> None:
     if differing is not None:
         raise RunError(
             f"the checkpoint {directory} is another model's: {differing} has shape {stored.get(differing)} there and "
-            f"{wanted.get(differing)} in model.path; resume with the model that the run began with"
+            f"{wanted.get(differing)} in model.path (None: it is missing); resume with the model that the run "
+            f"began with"
         )
 
 

@@ -35,7 +35,8 @@ def check_export_target(out_dir: Path) -> None:
         RunError: ``out_dir`` exists and is not an empty directory.
     """
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise RunError(f"expected no directory (or an empty one) at {out_dir}, got one with files; choose another")
+        got = "one with files" if out_dir.is_dir() else "a file"
+        raise RunError(f"expected no directory, or an empty one, at {out_dir}, got {got}; choose another path")
 
 
 def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
@@ -95,7 +96,9 @@ def _write(checkpoint_dir: Path, target: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(files)
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"expected the model's config in {files}, but can't read it: {error}") from error
+        raise RunError(
+            f"expected the model's config in {files}, but can't read it: {error}; use another checkpoint"
+        ) from error
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     model = (_merged if has_adapters(checkpoint_dir) else _whole)(checkpoint_dir, config, dtype)
     model.save_pretrained(target)
@@ -129,6 +132,6 @@ def _whole(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -
     if absent or wrong.unexpected_keys:
         raise ModelError(
             f"the weights in {checkpoint_dir} don't fit its config: missing {absent[:3]}, unknown "
-            f"{list(wrong.unexpected_keys)[:3]}"
+            f"{list(wrong.unexpected_keys)[:3]}; export with the versions of async-rl and transformers that wrote it"
         )
     return model

@@ -16,11 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import WireError
+from async_rl.queue.messages import SAME_VERSION
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
 # Sequences that share a prompt are split into parts, each at most an even load divided by this number.
 _PARTS_PER_BIN = 4
 _DUMMY_ID = -1
+_BUG = "this is a bug in async-rl, please report it"
 _OPTIONAL = ("reference_logprobs", "proximal_logprobs")
 
 
@@ -128,7 +130,9 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
     for name in _OPTIONAL:
         given = [s.sequence_id for s in sequences if len(getattr(s, name))]
         if len(given) not in (0, len(sequences)):
-            raise ValueError(f"expected {name} of all {len(sequences)} sequences or of none, got {len(given)}: {given}")
+            raise ValueError(
+                f"expected {name} of all {len(sequences)} sequences or of none, got {len(given)}: {given}; {_BUG}"
+            )
     spans = [_span(sequence) for sequence in sequences]
     num_rounds = max(1, -(-_row_tokens(sequences, spans, range(len(sequences))) // (max_tokens * num_ranks)))
     while (bins := _balanced_bins(sequences, spans, num_rounds * num_ranks, max_tokens)) is None:
@@ -155,7 +159,7 @@ def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarr
         counts = [np.bincount(mb.sequence_index, minlength=len(mb.sequence_ids)) for mb in micro_batches]
         ends = np.cumsum(np.concatenate(counts))
         if len(of_rank) != ends[-1]:
-            raise ValueError(f"expected {ends[-1]} values, one per trained token, got {len(of_rank)}")
+            raise ValueError(f"expected {ends[-1]} values, one per trained token, got {len(of_rank)}; {_BUG}")
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
         found |= dict(zip(ids.tolist(), np.split(of_rank, ends[:-1]), strict=True))
     found.pop(_DUMMY_ID, None)
@@ -188,10 +192,12 @@ def from_arrays(arrays: Sequence[np.ndarray]) -> MicroBatch:
         WireError: the number of arrays is wrong, or one has another dtype or is not one-dimensional.
     """
     if len(arrays) != len(_DTYPES):
-        raise WireError(f"expected the {len(_DTYPES)} arrays of a micro-batch, got {len(arrays)}")
+        raise WireError(f"expected the {len(_DTYPES)} arrays of a micro-batch, got {len(arrays)}; {SAME_VERSION}")
     for (name, dtype), array in zip(_DTYPES.items(), arrays, strict=True):
         if array.dtype != dtype or array.ndim != 1:
-            raise WireError(f"expected {name} as {dtype} [n], got {array.dtype} {list(array.shape)}")
+            raise WireError(
+                f"micro-batch: expected {name} as {dtype} [n], got {array.dtype} {list(array.shape)}; {SAME_VERSION}"
+            )
     return MicroBatch(*(np.array(array) for array in arrays))
 
 
@@ -200,25 +206,28 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
     where = f"sequence {sequence.sequence_id}"
     parts = (sequence.loss_mask, sequence.behavior_logprobs, sequence.versions, sequence.advantages)
     if any(len(part) != length for part in parts):
-        raise ValueError(f"{where}: expected arrays of one length, got {[length, *map(len, parts)]}")
+        raise ValueError(f"{where}: expected arrays of one length, got {[length, *map(len, parts)]}; {_BUG}")
     for name in _OPTIONAL:
         if len(getattr(sequence, name)) not in (0, length):
-            raise ValueError(f"{where}: expected {name} [{length}] or [0], got [{len(getattr(sequence, name))}]")
+            raise ValueError(
+                f"{where}: expected {name} [{length}] or [0], got [{len(getattr(sequence, name))}]; {_BUG}"
+            )
     if sequence.sampling_mask is not None and len(sequence.sampling_mask) != (
         num_trained := np.count_nonzero(sequence.loss_mask)
     ):
         raise ValueError(
-            f"{where}: expected sampling masks for {num_trained} trained tokens, got {len(sequence.sampling_mask)}"
+            f"{where}: expected sampling masks for {num_trained} trained tokens, got {len(sequence.sampling_mask)}; "
+            f"{_BUG}"
         )
     if length == 0:
-        raise ValueError(f"{where}: expected at least one token, got none")
+        raise ValueError(f"{where}: expected at least one token, got none; {_BUG}")
     if length > max_tokens:
         raise ValueError(
             f"{where} has {length} tokens, learner.max_tokens = {max_tokens}; raise learner.max_tokens to at least "
             f"sampling.max_prompt_tokens + sampling.max_new_tokens, or lower those"
         )
     if sequence.loss_mask[0]:
-        raise ValueError(f"{where}: its first token is under the loss mask, but nothing predicts a first token")
+        raise ValueError(f"{where}: its first token is under the loss mask, but nothing predicts a first token; {_BUG}")
 
 
 class _Span(NamedTuple):

@@ -29,7 +29,7 @@ from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.queue.messages import TakenGroup
+from async_rl.queue.messages import SAME_VERSION, TakenGroup
 from async_rl.queue.parity import (
     MAX_CONTEXT,
     MAX_SCORED,
@@ -173,8 +173,8 @@ class ParityGate:
                 continue
             if answer.logprobs.shape != sent.shape:
                 raise ParityError(
-                    f"expected {sent.shape} log-probabilities of generator {generator_id} at version {answer.version}, "
-                    f"got {answer.logprobs.shape}; does it run the learner's version of async-rl?"
+                    f"expected {list(sent.shape)} log-probabilities from generator {generator_id} for the probe of "
+                    f"version {answer.version}, got {list(answer.logprobs.shape)}; {SAME_VERSION}"
                 )
             compared.append((answer.logprobs, sent))
             self._row["parity/version"] = answer.version
@@ -209,7 +209,9 @@ class ParityGate:
 
     def _judge_unscored(self, generator_id: str, answer: Answer, suspicion: _Suspicion | None) -> None:
         """Skip a generator that can't score. A backend without a model, which has no dtype, is never suspected."""
-        logger.info("parity: generator %s (%s) can't score probe sequences; not compared", generator_id, answer.backend)
+        logger.info(
+            "parity: generator %s (%s) can't score probe sequences, so it is not compared", generator_id, answer.backend
+        )
         limit = parity_limit(self._limit, (self._dtype, answer.dtype))
         if answer.dtype and suspicion is not None and suspicion.mean > limit:
             self._fail(
@@ -226,19 +228,19 @@ class ParityGate:
         if difference.mean <= strict:
             return
         text = (
-            f"generator {generator_id} and the learner ({self._dtype}) disagree about what it sampled at version "
-            f"{version}: {difference}"
+            f"generator {generator_id} and the learner ({self._dtype}) have different log-probabilities for the tokens "
+            f"that the generator sampled at version {version}: {difference}"
         )
         cause = cause_of_sampled(self._engine, mine, behavior, difference, lax) if difference.mean > lax else ""
         if cause:
             self._fail(f"{text}, limit {lax:g}. Likely cause: {cause}")
             return
-        logger.info("%s; a probe to the generator follows, to find the cause", text)
+        logger.info("%s; the learner sends the generator a probe to find the cause", text)
         self._suspects[generator_id] = _Suspicion(text, difference.mean)
 
     def _fail(self, text: str) -> None:
         text += (
-            ". async-rl doctor CONFIG compares the two without a run; experimental.parity_limit sets the limit; with "
+            ". `async-rl doctor CONFIG` compares the two without a run. experimental.parity_limit sets the limit; with "
             'weights.parity = "warn" the run goes on'
         )
         if self._weights.parity == "warn":
@@ -267,8 +269,8 @@ def cause_of_sampled(
     for other in (t for t in _TEMPERATURES if t != leased):
         if explains([replace(s, temperature=other) for s in sequences]):
             return (
-                f"temperature: its lease said {leased:g}, but its log-probabilities are those of {other:g}"
-                f"{', as if none had been applied' if other == 1.0 else ''}"
+                f"temperature: its lease has {leased:g}, but its log-probabilities are those of {other:g}"
+                f"{', as if no temperature had been applied' if other == 1.0 else ''}"
             )
     is_masked = any(s.sampling_mask is not None for s in sequences)
     if is_masked and explains([replace(s, sampling_mask=None) for s in sequences]):

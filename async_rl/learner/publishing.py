@@ -107,8 +107,8 @@ class FixedLagWeights:
     announced after the learner's step, when nothing is in flight. The first fixed_lag steps of a learner start have no
     older version; they train on samples of the version that it began with: lag 0, 1, ..., fixed_lag.
 
-    As a cost, generators and learner take turns, and fixed_lag + 1 versions lie in host memory. An evaluation between
-    the first and the last step waits until its version is sent.
+    As a cost, generators and learner take turns, and fixed_lag + 1 versions are kept in host memory. An evaluation
+    between the first and the last step waits until its version is sent.
     """
 
     def __init__(self, plane: WeightsPlane, fixed_lag: int) -> None:

@@ -1,7 +1,7 @@
 """Supervised warm start: ``async-rl sft CONFIG``, alone or under torchrun, trains on rows and exports the model.
 
 The engine is that of reinforcement learning (same packing, ranks, checkpoints) with another loss. There is no queue and
-no generator. Checkpoints and ``metrics.jsonl`` lie under ``run.dir/sft``. The same command continues from the last
+no generator. Checkpoints and ``metrics.jsonl`` are in ``run.dir/sft``. The same command continues from the last
 checkpoint. The order of the rows depends only on the seed and the step, so a resumed run sees the same batches.
 
 A row of the JSONL file is one of
@@ -117,7 +117,9 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int) -> None:
                     keep_last=config.checkpoint.keep_last, lineage="sft", confirm=lock.check,
                 )  # fmt: skip
     if newest is None:
-        raise RunError(f"expected a checkpoint under {run_dir} at the end of training, got none")
+        raise RunError(
+            f"expected a checkpoint in {run_dir} at the end of training, got none; this is a bug in async-rl"
+        )
     export_checkpoint(newest, Path(config.sft.out))
     logger.info("wrote %s", config.sft.out)
 
@@ -203,7 +205,8 @@ def _steps_done(config: Config, run_dir: Path) -> int:
     differing = [f"{k}: {before.get(k)!r} -> {v!r}" for k, v in _settings(config).items() if before.get(k) != v]
     if differing:
         raise RunError(
-            f"{run_dir} belongs to other settings ({'; '.join(differing)}); choose another run.dir, or remove it"
+            f"{run_dir} belongs to other settings (old -> new: {'; '.join(differing)}); choose another run.dir, or "
+            f"remove that directory"
         )
     return int(extra["step"])
 
@@ -232,7 +235,7 @@ def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length:
             )
         sequences.append(_train_sequence(len(sequences), token_ids, loss_mask))
     if not sequences:
-        raise DataError(f"sft.data: expected at least one row in {path}, got none")
+        raise DataError(f"sft.data: expected at least one row in {path}, got none; add rows to it")
     return sequences
 
 
@@ -262,7 +265,10 @@ def _encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, wher
         case {"prompt": str(prompt), "response": str(response)}:
             end = tokenizer.eos_token_id
             if not isinstance(end, int):
-                raise DataError(f"{where}: the tokenizer has no end-of-sequence token to close the response with")
+                raise DataError(
+                    f"{where}: expected a tokenizer with an end-of-sequence token, which ends the response, got one "
+                    f'without; set its eos_token, or write the row as "messages"'
+                )
             segments = [(_encode(tokenizer, prompt), False), ([*_encode(tokenizer, response), end], True)]
         case _:
             raise DataError(
@@ -286,7 +292,8 @@ def _chat_segments(
                 raise DataError(f'{where}: expected messages with "role" and "content" as text, got {message!r:.80}')
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise DataError(f"{where}: expected at least one assistant message")
+        roles = [message["role"] for message in messages]
+        raise DataError(f'{where}: expected at least one message with the role "assistant", got the roles {roles}')
     segments: list[tuple[list[int], bool]] = []
     done = ""
     for turn in turns:
@@ -316,13 +323,16 @@ def _render(
     messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, where: str, *, open_turn: bool
 ) -> str:
     if not messages:
-        raise DataError(f"{where}: expected a message before the first assistant message")
+        raise DataError(f"{where}: expected a message before the first assistant message, got none; add a user message")
     try:
         text = tokenizer.apply_chat_template(
             [dict(m) for m in messages], tokenize=False, add_generation_prompt=open_turn
         )
     except Exception as error:  # a template may raise anything; without a template transformers raises ValueError
-        raise DataError(f"{where}: the chat template can't render the messages: {error}") from error
+        raise DataError(
+            f"{where}: the chat template of model.path can't render the messages: {error}; change the row, or use a "
+            f"model whose template accepts it"
+        ) from error
     return str(text)
 
 

@@ -41,9 +41,9 @@ def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int
     oldest = int(np.concatenate([s.versions[s.loss_mask] for s in sequences]).min())
     if version - oldest > max_staleness:
         raise StaleRolloutError(
-            f"expected tokens of at most {max_staleness} versions of age (queue.max_staleness), but the queue handed "
-            f"over one that is {version - oldest} versions old (sampled at {oldest}, learner at {version}); this is a "
-            f"bug in async-rl, please report it"
+            f"expected tokens that are at most {max_staleness} versions old (queue.max_staleness), got one that is "
+            f"{version - oldest} versions old (sampled at {oldest}, learner at {version}); this is a bug in async-rl, "
+            f"please report it"
         )
 
 
@@ -108,9 +108,9 @@ class DropBias:
         if self._steps_to_silence <= 0 and metrics and _is_skewed(metrics):
             self._steps_to_silence = WINDOW_STEPS
             logger.warning(
-                "staleness skews what is trained: over the last %d steps %.0f%% of the groups were lost; a kept answer "
-                "has on average %.2f times the tokens of all that ended, and its accuracy differs by %+.3f; raise "
-                'queue.max_staleness, or set queue.on_stale = "wait"',
+                "staleness biases the trained groups: in the last %d steps %.0f%% of the groups were lost. An answer "
+                "of a kept group has on average %.2f times the tokens of an answer of any group, and an accuracy that "
+                'differs by %+.3f. In the next run, raise queue.max_staleness, or set queue.on_stale = "wait"',
                 len(self._ledgers) - 1, 100 * metrics["bias/lost"], metrics["bias/length"], metrics["bias/accuracy"],
             )  # fmt: skip
         return metrics

@@ -207,7 +207,10 @@ def _take_files_over(
         LineageError: another learner has committed a newer checkpoint since this one read its own.
     """
     if (newest := latest_checkpoint(run_dir.path)) != checkpoint:
-        raise LineageError(f"expected {checkpoint} as the latest checkpoint, got {newest}: another learner wrote it")
+        raise LineageError(
+            f"expected {checkpoint or 'none'} as the latest checkpoint, got {newest}, which another learner wrote "
+            f"while this one started; start only one learner"
+        )
     remove_leftovers(run_dir.path)
     metrics = MetricsWriter(run_dir.path, config)
     written.callback(metrics.close)
@@ -318,4 +321,4 @@ def _finish(queue: LearnerQueue, state: TrainerState) -> None:
     try:
         queue.finish(state.lineage)
     except QueueError as error:
-        logger.warning("the run is finished, but its queue could not be notified: %s", error)
+        logger.warning("the run is finished, but its queue server did not accept the end of the run: %s", error)

@@ -41,7 +41,7 @@ class StepResult:
         updates: one for each part of the batch; None for a part in which everything was masked.
         version: the learner's version before the first update.
         staleness: that of the trained tokens.
-        facts: for the ledger, the fate of every rollout and token.
+        facts: counts of the outcomes of all rollouts and tokens, for the ledger.
     """
 
     groups: tuple[TakenGroup, ...]
@@ -141,12 +141,12 @@ def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, most: int) ->
     if skipped_in_a_row <= most:
         return
     raise TrainingError(
-        f"{skipped_in_a_row} optimizer steps in a row were skipped, expected at most {most}. The last: "
+        f"{skipped_in_a_row} optimizer steps in a row were skipped, expected at most {most}. Reason of the last one: "
         f"{_measured(last)}. If mismatch_kl is large at lag 0, generators and learner compute differently "
         f"with the same weights: compare dtype, temperature and engine. If it grows with the lag, lower "
-        f"queue.max_staleness or optimizer.lr. If neither, relax loss.min_ess or loss.max_kl. If the gradient is not "
-        f"finite, lower optimizer.lr or check the rewards. If nothing is left to train on, masked/* in metrics.jsonl "
-        f"says why"
+        f"queue.max_staleness or optimizer.lr. If it does neither, lower loss.min_ess or raise loss.max_kl. If the "
+        f"gradient is not finite, lower optimizer.lr or check the rewards. If nothing is left to train on, masked/* in "
+        f"metrics.jsonl has the causes"
     )
 
 

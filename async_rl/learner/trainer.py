@@ -1,9 +1,9 @@
 """The learner's loop on rank 0. One step is::
 
-    take G groups        _take          the queue hands over a batch, or says why it has none yet
+    take G groups        _take          the queue sends a batch, or the reason why it has none yet
     advantages           _prepare       groups -> sequences with masks, scores, advantages
     pack, train          _update        engine: pack, log-probs, loss, clip, optimizer step; then version + 1
-    acknowledge          _acknowledge   the queue learns what was trained, and the new version; then trained.jsonl
+    acknowledge          _acknowledge   send the queue the counts of the step and the new version; then trained.jsonl
     publish              _publish       the new weights go to the generators
     record, checkpoint   StepRecorder, _checkpoint
 
@@ -157,7 +157,11 @@ class Trainer:
         stats: list[UpdateStats | None] = []
         for sequences in prepared.updates:
             if not sequences:
-                logger.warning("step %d: an update has nothing left to train on", self.state.step)
+                logger.warning(
+                    "step %d: every token of an update is masked, so it makes no optimizer step; masked/* in "
+                    "metrics.jsonl has the causes",
+                    self.state.step,
+                )
                 stats.append(None)
                 continue
             update = self.engine.update(sequences, version=self.state.version)

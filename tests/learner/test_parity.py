@@ -120,7 +120,9 @@ def test_a_temperature_that_was_not_applied_stops_the_run_and_is_named(tmp_path:
     def at_1(sequence: TrainSequence) -> np.ndarray:
         return by_temperature(replace(sequence, temperature=1.0))
 
-    with pytest.raises(ParityError, match=r"generator a .* its lease said 0\.7, but .* those of 1, as if none"):
+    with pytest.raises(
+        ParityError, match=r"generator a .* its lease has 0\.7, but .* those of 1, as if no temperature"
+    ):
         scene.check([make_group("a", 0, temperature=0.7, behaves=at_1)], version=0)
 
 

@@ -88,7 +88,7 @@ GOOD = {"prompt": "a", "response": "b"}
         ("[1, 2]", "expected a JSON object, got list"),
         ({"prompt": "a", "answer": "b"}, r"got keys \['answer', 'prompt'\]"),
         ({"messages": [{"role": "user"}]}, '"role" and "content" as text'),
-        ({"messages": [{"role": "user", "content": "a"}]}, "at least one assistant message"),
+        ({"messages": [{"role": "user", "content": "a"}]}, 'with the role "assistant", got the roles'),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "before the first assistant message"),
         ({"prompt": "abcdefghij", "response": "k"}, "raise sft.max_length"),
     ],
