@@ -1,7 +1,7 @@
-"""Run all checks of one config, each with a deadline, in a separate thread or process: none can hang the doctor.
+"""Run all checks of one config, each in a separate thread or process with a deadline, so that none hangs the doctor.
 
-Findings are plain data, printed as a table or as JSON. Each has a fix if something is wrong. A process is for checks
-that may never return, may crash the interpreter or leave much memory behind: the user's code, models, collectives. Its
+Findings are plain data, printed as a table or as JSON. Each has a fix if something is wrong. Checks that may never
+return, crash the interpreter or leave much memory behind run in a process: the user's code, models, collectives. Their
 function is named ``module:function``, takes plain data and returns findings.
 """
 
@@ -29,7 +29,7 @@ from async_rl.process.child import module_command, package_environment
 from async_rl.terminal import visible
 
 State = Literal["OK", "WARN", "FAIL", "skip"]
-"""``skip``: not checked, and ``found`` says why."""
+"""``skip`` means that it was not checked; ``found`` says why."""
 
 _COLOURS: Mapping[State, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red", "skip": "dim"}
 
@@ -55,12 +55,12 @@ class Finding:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
-        """Build it from what ``asdict`` returned."""
+        """Build a finding from what ``asdict`` returned."""
         return cls(**plain)
 
 
 def exit_code(rows: Sequence[Finding]) -> int:
-    """1 if a check failed, else 0."""
+    """Return 1 if a check failed, else 0."""
     return int(any(row.state == "FAIL" for row in rows))
 
 
@@ -120,7 +120,7 @@ def run_check(check: Check) -> list[Finding]:
                     check.name,
                     "FAIL",
                     f"{type(error).__name__}: {error}",
-                    fix="this is a bug of the check, or of what it calls: report it with the message",
+                    fix="this is a bug in async-rl or in a package that it calls; please report it with this message",
                 )
             )
 
@@ -133,7 +133,8 @@ def run_check(check: Check) -> list[Finding]:
 def _overdue(name: str, deadline_s: float) -> Finding:
     return Finding(
         name, "FAIL", f"did not end within {deadline_s:g} s",
-        fix="look for a file system, a network or a process that does not answer; or raise --timeout",
+        fix="look for a file system, a network or a process that does not answer; for data, model, reward and parity "
+        "you may also raise --timeout",
     )  # fmt: skip
 
 
@@ -166,8 +167,12 @@ class CheckProcess:
         try:
             return [Finding.from_plain(plain) for plain in json.loads(output)]
         except ValueError:
-            found = f"its process ended with code {self._process.returncode}"
-            return [Finding(self._name, "FAIL", found, fix="see its last lines below", details=self._last_lines())]
+            found = f"the process of this check ended with exit code {self._process.returncode}"
+            return [
+                Finding(
+                    self._name, "FAIL", found, fix="see the last lines of its output below", details=self._last_lines()
+                )
+            ]
 
     def close(self) -> None:
         """Kill it and every process that it started."""
@@ -189,7 +194,7 @@ def run_checks(
     The long checks start first, in separate processes, and are collected last. The others run one after another.
 
     Args:
-        connect: address of a queue server to check, as a generator of this machine would; None: check instead that
+        connect: address of a queue server to check, as a generator of this machine would. If None, check instead that
             this machine can bind ``queue.address``.
         deadline_s: limit for each check that loads the model.
         on_check: called with the name of each check before the command waits for it.
@@ -218,11 +223,13 @@ def run_checks(
         except AddressError:  # the finding about the interface reports it
             host = "127.0.0.1"
         for backend in collectives(has_cuda=bool(machine.num_cuda_devices())):
-            on_check(f"{backend} of two")
+            on_check(f"{backend}, two ranks")
             arguments = {"host": host, "backend": backend}
-            found += start(f"{backend} of two", "machine:check_collective", arguments, COLLECTIVE_DEADLINE_S).findings()
+            found += start(
+                f"{backend}, two ranks", "machine:check_collective", arguments, COLLECTIVE_DEADLINE_S
+            ).findings()
         if not machine.num_cuda_devices():
-            found.append(Finding("nccl of two", "skip", "no CUDA device here"))
+            found.append(Finding("nccl, two ranks", "skip", "this machine has no CUDA device"))
         run_all(
             [
                 Check("data", lambda: task.check_data(config), deadline_s),

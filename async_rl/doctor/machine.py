@@ -63,13 +63,15 @@ def check_versions(config: Config) -> list[Finding]:
 
 
 def _engine_row(config: Config, name: str, version: str | None) -> Finding:
-    """Whether the package of the backend ``name`` is here in the version that the backend requires."""
+    """Check that the package of the backend ``name`` is here in the version that the backend requires."""
     needs, backend = BACKENDS[name], config.generator.backend
     is_chosen = backend == name
     if version is None:
         if is_chosen:
             state = "FAIL" if config.generator.count else "WARN"
-            return Finding(needs.package, state, f'not installed, generator.backend = "{name}"', fix=needs.install)
+            return Finding(
+                needs.package, state, f'not installed, but generator.backend = "{name}" needs it', fix=needs.install
+            )
         return Finding(needs.package, "OK", f'not installed, and not needed by generator.backend = "{backend}" here')
     if not version.startswith(f"{needs.package_version}."):
         state = "FAIL" if is_chosen else "WARN"
@@ -79,14 +81,14 @@ def _engine_row(config: Config, name: str, version: str | None) -> Finding:
 
 
 def num_cuda_devices() -> int:
-    """Number of CUDA devices that torch finds."""
+    """Return the number of CUDA devices that torch finds."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_cuda(config: Config) -> list[Finding]:
-    """Whether the devices that the config names are among those that torch finds."""
+    """Check that the devices that the config names are among those that torch finds."""
     try:
         check_devices(config, "learner", "generator")
     except UserError as error:
@@ -109,7 +111,7 @@ def check_cuda(config: Config) -> list[Finding]:
             Finding(
                 "devices",
                 "WARN",
-                f"{processes} processes of launch share them without assignment",
+                f"launch starts {processes} processes, and no key assigns devices to them",
                 fix="set learner.devices and generator.devices",
             )
         )
@@ -117,19 +119,22 @@ def check_cuda(config: Config) -> list[Finding]:
 
 
 def check_disk(config: Config) -> list[Finding]:
-    """Whether the run directory and the journal can be written, and whether there is room."""
+    """Check that the run directory and the journal can be written, and that there is room."""
     run_dir, journal = Path(config.run.dir).absolute(), journal_directory(config).absolute()
     check_writable(run_dir, "run.dir")
     rows = [_space_row(config, run_dir)]
     if not config.experimental.journal:
         fix = "set experimental.journal = true"
-        return [*rows, Finding("journal", "WARN", "off: a queue server that dies loses its groups", fix=fix)]
+        return [
+            *rows,
+            Finding("journal", "WARN", "switched off: if the queue server dies, its groups are lost", fix=fix),
+        ]
     check_writable(journal, "queue.journal_dir")
     kind, free = _file_system(journal), _free_bytes(journal)
     found = f"{journal} on {kind}, {size_text(free)} free"
     if is_network_file_system(kind):
         fix = "set queue.journal_dir to a directory on this machine's own disk"
-        rows.append(Finding("journal", "FAIL", f"{found}: locks don't hold on network file systems", fix=fix))
+        rows.append(Finding("journal", "FAIL", f"{found}: file locks are unreliable on network file systems", fix=fix))
     elif free < _JOURNAL_BYTES:
         fix = "free disk space, or set queue.journal_dir to another disk"
         rows.append(Finding("journal", "WARN", found, fix=fix))
@@ -147,7 +152,7 @@ def _space_row(config: Config, run_dir: Path) -> Finding:
         found += f", checkpoints of {size_text(checkpoint)}"
     fix = "free disk space, choose another run.dir, or lower checkpoint.keep_last"
     if free < checkpoint:
-        return Finding("run.dir", "FAIL", f"{found}: no room for one", fix=fix)
+        return Finding("run.dir", "FAIL", f"{found}: no room for one checkpoint", fix=fix)
     if free < needed:
         return Finding(
             "run.dir", "WARN", f"{found}: no room for checkpoint.keep_last = {config.checkpoint.keep_last}", fix=fix
@@ -156,7 +161,7 @@ def _space_row(config: Config, run_dir: Path) -> Finding:
 
 
 def _num_parameters(config: Config) -> int:
-    """Count from the headers of the model's safetensors files; 0 if they are not on this machine."""
+    """Count the parameters in the headers of the model's safetensors files; 0 if they are not on this machine."""
     from safetensors import safe_open
 
     directory = Path(config.model.path)
@@ -190,7 +195,7 @@ def _file_system(path: Path) -> str:
 
 
 def check_key_files(config: Config) -> list[Finding]:
-    """Whether the key files of ``queue.keys`` can be read, by this user alone."""
+    """Check that the key files of ``queue.keys`` can be read, by this user alone."""
     if config.queue.keys is None:
         return [
             Finding(
@@ -200,19 +205,26 @@ def check_key_files(config: Config) -> list[Finding]:
     try:
         check_keys(config, is_server=True)
     except UserError as error:
-        return [Finding("keys", "FAIL", str(error), fix=f"async-rl keys new {config.queue.keys}")]
+        return [
+            Finding(
+                "keys",
+                "FAIL",
+                str(error),
+                fix=f"correct the file, or make missing keys: async-rl keys new {config.queue.keys}",
+            )
+        ]
     return [Finding("keys", "OK", f"{config.queue.keys}: the server's and the learner's key can be read, by you alone")]
 
 
 def check_cores() -> list[Finding]:
-    """Cores that this process may use, and the environment variables that limit threads and devices."""
+    """Show the cores that this process may use, and the environment variables that limit threads and devices."""
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     limits = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     return [Finding("cores", "OK", f"{len(os.sched_getaffinity(0))}" + (f"; {limits}" if limits else ""))]
 
 
 def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
-    """Whether a queue server could bind ``queue.address`` here, or this run's server answers there already."""
+    """Check that a queue server could bind ``queue.address`` here, or that this run's server answers there already."""
     address = config.queue.address
     if address is None:
         return [Finding("queue.address", "OK", "unset: any free port on loopback")]
@@ -228,13 +240,15 @@ def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
     try:
         check_bindable(address, insecure=insecure, has_keys=has_keys)
     except UserError as error:
-        fix = "stop what listens there (ss -ltnp), or choose another port or address of this machine"
+        fix = (
+            "stop the process that listens there (ss -ltnp shows it), or choose another port or address of this machine"
+        )
         return [Finding("queue.address", "FAIL", str(error), fix=fix)]
     return [Finding("queue.address", "OK", f"{address} can be bound")]
 
 
 def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[Finding]:
-    """Whether a queue server answers at ``address``, with the package versions of this machine."""
+    """Check that a queue server answers at ``address``, with the package versions of this machine."""
     host, port = check_address(address)
     try:
         refuse_open_connect(address, insecure=insecure, has_keys=keys_file is not None)
@@ -252,10 +266,13 @@ def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[
     try:
         theirs = queue.versions()
     except QueueError as error:
-        fix = "check --keys, its allowed.txt, and that async-rl has this version there"
+        fix = "check --keys, the server's allowed.txt, and that both machines have the same version of async-rl"
         return [
             Finding(
-                "peer", "FAIL", f"a port is open, but no async-rl queue server answers at {address}: {error}", fix=fix
+                "peer",
+                "FAIL",
+                f"the port of {address} is open, but no async-rl queue server answers there: {error}",
+                fix=fix,
             )
         ]
     finally:
@@ -272,12 +289,15 @@ def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Finding
     if not names:
         return Finding("peer's versions", "OK", ", ".join(f"{name} {ours[name]}" for name in _PACKAGES_THAT_MATTER))
     return Finding(
-        "peer's versions", "WARN", shown, fix="install the same versions on both machines: kernels and templates differ"
+        "peer's versions",
+        "WARN",
+        shown,
+        fix="install the same versions on both machines, because others may compute or render differently",
     )
 
 
 def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
-    """The network interface that weights would use."""
+    """Check the network interface that weights would use."""
     names = {name for _, name in socket.if_nameindex()}
     rows: list[Finding] = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
@@ -285,7 +305,14 @@ def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
         unknown = [name for name in chosen.split(",") if name and not any(n.startswith(name) for n in names)]
         if unknown:
             fix = f"unset {variable}, or set it to one of {', '.join(sorted(names))}"
-            rows.append(Finding("interface", "FAIL", f"{variable}={os.environ[variable]}: no such interface", fix=fix))
+            rows.append(
+                Finding(
+                    "interface",
+                    "FAIL",
+                    f"{variable}: expected an interface of this machine, got {', '.join(unknown)}",
+                    fix=fix,
+                )
+            )
     try:
         host = weights_host(config, connect)
     except AddressError as error:
@@ -293,7 +320,12 @@ def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
     if is_loopback(host):
         found = f"{host}: weights stay on this machine"
         return [*rows, Finding("interface", "OK", found)]
-    return [*rows, Finding("interface", "OK", f"{host}: weights use it (interfaces: {', '.join(sorted(names))})")]
+    return [
+        *rows,
+        Finding(
+            "interface", "OK", f"{host}: weights are sent over this address (interfaces: {', '.join(sorted(names))})"
+        ),
+    ]
 
 
 def weights_host(config: Config, connect: str | None) -> str:
@@ -312,7 +344,7 @@ def weights_host(config: Config, connect: str | None) -> str:
 
 
 def _own_address() -> str:
-    """An address of this machine that other machines can reach; loopback if there is none."""
+    """Return an address of this machine that other machines can reach; loopback if there is none."""
     try:
         # An address reserved for documentation: the kernel looks up the route and sends nothing.
         return local_host_towards("tcp://192.0.2.1:9")
@@ -321,14 +353,14 @@ def _own_address() -> str:
 
 
 def check_collective(host: str, backend: str) -> list[Finding]:
-    """Set up a communicator of two ranks on ``host``, as weights do, and broadcast once. In a process of its own."""
+    """Connect two ranks on ``host``, as for weights, and broadcast once. Runs in a process of its own."""
     import torch
 
     from async_rl.net.streams import listening_socket
     from async_rl.weights.collective import Communicator
     from async_rl.weights.transport import TRANSPORTS
 
-    name = f"{backend} of two"
+    name = f"{backend}, two ranks"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needs_cuda = TRANSPORTS[backend].needs_cuda
     size = 1 if needs_cuda and devices < 2 else 2
@@ -361,5 +393,5 @@ def check_collective(host: str, backend: str) -> list[Finding]:
         reason = failures[0] if failures else "the broadcast's bytes did not arrive"
         return [Finding(name, "FAIL", f"on {host}: {reason}", fix=fix)]
     took_ms = 1000 * (time.monotonic() - started)
-    alone = " (one rank: there is one device)" if size == 1 else ""
+    alone = " (one rank only, because there is one device)" if size == 1 else ""
     return [Finding(name, "OK", f"connected on {host}{alone} and broadcast 1 MiB in {took_ms:.0f} ms")]

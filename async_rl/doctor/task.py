@@ -2,7 +2,7 @@
 
 ``check_parity`` compares the generators' engine with the learner's model at the same weights, in one process, without a
 run. The engine samples answers to the first prompts as in the run, and the learner scores them. Then both score the
-same token sequences. If they differ, the experiments of the run's parity gate look for the cause.
+same probe sequences. If the scores differ, the experiments of the run's parity check look for the cause.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _PROMPTS = 4
 _GROUP_SIZE = 2
 _NEW_TOKENS = 32
 _ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1 + 1 = ?"},)
-_FIX = "remove the cause; a run would stop for this (weights.parity, experimental.parity_limit)"
+_FIX = 'remove the cause, because a run would stop here too; weights.parity = "warn" only logs the difference'
 
 
 def check_data(config: Config) -> list[Finding]:
-    """Whether every data set loads."""
+    """Check that every data set loads."""
     check_train_is_set(config)
     rows: list[Finding] = []
     sources = {"data.train": None, **{f"data.eval.{name}": source for name, source in config.data.eval.items()}}
@@ -63,14 +63,21 @@ def check_data(config: Config) -> list[Finding]:
         found = f"{len(loaded.rows)} rows"
         if loaded.num_skipped:
             fix = "correct the file if these rows matter"
-            rows.append(Finding(key, "WARN", f"{found}, {loaded.num_skipped} bad: {loaded.first_skipped}", fix=fix))
+            rows.append(
+                Finding(
+                    key,
+                    "WARN",
+                    f"{found}, skipped {loaded.num_skipped} bad rows, the first: {loaded.first_skipped}",
+                    fix=fix,
+                )
+            )
         else:
             rows.append(Finding(key, "OK", found))
     return rows
 
 
 def check_model_files(config: Config) -> list[Finding]:
-    """Whether the model's files are complete; the first prompt as the model will see it."""
+    """Check that the model's files are complete, and show the first prompt as the model will see it."""
     try:
         directory = model_directory(config.model.path)
     except ModelError as error:
@@ -83,15 +90,15 @@ def check_model_files(config: Config) -> list[Finding]:
             )
         ]
     if not any(directory.glob("*.safetensors")):
-        fix = "save it with save_pretrained (safetensors)"
-        weights = Finding("model", "FAIL", f"no *.safetensors in {directory}", fix=fix)
+        fix = "save the model there with save_pretrained, in the safetensors format"
+        weights = Finding("model", "FAIL", f"expected *.safetensors in {directory}, got none", fix=fix)
     else:
         weights = Finding("model", "OK", f"{directory}, vocabulary of {vocabulary_size(directory)}")
     is_chat = config.data.prompt_format == "chat"
     try:
         tokenizer = load_tokenizer(directory, needs_template=is_chat)
     except ModelError as error:
-        fix = "put tokenizer.json, tokenizer_config.json and a chat template beside config.json"
+        fix = "put tokenizer.json, tokenizer_config.json and a chat template next to config.json"
         return [weights, Finding("tokenizer", "FAIL", str(error), fix=fix)]
     rows = [weights, Finding("tokenizer", "OK", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")]
     return [*rows, _template_row(config, tokenizer)]
@@ -101,7 +108,7 @@ def _template_row(config: Config, tokenizer: Any) -> Finding:
     try:
         row = load_train_rows(config).rows[0]
     except UserError:
-        return Finding("template", "skip", "there is no first row to render")
+        return Finding("template", "skip", "data.train has no row to render")
     if not row.messages:
         return Finding("template", "skip", "the environment writes the prompts")
     try:
@@ -116,13 +123,13 @@ def _template_row(config: Config, tokenizer: Any) -> Finding:
     if row.messages[0].get("role") == TEXT_ROLE:
         found = f"plain text, {found}"
     if len(ids) > limit:
-        fix = "raise sampling.max_prompt_tokens, or set data.on_long_prompt"
+        fix = 'raise sampling.max_prompt_tokens, or set data.on_long_prompt = "truncate"'
         return Finding("template", "WARN", found, fix=fix, details=text[:_SHOWN_CHARS])
     return Finding("template", "OK", found, details=text[:_SHOWN_CHARS])
 
 
 def check_reward(config: Mapping[str, Any]) -> list[Finding]:
-    """Grade right and wrong answers to the first rows, as a generator would. In a process of its own."""
+    """Grade right and wrong answers to the first rows, as a generator would. Runs in a process of its own."""
     from async_rl.rewards.registry import build_reward
 
     resolved = parse_config(dict(config), "the doctor's config")
@@ -150,15 +157,25 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
     try:
         graded = [_grade(resolved, reward, row.reward_data) for row in rows]
     except RewardError as error:
-        return [Finding("reward", "FAIL", f"can't grade: {error}", fix="correct the row or the reward")]
+        return [Finding("reward", "FAIL", f"can't grade: {error}", fix="correct the row or the reward function")]
     finally:
         reward.close()
-    sandbox = [Finding("sandbox", "OK", "programs run isolated")] if resolved.reward.runs_programs else []
+    sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []
     return [*sandbox, *_verdict(resolved.reward.type, graded, is_user_code=resolved.reward.types[0].is_user_code)]
 
 
+def _sandbox_row(config: Config) -> Finding:
+    code = config.reward.code
+    if code.endpoint is not None:
+        return Finding("sandbox", "OK", f"the verifier at {code.endpoint} judges programs")
+    if code.allow_unsafe:
+        fix = "set reward.code.allow_unsafe = false to make sure that programs are isolated"
+        return Finding("sandbox", "WARN", "programs run without a sandbox if this machine can't isolate them", fix=fix)
+    return Finding("sandbox", "OK", "programs run isolated")
+
+
 def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | None, float, float]:
-    """The right answer's text (None if unknown), its accuracy, and the accuracy of a wrong answer.
+    """Return the right answer's text (None if unknown), its accuracy, and the accuracy of a wrong answer.
 
     Raises:
         RewardError: a row can't be graded.
@@ -184,15 +201,15 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is
     refused = [text for text, accuracy in known if accuracy < 1]
     accepted = [index for index, (_, _, wrong) in enumerate(graded) if wrong > 0]
     if accepted:
-        fix = "any answer might be rewarded: check the reward, and gt_answer or test_cases of this row"
+        fix = "check the reward, and gt_answer or test_cases of this row, because any answer might be rewarded"
         found = f"{name} accepts a wrong answer on row {accepted[0]}"
         return [Finding("reward", "FAIL", found, fix=fix)]
     if refused and is_user_code:
-        fix = "ignore this if the reward expects another form; else check how it reads the answer"
-        found = f"{name} gave the bare right answer {refused[0]!r} less than full marks"
+        fix = "ignore this if the reward expects another form of answer; otherwise check how it reads the answer"
+        found = f"{name} gave the right answer {refused[0]!r} an accuracy below 1"
         return [Finding("reward", "WARN", found, fix=fix)]
     if refused:
-        fix = "no answer could be right: check gt_answer of this row, and reward.equality"
+        fix = "check gt_answer of this row, and reward.equality, because no answer could be right"
         return [Finding("reward", "FAIL", f"{name} rejects the right answer {refused[0]!r}", fix=fix)]
     if not known:
         return [
@@ -206,10 +223,16 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is
 
 
 def check_parity(config: Mapping[str, Any]) -> list[Finding]:
-    """One finding about sampled tokens, one about given token sequences. Runs in a process of its own."""
+    """Return a finding about sampled tokens and one about probe sequences. Runs in a process of its own."""
     resolved = parse_config(dict(config), "the doctor's config")
     if not has_model(resolved.generator.backend):
-        return [Finding("parity", "skip", f'generator.backend = "{resolved.generator.backend}" has no model')]
+        return [
+            Finding(
+                "parity",
+                "skip",
+                f'generator.backend = "{resolved.generator.backend}" uses no model, so nothing can differ',
+            )
+        ]
     quiet_progress_bars()
     with ExitStack() as stack:
         return _compared(resolved, stack)
@@ -242,7 +265,10 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
     if found.mean <= limit:
         rows.append(Finding("parity, sampled", "OK", f"{sides}: {found}"))
     else:
-        cause = cause_of_sampled(learner, sequences, behavior, found, limit) or "not found from sampled tokens alone"
+        cause = (
+            cause_of_sampled(learner, sequences, behavior, found, limit)
+            or "unknown, because the sampled tokens alone do not show it"
+        )
         text = f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}"
         rows.append(Finding("parity, sampled", "FAIL", text, fix=_FIX))
     given = [probe_sequence_of(sequence) for sequence in sequences]
@@ -258,14 +284,14 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
 def _given_row(backend: Backend, probe: Probe, weights: Mapping[str, Any], sides: str, limit: float) -> Finding:
     answer = answer_probe(backend, probe, weights)
     if answer.logprobs is None:
-        return Finding("parity, given", "skip", f"{answer.backend} can't score given tokens")
+        return Finding("parity, probe", "skip", f"{answer.backend} can't score tokens that it did not sample")
     found = compare(answer.logprobs, np.concatenate(probe.logprobs))
     if found.mean <= limit:
-        return Finding("parity, given", "OK", f"{sides}: {found}")
-    cause = answer.cause or "not found by the engine's experiments"
+        return Finding("parity, probe", "OK", f"{sides}: {found}")
+    cause = answer.cause or "unknown, because the engine's experiments did not find it"
     excluded = f" Excluded: {'; '.join(answer.excluded)}." if answer.excluded else ""
     return Finding(
-        "parity, given", "FAIL", f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}.{excluded}", fix=_FIX
+        "parity, probe", "FAIL", f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}.{excluded}", fix=_FIX
     )
 
 

@@ -42,7 +42,11 @@ def test_a_process_that_hangs_is_killed_at_its_deadline():
 
 def test_a_process_that_dies_is_a_red_row_with_its_last_words():
     (row,) = CheckProcess("dies", "tests.doctor.children:dies", {}, 60.0).findings()
-    assert (row.state, row.found, row.details) == ("FAIL", "its process ended with code 7", "the last words")
+    assert (row.state, row.found, row.details) == (
+        "FAIL",
+        "the process of this check ended with exit code 7",
+        "the last words",
+    )
 
 
 def test_a_users_error_in_a_process_is_a_red_row():

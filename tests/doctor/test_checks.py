@@ -148,6 +148,16 @@ def test_a_reward_that_takes_any_answer(root: Path):
     assert "allow_code" in red(task.check_reward(plain(make_config(root, reward=reward)))).fix
 
 
+def test_the_sandbox_is_said_to_isolate_programs_only_where_it_must(root: Path):
+    for code, state, words in (
+        ({}, "OK", "isolated"),
+        ({"allow_unsafe": True}, "WARN", "without a sandbox"),
+        ({"endpoint": "http://127.0.0.1:1"}, "OK", "the verifier at http://127.0.0.1:1"),
+    ):
+        row = task._sandbox_row(make_config(root, reward={"type": "code", "code": code}))
+        assert (row.state, words in row.found, bool(row.fix)) == (state, True, state == "WARN")
+
+
 def test_a_reward_that_is_right(root: Path):
     (row,) = task.check_reward(plain(make_config(root)))
     assert row.state == "OK"
@@ -191,7 +201,7 @@ def test_keys_that_are_missing(root: Path):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 def test_engine_and_learner_agree_about_a_right_model(root: Path, sampling: dict[str, Any]):
     rows = task.check_parity(plain(make_config(root, sampling=sampling)))
-    assert [(row.check, row.state) for row in rows] == [("parity, sampled", "OK"), ("parity, given", "OK")]
+    assert [(row.check, row.state) for row in rows] == [("parity, sampled", "OK"), ("parity, probe", "OK")]
 
 
 def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -245,7 +255,7 @@ def test_the_command_exits_1_for_a_red_row_and_2_for_a_bad_config_and_writes_not
     rows = {row["check"]: row["state"] for row in json.loads(text)["rows"]}
     assert code == 1
     assert [name for name, state in rows.items() if state == "FAIL"] == ["queue.address"]
-    assert (rows["gloo of two"], rows["reward"], rows["template"]) == ("OK", "OK", "OK")
+    assert (rows["gloo, two ranks"], rows["reward"], rows["template"]) == ("OK", "OK", "OK")
     assert not Path(make_config(root).run.dir).exists()
     code, _ = run_command(capsys, str(path), "--set", "queue.nonsense=1")
     assert code == 2
