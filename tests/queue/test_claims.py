@@ -18,7 +18,7 @@ from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, TokenSequence, Turn
-from tests.queue.builders import LINEAGE, group, leases, make_state
+from tests.queue.builders import LINEAGE, ack, group, leases, make_state, take
 from tests.queue.direct import Run
 
 VOCAB = 100
@@ -128,11 +128,21 @@ def test_the_limits_themselves_are_accepted():
     assert give(state, largest) == ("queued", "")
 
 
-def test_a_version_that_was_not_announced_is_refused():
+def test_a_version_that_was_not_trained_is_refused():
     state = make_state()
     (lease,) = leases(state, 1)
     verdict, reason = give(state, group(lease, 1))
-    assert (verdict, "announced versions 0..0" in reason) == ("refused", True)
+    assert (verdict, "versions 0..0, which the learner has trained" in reason) == ("refused", True)
+
+
+def test_a_version_that_is_published_and_not_yet_announced_is_accepted():
+    state = make_state()
+    ahead, *others = leases(state, 3)
+    for lease in others:
+        assert give(state, group(lease, 0)) == ("queued", "")
+    take(state)
+    ack(state, announced=False)
+    assert give(state, group(ahead, 1)) == ("queued", "")
 
 
 def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_run_says_so():

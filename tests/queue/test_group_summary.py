@@ -126,7 +126,8 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
         return "expected no sampling masks under top_p = 1.0 and top_k = 0, got some"
     versions = sampled_versions(group)
     if versions and not 0 <= min(versions) <= max(versions) <= NEWEST:
-        return f"expected tokens of the announced versions 0..{NEWEST}, got versions {min(versions)}..{max(versions)}"
+        expected = f"versions 0..{NEWEST}, which the learner has trained"
+        return f"expected tokens of {expected}, got versions {min(versions)}..{max(versions)}"
     return ""
 
 
@@ -207,7 +208,8 @@ def test_the_facts_of_a_group_worked_by_hand():
 def test_a_group_of_versions_the_learner_has_not_reached_is_unfit_only_until_it_has():
     facts = read_summary(encode_group(fit_group()))
     assert (
-        why_unfit(facts, LEASE, newest_version=1) == "expected tokens of the announced versions 0..1, got versions 0..2"
+        why_unfit(facts, LEASE, newest_version=1)
+        == "expected tokens of versions 0..1, which the learner has trained, got versions 0..2"
     )
     assert why_unfit(facts, LEASE, newest_version=2) == ""
 

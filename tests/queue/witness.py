@@ -195,8 +195,7 @@ class Witness:
             fate = self.entries["closed_lease"].get(facts.lease_id, {}).get("status")
             late: dict[Any, Verdict] = {"returned": "duplicate", "rolled_back": "old_lineage"}
             return late.get(fate, "unknown_lease")
-        announced = self.learner.announced_version
-        if facts.unfit or facts.num_rollouts != 2 or announced is None or facts.newest_version > announced:
+        if facts.unfit or facts.num_rollouts != 2 or facts.newest_version > version:
             return "refused"
         if facts.kind == "eval":
             return "eval_done" if facts.oldest_version >= lease["min_version"] else "stale"

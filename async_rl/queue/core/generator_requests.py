@@ -156,9 +156,10 @@ def receive(
         return _receive_late(state, group), ""
     if active.generator_id != generator_id:
         return "refused", _refuse_foreign(state, generator_id, group.lease_id)
-    announced = learner.announced_version
+    # The learner publishes a version after its step is acknowledged, and announces it after that. A generator may
+    # sample with it before the announcement, and without one if the learner dies in between.
     unfit = why_unfit(
-        group, active.lease, newest_version=-1 if announced is None else announced,
+        group, active.lease, newest_version=learner.version,
         vocab_size=state.vocab_size, max_abs_reward=state.settings.max_abs_reward,
     )  # fmt: skip
     if not unfit and group.generator_id != generator_id:

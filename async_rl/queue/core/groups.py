@@ -205,8 +205,8 @@ def why_unfit(
 ) -> str:  # fmt: skip
     """The reason why a returned group does not fit its lease; empty if it does. ``refusal_cause`` gives its cause.
 
-    ``newest_version`` is the newest announced version. If ``vocab_size`` is None, token ids have no limit. A group in
-    which no rollout has a sampled token, or every rollout failed, is unfit too.
+    ``newest_version`` is the newest version that the learner may have published. If ``vocab_size`` is None, token ids
+    have no limit. A group in which no rollout has a sampled token, or every rollout failed, is unfit too.
     """
     if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
         return (
@@ -230,7 +230,7 @@ def why_unfit(
         )
     if group.num_tokens and not 0 <= group.oldest_version <= group.newest_version <= newest_version:
         return (
-            f"expected tokens of the announced versions 0..{newest_version}, got versions "
+            f"expected tokens of versions 0..{newest_version}, which the learner has trained, got versions "
             f"{group.oldest_version}..{group.newest_version}"
         )
     return _why_beyond(group, lease, vocab_size, max_abs_reward)
