@@ -307,7 +307,7 @@ app.add_typer(tools)
 
 
 def _is_first_rank() -> bool:
-    """Whether this rank checks what all ranks share."""
+    """Whether this process does the checks that one rank does for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -331,7 +331,7 @@ def _role() -> Iterator[bool]:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """The entry point: run one command and exit with its code."""
+    """Run one command and exit with its code. The entry point of the command line."""
     try:
         app(arguments)
     except UserError as error:

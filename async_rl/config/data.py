@@ -79,7 +79,7 @@ class DataConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """How a set of ``data.eval`` is answered: the keys that one set may have of its own."""
+    """How a set of ``data.eval`` is answered: the keys that may differ for one set."""
 
     every: int = Field(
         default=50,

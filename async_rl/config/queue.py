@@ -46,7 +46,7 @@ class QueueConfig(Section):
     filter_range: tuple[float, float] | None = Field(
         default=(0.01, 0.99),
         strict=False,
-        description="Groups whose mean accuracy lies outside this range are filtered: they are never trained on. [] "
+        description="Groups whose mean accuracy is outside this range are filtered: they are never trained on. [] "
         "switches the filter off.",
     )
     refill: bool = Field(
@@ -56,7 +56,7 @@ class QueueConfig(Section):
     max_filtered: int | None = Field(
         default=None,
         ge=1,
-        description="Number of groups filtered since the last step that stops the run; if unset, 100 times "
+        description="The run stops when this many groups were filtered since its last step; if unset, 100 times "
         "learner.groups_per_step.",
     )
     max_bytes: int = Field(
@@ -121,7 +121,11 @@ class WeightsConfig(Section):
         description="Whether tcp sends only the weights that changed since the last version; auto does so only to "
         "other machines.",
     )
-    sync_every: int = Field(default=1, ge=1, description="Publish every n-th version of the weights.")
+    sync_every: int = Field(
+        default=1,
+        ge=1,
+        description="Number of versions from one publication of the weights to the next; 1 publishes every version.",
+    )
     deadline_s: float = Field(
         default=60.0, gt=0, description="Seconds after which a generator that has not received a version is dropped."
     )

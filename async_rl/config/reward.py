@@ -32,7 +32,7 @@ class RewardType:
         runs_programs: it runs the programs of ``reward.code``, so it needs a sandbox or a verifier.
         is_user_code: the user's own function, allowed by name and compared by digest; ``reward.time_limit_s`` bounds
             its async calls.
-        system_prompt: the default system message of a row that has none; empty for none.
+        system_prompt: the default system message for rows without one; empty if there is none.
         answer_form: template of an answer that earns the reward: ``{answer}`` and, if present, ``{thoughts}`` are
             replaced. Doctor and the fake backend write answers with it.
     """
@@ -185,7 +185,8 @@ class RewardConfig(Section):
     max_abs: float = Field(
         default=1e6,
         gt=0,
-        description="Largest amount of a reward, or of a turn's reward. The queue refuses a group that exceeds it.",
+        description="Largest absolute value of a reward, also of one turn's reward. The queue refuses a group that "
+        "exceeds it.",
     )
     extra: dict[str, float] = Field(
         default={},

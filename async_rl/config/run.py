@@ -130,7 +130,7 @@ class ExperimentalConfig(Section):
     bucket_bytes: int = Field(
         default=64 << 20,
         ge=1024,
-        description="Bytes of one bucket, the part of a version that has a digest of its own.",
+        description="Bytes of one bucket, the part of a version that has its own digest.",
     )
     parity_every: int = Field(
         default=50,

@@ -80,8 +80,8 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
         tokenizer = (PreTrainedTokenizerFast if is_generic else AutoTokenizer).from_pretrained(directory)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
         raise ModelError(
-            f"can't load a tokenizer from {path}: {type(error).__name__}: {error}; expected the files that "
-            f"save_pretrained writes (tokenizer.json and tokenizer_config.json)"
+            f"can't load a tokenizer from {path}: {type(error).__name__}: {error}; save it again with "
+            f"save_pretrained, which writes tokenizer.json and tokenizer_config.json"
         ) from error
     if needs_template and not tokenizer.chat_template:
         raise ModelError(

@@ -117,7 +117,7 @@ def _jsonl(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
         if line.strip():
             where = f"{path}:{number}"
             try:
-                yield where, parse_json(line, where, "one JSON object a line")
+                yield where, parse_json(line, where, "one JSON object per line")
             except DataError as error:
                 yield where, error
 
@@ -125,7 +125,9 @@ def _jsonl(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
 def _json(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
     rows = parse_json(content, path, "a JSON list of objects")
     if not isinstance(rows, list):
-        raise DataError(f"{path}: expected a JSON list of objects, got {kind(rows)}; for one object a line use .jsonl")
+        raise DataError(
+            f"{path}: expected a JSON list of objects, got {kind(rows)}; for one object per line use the ending .jsonl"
+        )
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
@@ -230,7 +232,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} comes twice")
+        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice in one object")
     return found
 
 

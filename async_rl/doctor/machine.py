@@ -353,7 +353,7 @@ def _own_address() -> str:
 
 
 def check_collective(host: str, backend: str) -> list[Finding]:
-    """Connect two ranks on ``host``, as for weights, and broadcast once. Runs in a process of its own."""
+    """Connect two ranks on ``host``, as for weights, and broadcast once. Runs in a separate process."""
     import torch
 
     from async_rl.net.streams import listening_socket

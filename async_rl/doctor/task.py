@@ -129,7 +129,7 @@ def _template_row(config: Config, tokenizer: Any) -> Finding:
 
 
 def check_reward(config: Mapping[str, Any]) -> list[Finding]:
-    """Grade right and wrong answers to the first rows, as a generator would. Runs in a process of its own."""
+    """Grade right and wrong answers to the first rows, as a generator would. Runs in a separate process."""
     from async_rl.rewards.registry import build_reward
 
     resolved = parse_config(dict(config), "the doctor's config")
@@ -223,7 +223,7 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is
 
 
 def check_parity(config: Mapping[str, Any]) -> list[Finding]:
-    """Return a finding about sampled tokens and one about probe sequences. Runs in a process of its own."""
+    """Return a finding about sampled tokens and one about probe sequences. Runs in a separate process."""
     resolved = parse_config(dict(config), "the doctor's config")
     if not has_model(resolved.generator.backend):
         return [

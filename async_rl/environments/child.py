@@ -163,7 +163,7 @@ async def _serve(channel: _Channel, code: Any) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed ``random`` alike for every rollout of a group; ``extra_info["index"]`` tells the rollouts apart."""
+    """Seed ``random`` alike for every rollout of a group; ``extra_info["index"]`` differs between them."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

@@ -108,7 +108,7 @@ def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
 
 
 def _figure_lines(figures: Mapping[str, float]) -> list[str]:
-    """One line per figure: key, value, meaning."""
+    """Return one line per figure: key, value, meaning."""
     tries = {
         f"pass_at_{2**i}": f"Unbiased estimate of the probability that one of {2**i} answers is right."
         for i in range(1, 11)
@@ -280,7 +280,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
 
 
 def _is_usable_offline(raw: Mapping[str, Any]) -> bool:
-    """False for a known backend that needs a learner. A user's own backend is checked where it is imported."""
+    """Return False for a known backend that needs a learner. A user's own backend is checked where it is imported."""
     capabilities = BACKENDS.get(raw.get("generator", {}).get("backend", AUTO))
     return capabilities is None or capabilities.offline
 

@@ -252,7 +252,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: expected one JSON object a line: {error}") from None
+            raise DataError(f"{where}: expected one JSON object per line: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
         yield where, row

@@ -1,7 +1,7 @@
 """Reads the tests of a code row, and decides whether a program's output is what a test expects. Pure.
 
 Tests are read when data is loaded and when an answer is graded. ``test_cases`` is ``{"inputs": [...], "outputs":
-[...]}``, or that as JSON text, with ``fn_name`` in it or beside it for tests that call a function.
+[...]}``, or that as JSON text, with ``fn_name`` inside it or next to it for tests that call a function.
 
 Outputs are compared in the trusted process; all of them are hostile. They are compared token by token: an integer is
 exact, and another number may differ by the test's tolerance. Colossal-RL compares in six steps, the first that agrees

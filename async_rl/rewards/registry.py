@@ -208,7 +208,7 @@ def dapo_penalty(num_tokens: int, *, max_new_tokens: int, cache_length: int, tru
     if max_new_tokens < 1 or cache_length < 1 or num_tokens < 0:
         raise ValueError(
             f"expected max_new_tokens >= 1, cache_length >= 1 and num_tokens >= 0, got {max_new_tokens}, "
-            f"{cache_length} and {num_tokens}"
+            f"{cache_length} and {num_tokens}; this is a bug in async-rl, please report it"
         )
     if truncated or num_tokens >= max_new_tokens:
         return -1.0

@@ -357,7 +357,7 @@ def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
             raise _LauncherLostError(
-                "the sandbox's launcher process did not report a program's result within the time limit"
+                f"the sandbox's launcher process did not report a program's result within {GRACE_S:g} s after its limit"
             )
         chunk = os.read(reply, 1 << 16)
         if not chunk:

@@ -129,7 +129,7 @@ def test_launch_refuses_missing_data_bad_rows_and_a_missing_model(tmp_path: Path
 
 GOOD_ROW = '{"messages": [{"role": "user", "content": "1 + 1?"}], "gt_answer": "2"}\n'
 BAD_FILES = {
-    "malformed": (GOOD_ROW + '{"messages": [\n', "{path}:2: expected one JSON object a line"),
+    "malformed": (GOOD_ROW + '{"messages": [\n', "{path}:2: expected one JSON object per line"),
     "no_answer": (
         GOOD_ROW + "\n" + '{"messages": [{"role": "user", "content": "?"}]}\n',
         '{path}:3: expected a row with "messages" and "gt_answer", got no gt_answer',

@@ -85,7 +85,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.json", '{"messages": []}', "expected a JSON list of objects, got an object; for one object a line use"),
+        ("rows.json", '{"messages": []}', "got an object; for one object per line use"),
         ("rows.json", "[1", "expected a JSON list of objects: .* column 3"),
         ("rows.json", '[\n{"gt_answer": "2"}]', 'rows.json: row 1: expected a row with "messages"'),
         ("rows.csv", "prompt,gt_answer\n1+1?,2\n1+2?\n", "rows.csv:3: expected 2 cells"),

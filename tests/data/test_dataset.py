@@ -91,8 +91,8 @@ def test_the_digest_is_the_files_sha256(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ('{"messages": ', "expected one JSON object a line"),
-        (GOOD + GOOD, "expected one JSON object a line"),
+        ('{"messages": ', "expected one JSON object per line"),
+        (GOOD + GOOD, "expected one JSON object per line"),
         ("[1, 2]", "expected a JSON object, got a list of 2"),
         ('"text"', "expected a JSON object, got the text 'text'"),
         ("null", "expected a JSON object, got null"),
@@ -114,7 +114,7 @@ def test_the_digest_is_the_files_sha256(tmp_path: Path):
         ('{"messages": [{"role": "user", "content": "q", "name": "n"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         (
             '{"gt_answer": "1", "messages": {"role": "user", "content": "q"}, "gt_answer": "2"}',
-            "'gt_answer' comes twice",
+            "'gt_answer' occurs twice",
         ),
         (GOOD.replace('"2"', '"2", "big": ' + str(2**64)), "a value can't be sent"),
         (GOOD.replace("1+1?", "\\ud800"), "a value can't be sent"),

@@ -84,7 +84,7 @@ GOOD = {"prompt": "a", "response": "b"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{not json", "expected one JSON object a line"),
+        ("{not json", "expected one JSON object per line"),
         ("[1, 2]", "expected a JSON object, got list"),
         ({"prompt": "a", "answer": "b"}, r"got keys \['answer', 'prompt'\]"),
         ({"messages": [{"role": "user"}]}, '"role" and "content" as text'),
