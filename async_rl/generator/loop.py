@@ -343,9 +343,9 @@ class Worker:
                     self._drop(lease_id)
             case Announced(announcement=announcement):
                 self._follow(announcement)
-            case Returned(lease_id=lease_id, verdict=verdict):
+            case Returned(lease_id=lease_id, verdict=verdict, why=why):
                 if verdict in ("refused", "unknown_lease", "old_lineage"):
-                    logger.warning("the queue did not take lease %s: %s", lease_id, verdict)
+                    logger.warning("the queue did not take lease %s: %s", lease_id, why or verdict)
             case Finished():
                 self._finished = True
 

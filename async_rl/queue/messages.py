@@ -91,10 +91,11 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """The outcome of a returned or failed lease."""
+    """The outcome of a returned or failed lease. ``why`` is the reason of a refusal; empty for other outcomes."""
 
     lease_id: str
     verdict: Verdict
+    why: str = ""
 
 
 class Announced(msgspec.Struct, frozen=True):

@@ -294,6 +294,18 @@ def test_a_newer_learner_shuts_the_older_one_out(servers, tmp_path):
         old.take("line-a", 0, 0, 5.0)
 
 
+def test_a_generator_learns_why_its_group_was_refused(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    attach(servers.learner(server.address))
+    generator = servers.generator(server.address, "g0")
+    generator.hello(10.0, "fake")
+    (lease,) = get_leases(generator, count=1)
+    generator.return_group(group(lease, version=7))
+    (returned,) = [event for event in events_until(generator, Returned) if isinstance(event, Returned)]
+    assert returned.verdict == "refused"
+    assert returned.why.endswith("expected tokens of versions 0..0, which the learner has trained, got versions 7..7")
+
+
 def test_a_learner_of_another_run_is_refused(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")), "--run-id", "mine")
     with pytest.raises(QueueError, match="run mine"):

@@ -513,8 +513,8 @@ class GeneratorQueue:
 
 
 def _returned(message: Message) -> list[Returned]:
-    verdicts = read_as(message.fields, messages.ReturnReply).verdicts
-    return [Returned(lease_id, verdict) for lease_id, verdict in verdicts.items()]
+    reply = read_as(message.fields, messages.ReturnReply)
+    return [Returned(lease_id, verdict, reply.why.get(lease_id, "")) for lease_id, verdict in reply.verdicts.items()]
 
 
 def _welcome(message: Message) -> Welcome:
