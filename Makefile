@@ -39,7 +39,7 @@ test-all: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -m "long and not vllm"
-	$(BIN)/python -m pytest -m slow -k killed_at_random_moments --kills 200 --timeout=3600
+	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm

@@ -1,9 +1,7 @@
-"""Roles killed at every named place, and at random moments: each prompt is still trained on exactly once."""
+"""Roles killed at every named place: each prompt is still trained on exactly once."""
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,6 @@ from tests.end_to_end.faults_harness import Victim, fault_config, fault_run, jud
 from tests.end_to_end.harness import processes_of, wait_until
 
 VICTIMS: tuple[Victim, ...] = ("learner", "queue", "generator")
-RANDOM_VICTIMS: tuple[Victim, ...] = ("learner", "queue", "generator", "queue", "generator")
-"""A learner takes several times as long as others to come back."""
-KILLS_A_RUN = 20
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One run for every ``KILLS_A_RUN`` of ``--kills``, each with a seed of its own."""
-    if "seed" in metafunc.fixturenames:
-        num_kills: int = metafunc.config.option.kills
-        left = range(num_kills, 0, -KILLS_A_RUN)
-        metafunc.parametrize("seed, num_kills", [(seed, min(n, KILLS_A_RUN)) for seed, n in enumerate(left)])
 
 
 @pytest.mark.slow
@@ -60,28 +47,6 @@ def test_each_role_killed_at_each_fault_point_loses_and_repeats_no_prompt(tmp_pa
         run.finish()
         assert "Traceback" not in run.log_of("learner")
     print(f"{judge(run.run_dir, num_rows=num_rows, poison=poison)}; {run.num_starts} starts")
-
-
-@pytest.mark.slow
-def test_roles_killed_at_random_moments_lose_and_repeat_no_prompt(tmp_path: Path, seed: int, num_kills: int):
-    num_rows, poison = 162, (3, 100)
-    on_stale = ("drop", "mask", "wait")[seed % 3]
-    config = fault_config(tmp_path, num_rows=num_rows, poison=poison, queue={"on_stale": on_stale, "wait_s": 1.0})
-    moments = random.Random(seed)
-    plan: list[tuple[int, float, Victim]] = [
-        (moments.randrange(1, num_rows // 4), moments.random(), RANDOM_VICTIMS[number % len(RANDOM_VICTIMS)])
-        for number in range(num_kills)
-    ]
-    with fault_run(tmp_path, config) as run:
-        run.begin()
-        for step, delay, victim in sorted(plan):
-            run.await_step(step)
-            time.sleep(0.4 * delay)  # any moment of the step or the next ones
-            run.kill(victim, index=moments.randrange(2))
-            print(f"step {run.last_step()}: killed the {victim}")
-        assert not run.is_finished
-        run.finish()
-    print(f"seed {seed}: {judge(run.run_dir, num_rows=num_rows, poison=poison)}; {run.num_starts} starts")
 
 
 @pytest.mark.slow
