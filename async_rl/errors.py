@@ -50,6 +50,18 @@ class StorageError(QueueError):
     """The queue's disk fails. The run stops with the cause."""
 
 
+class DamagedPayloadError(QueueError):
+    """A stored group can't be read back. It is given up, and its prompt is sampled again. ``file`` has the damage."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+
+class DamagedJournalError(QueueError):
+    """The records of the queue's journal are damaged. The journal is moved aside."""
+
+
 class StorageFullError(StorageError):
     """The disk is full, or no file descriptor is left. The queue waits for room and tries again."""
 

@@ -420,9 +420,53 @@ def test_a_journal_may_be_built_in_one_thread_and_used_in_another(tmp_path: Path
 # The directory.
 
 
-def test_a_file_that_is_no_index_is_refused(tmp_path: Path):
-    (tmp_path / "index.sqlite").write_bytes(b"not a database" * 1000)
-    with pytest.raises(QueueError, match=r"file is not a database"):
+def test_a_file_that_is_no_index_is_moved_aside(tmp_path: Path):
+    for number in (1, 2):
+        content = b"not a database" * 1000 * number
+        (tmp_path / "index.sqlite").write_bytes(content)
+        with closing(Journal(tmp_path)) as journal:
+            assert "index.sqlite is damaged (file is not a database)" in journal.damage
+            assert f"moved aside to index.sqlite.damaged-{number}; what the queue did" in journal.damage
+            assert journal.load() is None
+        assert (tmp_path / f"index.sqlite.damaged-{number}").read_bytes() == content
+
+
+def test_segment_files_without_an_index_are_named(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        ref = journal.keep(b"body")
+        journal.commit([put("a", ref)], {"queue": b"q"})
+    (tmp_path / "index.sqlite").unlink()
+    with closing(Journal(tmp_path)) as journal:
+        assert "index.sqlite has no records, although there are segment files" in journal.damage
+        assert journal.load() is None
+        # File numbers go on, and the old file goes with the first commit.
+        assert journal.keep(b"next").segment == 2
+        journal.commit([], {})
+    assert segment_names(tmp_path) == ["segment-00000002"]
+
+
+def test_a_record_that_another_program_changed_is_damage(tmp_path: Path):
+    statements = (
+        "UPDATE entries SET key = 'b'", "UPDATE entries SET kind = 'lease'", "UPDATE state SET value = X'00'",
+        "UPDATE state SET name = 'other'", "UPDATE meta SET value = 3 WHERE name = 'format'",
+        "UPDATE meta SET value = X'01' WHERE name = 'last_segment'", "PRAGMA user_version = 7",
+        "INSERT INTO moved VALUES (1, 0, -1, 'x')", "DROP TABLE moved",
+    )  # fmt: skip
+    for number, statement in enumerate(statements):
+        directory = tmp_path / str(number)
+        with closing(Journal(directory)) as journal:
+            journal.commit([Change("closed_lease", "a", {})], {"queue": b"q"})
+        with closing(sqlite3.connect(directory / "index.sqlite", isolation_level=None)) as index:
+            index.execute(statement)
+        with closing(Journal(directory)) as journal:
+            assert "is damaged" in journal.damage, statement
+
+
+def test_a_journal_of_another_format_is_refused(tmp_path: Path):
+    with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as index:
+        index.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID")
+        index.execute("PRAGMA user_version = 2")
+    with pytest.raises(QueueError, match="expected a journal of format 4, got format 2.*rename that directory"):
         Journal(tmp_path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.errors import QueueError
+from async_rl.errors import DamagedPayloadError, QueueError
 from async_rl.queue.storage.payloads import PayloadRef, Segments, Spot, digest_of
 
 HEADER = 24
@@ -90,11 +90,47 @@ def test_a_body_behind_the_end_of_its_file_is_not_adopted(tmp_path: Path):
     first.close()
     os.truncate(tmp_path / "segment-00000001", 20)
     second = Segments(tmp_path, 1000)
-    with pytest.raises(QueueError, match=r"segment-00000001: expected 28 bytes or more, .* got 20 bytes"):
-        second.adopt(ref, Spot(1, 0))
-    with pytest.raises(QueueError, match=r"segment-00000009: .* got no file"):
-        second.adopt(ref, Spot(9, 0))
+    moved = PayloadRef(2, 0, 4, ref.digest)
+    assert not second.adopt(ref, Spot(1, 0))
+    assert not second.adopt(moved, Spot(9, 0))
+    for lost, file in ((ref, "segment-00000001"), (moved, "segment-00000009")):
+        with pytest.raises(DamagedPayloadError, match=f"{file}: the file is missing or too short"):
+            second.read(lost)
+        second.release(lost)
+        with pytest.raises(QueueError, match="was released"):
+            second.read(lost)
+    assert second.live_bytes == 0
     second.close()
+
+
+def test_a_file_that_is_cut_off_while_it_is_open_loses_the_payloads_behind_the_cut(tmp_path: Path):
+    segments = Segments(tmp_path, 1000)
+    kept, lost = segments.keep(b"kept"), segments.keep(b"lost")
+    os.truncate(tmp_path / "segment-00000001", lost.offset + HEADER + 1)
+    with pytest.raises(DamagedPayloadError, match="expected 4 bytes, got 1; the file is cut off"):
+        segments.read(lost)
+    assert segments.read(kept) == b"kept"
+    segments.close()
+
+
+def test_what_can_t_be_copied_forward_is_lost_alone(tmp_path: Path):
+    # Five files of a dead payload (84 bytes) and a live one (54). 420 dead bytes are 150 more than live ones: the first
+    # two files must go.
+    segments = Segments(tmp_path, 100)
+    pairs = [(segments.keep(bytes(60)), segments.keep(bytes(30))) for _ in range(5)]
+    for dead, _ in pairs:
+        segments.release(dead)
+    (_, lost), (_, kept), *_ = pairs
+    os.truncate(tmp_path / "segment-00000001", lost.offset + HEADER)
+    moves = segments.copy_forward()
+    segments.settle(moves)
+    assert [move.ref for move in moves] == [kept]
+    assert segments.read(kept) == bytes(30)
+    with pytest.raises(DamagedPayloadError):
+        segments.read(lost)
+    segments.release(lost)
+    assert segments.live_bytes == 4 * 54
+    segments.close()
 
 
 def test_a_number_is_never_used_twice(tmp_path: Path):

@@ -2,7 +2,11 @@
 
 The server appends payloads as they arrive. Once a turn it commits the changes, before it sends that turn's replies.
 Committed data survives the death of any process. The operating system writes it to disk later, because nothing is
-synced. So a power cut may lose or damage data; damage is reported as an error, and wrong bytes are never returned.
+synced. So a power cut may lose or damage data. Wrong bytes are never returned: payloads and records have checksums.
+
+A damaged payload is lost alone (``payloads.py``). The index is checked as a whole when it is opened. If it is damaged,
+it is moved aside to ``index.sqlite.damaged-N``, and the journal begins empty: the learner then restores the queue from
+its last checkpoint. SQLite itself ignores a damaged end of its log. The journal is then at an earlier commit.
 
 One process at a time owns a directory, through a lock that ends with the process. The directory must be on a local
 disk: on a network file system neither locks nor the order of writes are reliable.
@@ -14,16 +18,18 @@ import fcntl
 import os
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from async_rl.errors import ConfigError, QueueError
+from async_rl.errors import ConfigError, DamagedJournalError, QueueError
 from async_rl.net.wire import pack_plain
+from async_rl.queue.storage import index as indexes
 from async_rl.queue.storage.payloads import Move, Payload, PayloadRef, Segments, Spot, disk_error
 
 _NETWORK_FILE_SYSTEMS = frozenset({
@@ -34,35 +40,12 @@ _NETWORK_FILE_SYSTEMS = frozenset({
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs"})
 """Other FUSE file systems are mostly network file systems, and are refused."""
 
-_START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
-_FORMAT = 3
-"""Increase this number with every change of the tables, or of the kinds and fields of records."""
-_PRAGMAS = (
-    # One owner: no shared-memory file, and no file locks to take in every transaction.
-    "locking_mode = EXCLUSIVE",
-    "journal_mode = WAL",
-    # At COMMIT the operating system has the log. Syncing it would protect only against power loss.
-    "synchronous = OFF",
-    # No files besides the index and its log, so that a commit needs no new descriptor.
-    "temp_store = MEMORY",
-    # The log is emptied into the index at this many pages, and cut back after a larger transaction.
-    "wal_autocheckpoint = 1000",
-    "journal_size_limit = 8388608",
+LOST = (
+    "what the queue did since the learner's last checkpoint is lost: the learner restores that checkpoint, and the "
+    "prompts are sampled again"
 )
-_SCHEMA = f"""
-    BEGIN;
-    CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-    CREATE TABLE state (name TEXT PRIMARY KEY, value BLOB);
-    CREATE TABLE entries (kind TEXT, key TEXT, fields BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID;
-    CREATE TABLE moved (
-        segment INTEGER, offset INTEGER, to_segment INTEGER, to_offset INTEGER, PRIMARY KEY (segment, offset)
-    ) WITHOUT ROWID;
-    PRAGMA user_version = {_FORMAT};
-    COMMIT;
-"""
 # This updates the row in place. REPLACE would delete it and write its index entry again.
 _PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
-
 
 Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer", "generator"]
 """Records by lease id: ``group`` (ready, taken, or referred to by a snapshot), ``lease`` (in flight), ``closed_lease``.
@@ -132,22 +115,33 @@ class Journal:
     an identity may open it, too: a server started by hand gets its run id from the learner. After a
     start: ``load``, then ``adopt`` if ``load`` returned something, then ``commit`` repeatedly. It is not thread-safe.
 
+    ``damage`` says what is damaged and was moved aside; empty if nothing was.
+
     Raises:
         ConfigError: the directory can't be created, or is on a network file system.
-        QueueError: another process owns the directory, or it has another identity or format, or is damaged.
+        QueueError: another process owns the directory, or it has another identity or format.
     """
 
     def __init__(self, directory: Path, *, identity: str = "", segment_bytes: int = 64 << 20) -> None:
-        self._directory = directory
+        self._directory, self._identity = directory, identity
+        self.damage = ""
         refuse_network_file_system(directory)
         with ExitStack() as opened:
             opened.callback(os.close, _lock(directory))
             with _database_errors(directory):
-                self._index = _open_index(directory / "index.sqlite", identity)
-                opened.callback(self._index.close)
-                row = self._index.execute("SELECT value FROM meta WHERE name = 'last_segment'").fetchone()
-            self._last_segment: int | None = None if row is None else row[0]
+                try:
+                    self._index = indexes.open_index(directory, identity)
+                except (sqlite3.Error, DamagedJournalError) as error:
+                    if not indexes.is_damage(error):
+                        raise
+                    self.damage = f"{indexes.move_aside(directory, str(error))}; {LOST}"
+                    self._index = indexes.open_index(directory, identity)
+                opened.callback(lambda: self._index.close())
+                last = indexes.read_meta(self._index, "last_segment")
+            self._last_segment: int | None = None if last is None else int(last)
             self._segments = Segments(directory, segment_bytes, after=self._last_segment or 0)
+            if self._last_segment is None and self._segments.last and not self.damage:
+                self.damage = f"{directory / indexes.INDEX} has no records, although there are segment files; {LOST}"
             opened.callback(lambda: self._segments.close())
             self._opened = opened.pop_all()
         self._segment_bytes = segment_bytes
@@ -176,7 +170,7 @@ class Journal:
         return self._segments.keep(payload)
 
     def read(self, ref: PayloadRef) -> bytes:
-        """The payload at ``ref``. Raises QueueError: it was released, or is damaged."""
+        """The payload at ``ref``. Raises DamagedPayloadError: it can't be read back. QueueError: it was released."""
         return self._segments.read(ref)
 
     def release(self, ref: PayloadRef) -> None:
@@ -203,10 +197,10 @@ class Journal:
         assert self._is_adopted, "commit before adopt would free the payloads of an earlier process"
         # A commit that is tried again must not copy again: that would fill the disk.
         self._moves = self._moves or self._segments.copy_forward()
-        with _database_errors(self._directory), _transaction(self._index):
+        with _database_errors(self._directory), indexes.transaction(self._index):
             self._write_entries(changes)
             if state:
-                self._index.executemany(_PUT_STATE, state.items())
+                self._index.executemany(_PUT_STATE, [(name, indexes.seal(data, name)) for name, data in state.items()])
             self._write_refs(self._moves)
         self._obsolete.clear()
         self._last_segment = self._segments.last
@@ -229,26 +223,42 @@ class Journal:
         """Load the content of the last commit; None if nothing was ever committed."""
         if self._last_segment is None:
             return None
-        entries: dict[Kind, dict[str, Mapping[str, Any]]] = {kind: {} for kind in get_args(Kind)}
         with _database_errors(self._directory):
-            for kind, key, fields in self._index.execute("SELECT kind, key, fields FROM entries"):
-                entries[kind][key] = unpack(fields)
-            return Saved(entries, dict(self._index.execute("SELECT name, value FROM state")))
+            entries: dict[Kind, dict[str, Mapping[str, Any]]] = {kind: {} for kind in get_args(Kind)}
+            for kind, key, data in indexes.read_entries(self._index):
+                entries[cast(Kind, kind)][key] = unpack(data)
+            return Saved(entries, indexes.read_state(self._index))
 
-    def adopt(self, refs: Iterable[PayloadRef]) -> None:
+    def adopt(self, refs: Iterable[PayloadRef]) -> Counter[str]:
         """Keep only these payloads of earlier processes. Call it after ``load``. The next commit deletes the others.
 
-        Raises:
-            QueueError: a payload is missing.
+        Return the files that are missing or too short, with the number of payloads that are lost. Reading these raises
+        DamagedPayloadError.
         """
         with _database_errors(self._directory):
-            rows = self._index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
-        moved = {(row[0], row[1]): Spot(row[2], row[3]) for row in rows}
+            moved = indexes.read_moved(self._index)
+        lost: Counter[str] = Counter()
         for ref in set(refs):
             home = Spot(ref.segment, ref.offset)
-            self._segments.adopt(ref, moved.pop(home, home))
+            spot = moved.pop(home, home)
+            if not self._segments.adopt(ref, spot):
+                lost[str(self._segments.path_of(spot.segment))] += 1
         self._obsolete += moved
         self._is_adopted = True
+        return lost
+
+    def move_aside(self, reason: str) -> None:
+        """Move the index aside, because its records do not belong together, and go on with an empty journal.
+
+        Raises:
+            QueueError: the disk fails.
+        """
+        with _database_errors(self._directory):
+            self._index.close()
+            self.damage = f"{indexes.move_aside(self._directory, reason)}; {LOST}"
+            self._index = indexes.open_index(self._directory, self._identity)
+        self._last_segment = None
+        self.revert()
 
     def close(self) -> None:
         """Close the files and release the directory."""
@@ -256,7 +266,8 @@ class Journal:
 
     def _write_entries(self, changes: Iterable[Change]) -> None:
         latest = {(kind, key): fields for kind, key, fields in changes}
-        puts = [(*record, pack_plain(fields)) for record, fields in latest.items() if fields is not None]
+        kept = [(record, pack_plain(fields)) for record, fields in latest.items() if fields is not None]
+        puts = [(*record, indexes.seal(data, *record)) for record, data in kept]
         gone = [record for record, fields in latest.items() if fields is None]
         if puts:
             self._index.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", puts)
@@ -271,7 +282,7 @@ class Journal:
         if rows:
             self._index.executemany("INSERT OR REPLACE INTO moved VALUES (?, ?, ?, ?)", rows)
         if self._last_segment != self._segments.last:
-            self._index.execute("INSERT OR REPLACE INTO meta VALUES ('last_segment', ?)", (self._segments.last,))
+            indexes.write_meta(self._index, "last_segment", str(self._segments.last))
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -279,54 +290,11 @@ def unpack(data: bytes) -> dict[str, Any]:
     return msgspec.msgpack.decode(data)
 
 
-# The index.
-
-
-def _open_index(path: Path, identity: str) -> sqlite3.Connection:
-    """Open the database; create it if there is none. Raises QueueError: it has another identity or format."""
-    # The server may be built in one thread and run in another.
-    index = sqlite3.connect(path, isolation_level=None, timeout=0, check_same_thread=False)
-    try:
-        for pragma in _PRAGMAS:
-            index.execute(f"PRAGMA {pragma}")
-        (found_format,) = index.execute("PRAGMA user_version").fetchone()
-        if not found_format:
-            index.executescript(_SCHEMA)
-        elif found_format != _FORMAT:
-            raise QueueError(
-                f"{path}: expected a journal of format {_FORMAT}, got format {found_format}, which another version of "
-                f"async-rl wrote; {_START_OVER}"
-            )
-        if identity:
-            index.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (identity,))
-        row = index.execute("SELECT value FROM meta WHERE name = 'identity'").fetchone()
-        found = identity if row is None else row[0]
-        if identity and found != identity:
-            raise QueueError(f"{path}: expected the journal of {identity!r}, got that of {found!r}; {_START_OVER}")
-    except BaseException:
-        index.close()
-        raise
-    return index
-
-
-@contextmanager
-def _transaction(index: sqlite3.Connection) -> Iterator[None]:
-    index.execute("BEGIN")
-    try:
-        yield
-        index.execute("COMMIT")
-    except BaseException:
-        # SQLite has rolled back by itself after some errors.
-        if index.in_transaction:
-            index.execute("ROLLBACK")
-        raise
-
-
 @contextmanager
 def _database_errors(directory: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise disk_error(directory, error) from error
 
 

@@ -23,14 +23,12 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from async_rl.errors import QueueError, StorageError, StorageFullError
+from async_rl.errors import DamagedPayloadError, QueueError, StorageError, StorageFullError
 
 Payload = bytes | bytearray | memoryview
 _COPY_BELOW_BYTES = 32 << 10
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
-_RESUME = "the run resumes from its last checkpoint"
-_DAMAGED = f"the journal is damaged: rename its directory and start the run again; {_RESUME}"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
 """Errors that may end by themselves, or when space is freed: a full disk, a full quota, no free file descriptor."""
 _PROBE_BYTES = 1 << 20
@@ -62,7 +60,7 @@ class PayloadStore(Protocol):
         """The payload at ``ref``.
 
         Raises:
-            QueueError: the payload is gone or damaged.
+            DamagedPayloadError: it can't be read back. Only ``release`` it then.
         """
         ...
 
@@ -175,6 +173,9 @@ class Segments:
     A ref has the place where its payload was *first* written, and never changes. A few long-lived payloads would keep
     every file that contains them, so they are copied into the open file, and ``moved`` has their new places.
 
+    A payload is checked when it is read. One that is damaged, or whose file is missing or too short, is read as
+    DamagedPayloadError and released like any other; the others are not affected.
+
     ``after`` is the highest file number that the caller knows to have been used. If the disk fails, every method raises
     QueueError with the name of the directory; if the disk is full, StorageFullError. Stored payloads stay unchanged
     then, and the same call may be repeated.
@@ -190,6 +191,7 @@ class Segments:
         self._has_spare = False
         self._maybe_empty: set[int] = set()
         self.moved: dict[PayloadRef, Spot] = {}
+        self._lost: set[PayloadRef] = set()
         self.num_bytes = self.live_bytes = 0
         for path in sorted(directory.iterdir()):
             if match := _NAME.fullmatch(path.name):
@@ -212,15 +214,19 @@ class Segments:
         """The payload of a live ref.
 
         Raises:
-            QueueError: the payload was released, or its bytes are damaged.
+            DamagedPayloadError: the payload can't be read, or its bytes are damaged.
+            QueueError: the payload was released.
         """
+        if ref in self._lost:
+            path = self.path_of((self.moved.get(ref) or ref).segment)
+            raise DamagedPayloadError(f"{path}: the file is missing or too short, so a payload is lost", str(path))
         segment, offset = self._find(ref)
         payload = self._pread(segment, ref.length, offset + _HEADER.size)
-        if len(payload) != ref.length or digest_of(payload) != ref.digest:
-            raise QueueError(
-                f"{segment.path}, offset {offset}: expected a group of {ref.length} bytes with digest "
-                f"{ref.digest:016x}, got {len(payload)} bytes with digest {digest_of(payload):016x}; {_DAMAGED}"
-            )
+        if digest_of(payload) != ref.digest:
+            raise DamagedPayloadError(
+                f"{segment.path}, offset {offset}: expected {ref.length} bytes with digest {ref.digest:016x}, got "
+                f"{digest_of(payload):016x}; the payload is damaged", str(segment.path)
+            )  # fmt: skip
         return payload
 
     def release(self, ref: PayloadRef) -> None:
@@ -229,27 +235,25 @@ class Segments:
         Raises:
             QueueError: the ref was not live.
         """
-        segment, _ = self._find(ref)
-        self._leave(ref, segment)
+        if ref in self._lost:
+            self._lost.discard(ref)
+        else:
+            self._leave(ref, self._find(ref)[0])
         self.moved.pop(ref, None)
 
-    def adopt(self, ref: PayloadRef, spot: Spot) -> None:
+    def adopt(self, ref: PayloadRef, spot: Spot) -> bool:
         """Mark a payload of an earlier process, at ``spot``, as live.
 
-        Raises:
-            QueueError: the file is missing or too short.
+        Return False if its file is missing or too short: then the payload is lost.
         """
-        segment = self._segments.get(spot.segment)
-        end = spot.offset + _size(ref)
-        if segment is None or segment.num_bytes < end:
-            got = "no file" if segment is None else f"{segment.num_bytes} bytes"
-            raise QueueError(
-                f"{self._path(spot.segment)}: expected {end} bytes or more, because the index refers to a group that "
-                f"ends there, got {got}; {_DAMAGED}"
-            )
         if spot != (ref.segment, ref.offset):
             self.moved[ref] = spot
+        segment = self._segments.get(spot.segment)
+        if segment is None or segment.num_bytes < spot.offset + _size(ref):
+            self._lost.add(ref)
+            return False
         self._enter(ref, spot)
+        return True
 
     def copy_forward(self) -> list[Move]:
         """Copy live payloads out of the files with the smallest share of live bytes, until few bytes are dead.
@@ -257,7 +261,8 @@ class Segments:
         Afterwards the dead bytes are at most as many as the live ones, or as two files have. The moves take effect with
         ``settle``; until then both copies exist, and the new one counts as dead. On a full disk, copy as many as
         possible: the next commit may free space.
-        Bytes are copied without a check. Damage is reported when the payload is read.
+        Bytes are copied without a check. Damage is reported when the payload is read. A payload that can't be copied is
+        lost.
         """
         excess = self.num_bytes - self.live_bytes - max(2 * self._segment_bytes, self.live_bytes)
         if excess <= 0:
@@ -268,12 +273,15 @@ class Segments:
             if excess <= 0:
                 break
             excess -= segment.num_bytes - segment.live_bytes
-            for ref in segment.live:
+            for ref in list(segment.live):
                 _, offset = self._find(ref)
                 try:
                     moves.append(Move(ref, self._append(self._pread(segment, _size(ref), offset))))
                 except StorageFullError:
                     return moves
+                except DamagedPayloadError:
+                    self._leave(ref, segment)
+                    self._lost.add(ref)
         return moves
 
     def settle(self, moves: Iterable[Move]) -> None:
@@ -301,8 +309,7 @@ class Segments:
         segment = self._segments.get(number)
         if segment is None or ref not in segment.live:
             raise QueueError(
-                f"{self._path(number)}: expected a live group at offset {offset}, got none: it was released, or not "
-                f"adopted after a restart; this is a bug in async-rl, please report it"
+                f"{self.path_of(number)}: no live payload at offset {offset}; it was released, or never adopted"
             )
         return segment, offset
 
@@ -343,11 +350,15 @@ class Segments:
 
     def _pread(self, segment: _Segment, size: int, offset: int) -> bytes:
         try:
-            return os.pread(segment.file, size, offset)
+            data = os.pread(segment.file, size, offset)
         except OSError as error:
-            raise QueueError(
-                f"{segment.path}, offset {offset}: can't read {size} bytes: {error}; {_DAMAGED}"
-            ) from error
+            raise DamagedPayloadError(f"{segment.path}, offset {offset}: {error}", str(segment.path)) from error
+        if len(data) != size:
+            raise DamagedPayloadError(
+                f"{segment.path}, offset {offset}: expected {size} bytes, got {len(data)}; the file is cut off",
+                str(segment.path),
+            )
+        return data
 
     def _give_up(self, segment: _Segment) -> None:
         try:
@@ -365,7 +376,7 @@ class Segments:
     def _next(self) -> _Segment:
         """Open an empty segment to write to."""
         number = self._last + 1
-        path, flags = self._path(number), os.O_RDWR | os.O_CREAT
+        path, flags = self.path_of(number), os.O_RDWR | os.O_CREAT
         if self._has_spare:
             try:
                 (self._directory / _SPARE).rename(path)
@@ -394,7 +405,8 @@ class Segments:
         self._maybe_empty.add(number)
         return segment
 
-    def _path(self, number: int) -> Path:
+    def path_of(self, number: int) -> Path:
+        """The path of a file, which need not exist."""
         return self._directory / f"segment-{number:08d}"
 
 
@@ -407,7 +419,7 @@ def disk_error(directory: Path, error: Exception) -> StorageError:
         )
     return StorageError(
         f"the queue's journal in {directory} can't be read or written: {error}; check that disk and start the run "
-        f"again. If this repeats, rename the directory first: then {_RESUME}"
+        f"again. If this repeats, rename the directory first: then the run resumes from its last checkpoint"
     )
 
 

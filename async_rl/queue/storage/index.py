@@ -1,0 +1,202 @@
+"""The journal's index: an SQLite database of small records. It is checked as a whole when it is opened.
+
+Every value begins with a checksum of its key and its content, because SQLite notices damage to its own structure only.
+If the index is damaged, ``Journal`` calls ``move_aside`` and begins an empty one. SQLite ignores a damaged end of its
+log; the index is then at an earlier commit, and nothing here can see that.
+
+Tables: ``meta`` (text), ``state`` (blobs by name), ``entries`` (records by kind and key), ``moved`` (current places of
+payloads that were copied forward).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_rl.errors import DamagedJournalError, QueueError
+from async_rl.queue.storage.payloads import Spot
+
+INDEX = "index.sqlite"
+_START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
+_FORMAT = 4
+"""Increase this number with every change of the tables, or of the kinds and fields of records."""
+_DIGEST_BYTES = 8
+_MAX_PLACE = 1 << 48
+"""Numbers of segments and offsets are smaller."""
+_NO_DAMAGE = frozenset({
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_INTERRUPT,
+})  # fmt: skip
+"""Errors of SQLite that say nothing about the content of the index. All others mean that it is damaged."""
+_PRAGMAS = (
+    # One owner: no shared-memory file, and no file locks to take in every transaction.
+    "locking_mode = EXCLUSIVE",
+    "journal_mode = WAL",
+    # At COMMIT the operating system has the log. Syncing it would protect only against power loss.
+    "synchronous = OFF",
+    # No files besides the index and its log, so that a commit needs no new descriptor.
+    "temp_store = MEMORY",
+    # The log is emptied into the index at this many pages, and cut back after a larger transaction.
+    "wal_autocheckpoint = 1000",
+    "journal_size_limit = 8388608",
+)
+
+
+def seal(data: bytes, *key: str) -> bytes:
+    """``data`` after its checksum, which covers its key too."""
+    return _digest(data, key) + data
+
+
+def _digest(data: bytes, key: Iterable[str]) -> bytes:
+    return xxhash.xxh3_64_digest("\0".join(key).encode() + b"\0" + data)
+
+
+_SCHEMA = f"""
+    BEGIN;
+    CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
+    CREATE TABLE state (name TEXT PRIMARY KEY, value BLOB);
+    CREATE TABLE entries (kind TEXT, key TEXT, fields BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID;
+    CREATE TABLE moved (
+        segment INTEGER, offset INTEGER, to_segment INTEGER, to_offset INTEGER, PRIMARY KEY (segment, offset)
+    ) WITHOUT ROWID;
+    INSERT INTO meta VALUES ('format', X'{seal(str(_FORMAT).encode(), "format").hex()}');
+    PRAGMA user_version = {_FORMAT};
+    COMMIT;
+"""
+
+
+def open_index(directory: Path, identity: str) -> sqlite3.Connection:
+    """Open the index of ``directory`` and check it; create it if there is none.
+
+    Raises:
+        QueueError: it has another identity or format.
+        sqlite3.Error, DamagedJournalError: it can't be used. ``is_damage`` says whether it is damaged.
+    """
+    path = directory / INDEX
+    # The server may be built in one thread and run in another.
+    index = sqlite3.connect(path, isolation_level=None, timeout=0, check_same_thread=False)
+    try:
+        for pragma in _PRAGMAS:
+            index.execute(f"PRAGMA {pragma}")
+        (num_tables,) = index.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if not num_tables:
+            index.executescript(_SCHEMA)
+        _check(index, path)
+        found = read_meta(index, "identity")
+        if found is None and identity:
+            write_meta(index, "identity", identity)
+        if found and identity and found != identity:
+            raise QueueError(f"{path}: expected the journal of {identity!r}, got that of {found!r}; {_START_OVER}")
+    except BaseException:
+        index.close()
+        raise
+    return index
+
+
+def _check(index: sqlite3.Connection, path: Path) -> None:
+    """Check the structure of the database and the checksum of every record.
+
+    Raises:
+        QueueError: it has another format. sqlite3.Error, DamagedJournalError: it is damaged.
+    """
+    (structure,) = index.execute("PRAGMA quick_check(1)").fetchone()
+    if structure != "ok":
+        raise DamagedJournalError(structure)
+    (found,) = index.execute("PRAGMA user_version").fetchone()
+    is_ours = index.execute("SELECT 1 FROM meta WHERE name = 'format'").fetchone() is not None
+    if found != _FORMAT and not is_ours:
+        raise QueueError(
+            f"{path}: expected a journal of format {_FORMAT}, got format {found}, which another version of async-rl "
+            f"wrote; {_START_OVER}"
+        )
+    if found != _FORMAT or read_meta(index, "format") != str(_FORMAT):
+        raise DamagedJournalError(f"expected format {_FORMAT}, got {found}")
+    for name in ("identity", "last_segment"):
+        read_meta(index, name)
+    for _ in read_entries(index):
+        pass
+    read_state(index)
+    read_moved(index)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether this error of ``open_index`` says that the index is damaged."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is None or code & 0xFF not in _NO_DAMAGE
+
+
+def move_aside(directory: Path, reason: str) -> str:
+    """Rename the index and its log to ``NAME.damaged-N``. Return a sentence about it. Raises OSError."""
+    number = 1
+    while (aside := directory / f"{INDEX}.damaged-{number}").exists():
+        number += 1
+    (directory / INDEX).rename(aside)
+    # If this process dies here: SQLite removes a log without an index.
+    log = directory / f"{INDEX}-wal"
+    if log.exists():
+        log.rename(aside.with_name(f"{aside.name}-wal"))
+    return f"{directory / INDEX} is damaged ({reason}) and is moved aside to {aside.name}"
+
+
+# Records.
+
+
+@contextmanager
+def transaction(index: sqlite3.Connection) -> Iterator[None]:
+    index.execute("BEGIN")
+    try:
+        yield
+        index.execute("COMMIT")
+    except BaseException:
+        # SQLite has rolled back by itself after some errors.
+        if index.in_transaction:
+            index.execute("ROLLBACK")
+        raise
+
+
+def read_entries(index: sqlite3.Connection) -> Iterator[tuple[str, str, bytes]]:
+    """Kind, key and content of every record. Raises DamagedJournalError: a checksum does not match."""
+    for kind, key, fields in index.execute("SELECT kind, key, fields FROM entries"):
+        yield kind, key, _unseal(fields, kind, key)
+
+
+def read_state(index: sqlite3.Connection) -> dict[str, bytes]:
+    """The blobs by name. Raises DamagedJournalError: a checksum does not match."""
+    return {name: _unseal(value, name) for name, value in index.execute("SELECT name, value FROM state")}
+
+
+def read_moved(index: sqlite3.Connection) -> dict[tuple[int, int], Spot]:
+    """The places of moved payloads. They have no checksum: at a wrong place no payload has the expected digest.
+
+    Raises:
+        DamagedJournalError: a place is not in any file.
+    """
+    rows = index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
+    if not all(isinstance(number, int) and 0 <= number < _MAX_PLACE for row in rows for number in row):
+        raise DamagedJournalError("a moved payload has a place that can't be")
+    return {(row[0], row[1]): Spot(row[2], row[3]) for row in rows}
+
+
+def read_meta(index: sqlite3.Connection, name: str) -> str | None:
+    """The text that ``write_meta`` wrote. Raises DamagedJournalError: its checksum does not match."""
+    row = index.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+    return None if row is None else _unseal(row[0], name).decode()
+
+
+def write_meta(index: sqlite3.Connection, name: str, value: str) -> None:
+    index.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, seal(value.encode(), name)))
+
+
+def _unseal(sealed: Any, *key: Any) -> bytes:
+    """The inverse of ``seal``. Raises DamagedJournalError: the checksum does not match."""
+    if not isinstance(sealed, bytes) or not all(isinstance(part, str) for part in key):
+        raise DamagedJournalError("a record has values of wrong types")
+    data = sealed[_DIGEST_BYTES:]
+    if sealed[:_DIGEST_BYTES] != _digest(data, key):
+        raise DamagedJournalError(f"the record {'/'.join(key)!r} does not match its checksum")
+    return data
