@@ -21,7 +21,7 @@ from async_rl.errors import ConfigError, RunError
 
 MAY_DIFFER: tuple[str, ...] = (
     "run.dir", "run.name",
-    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s",
+    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.journal_dir",
     "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
     "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",

@@ -102,8 +102,12 @@ class FakePoller:
 class Run:
     """A queue server of 2 groups a step and 2 rollouts a group, and its clients."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, has_journal: bool = True) -> None:
-        config = make_config(str(directory / "run"), learner={"groups_per_step": 2, "steps": NUM_STEPS})
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, has_journal: bool = True, num_steps: int = NUM_STEPS,
+        lineage: str = LINEAGE,
+    ) -> None:  # fmt: skip
+        config = make_config(str(directory / "run"), learner={"groups_per_step": 2, "steps": num_steps})
+        self.num_steps, self.lineage = num_steps, lineage
         open_journal = partial(Journal, directory / "journal", segment_bytes=1500) if has_journal else None
         monkeypatch.setattr(server_module, "_LOOK_AGAIN_S", 0.0)
         self.server = QueueServer(config, rows(20), {"test": rows(2)}, open_journal=open_journal)
@@ -152,42 +156,59 @@ class Run:
 
     def live(self) -> None:
         """An evaluation, and every step to the end. A generator that is refused is replaced by another."""
-        attach = messages.Attach("run", LINEAGE, "", 0, 0, NUM_STEPS, "[run]", (), has_snapshot=False)
-        self.learner(attach)
-        self._announce(0)
-        self.learner(messages.Evaluate(LINEAGE, "test", 0, 0, exclusive=False))
-        for step in range(NUM_STEPS):
-            self.trained += self._take(step)
-            counts = TrainedCounts(True, 4, {}, 12, {})
-            self.learner(messages.StepAck(LINEAGE, step, step + 1, counts, snapshot=True))
-            self.learner(messages.CheckpointCommitted(LINEAGE, step + 1))
-            self._announce(step + 1)
+        self.attach()
+        self.announce(0)
+        self.evaluate()
+        for step in range(self.num_steps):
+            self.trained += self.take(step)
+            self.ack(step)
+        self.end()
+
+    def attach(self, *, parent: str = "", step: int = 0, snapshot: bytes | None = None) -> None:
+        """Attach a learner whose checkpoint has ``step`` steps, none of them skipped."""
+        attach = messages.Attach(
+            "run", self.lineage, parent, step, step, self.num_steps, "[run]", (), has_snapshot=snapshot is not None
+        )
+        self.call(b"learner", attach, [] if snapshot is None else [snapshot])
+
+    def evaluate(self) -> None:
+        self.learner(messages.Evaluate(self.lineage, "test", 0, 0, exclusive=False))
+
+    def ack(self, step: int) -> bytes:
+        """Acknowledge the taken step, and commit its checkpoint. Return the queue's snapshot."""
+        counts = TrainedCounts(True, 4, {}, 12, {})
+        acked = self.learner(messages.StepAck(self.lineage, step, step + 1, counts, snapshot=True))
+        self.learner(messages.CheckpointCommitted(self.lineage, step + 1))
+        self.announce(step + 1)
+        return bytes(acked.parts[0])
+
+    def end(self) -> None:
         self._collect_answers()
-        self.learner(messages.Finish(LINEAGE))
+        self.learner(messages.Finish(self.lineage))
 
     def learner(self, request: Any) -> Message:
         return self.call(b"learner", request)
 
-    def _announce(self, version: int) -> None:
+    def announce(self, version: int) -> None:
         self._generator = self._generator or f"g{next(self._generators)}"
-        self.learner(Announcement(LINEAGE, version, f"digest-{version}", "tcp://127.0.0.1:1"))
+        self.learner(Announcement(self.lineage, version, f"digest-{version}", "tcp://127.0.0.1:1"))
 
-    def _take(self, step: int) -> list[int]:
+    def take(self, step: int) -> list[int]:
         for _ in range(_MAX_REPEATS):
-            self._sample(step)
-            reply = self.learner(messages.Take(LINEAGE, step, step))
+            self.sample(step)
+            reply = self.learner(messages.Take(self.lineage, step, step))
             if reply.type == "batch":
                 assert read_as(reply.fields, BatchPart).num_groups == len(reply.parts) == 2
                 return [decode_group(bytes(part)).position for part in reply.parts]
         raise AssertionError(f"step {step} got no batch")
 
-    def _sample(self, version: int) -> None:
+    def sample(self, version: int) -> None:
         """One round of a generator: ask for leases and return their groups, two in one message."""
         name = self._generator
         peer = name.encode()
         try:
             self.call(peer, messages.Hello(name, "host", "fake"))
-            reply = self.call(peer, messages.LeaseRequest(name, LINEAGE, version, 4))
+            reply = self.call(peer, messages.LeaseRequest(name, self.lineage, version, 4))
             leases = read_as(reply.fields, LeasesGranted).leases
             for pair in _pairs(leases):
                 groups = [
@@ -203,12 +224,12 @@ class Run:
 
     def _collect_answers(self) -> None:
         for _ in range(_MAX_REPEATS):
-            reply = self.learner(messages.GetEvalResults(LINEAGE, ()))
+            reply = self.learner(messages.GetEvalResults(self.lineage, ()))
             if results := read_as(reply.fields, messages.EvalResults).results:
                 self.num_answers = sum(row.answered for result in results for row in result.prompts)
-                self.learner(messages.GetEvalResults(LINEAGE, (("test", 0),)))
+                self.learner(messages.GetEvalResults(self.lineage, (("test", 0),)))
                 return
-            self._sample(NUM_STEPS)
+            self.sample(self.num_steps)
         raise AssertionError("the evaluation does not end")
 
 

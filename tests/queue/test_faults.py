@@ -141,8 +141,8 @@ def test_a_bug_without_a_journal_stops_the_run_with_the_cause(tmp_path: Path, mo
 def test_a_ledger_that_does_not_add_up_stops_the_run_and_the_learner_is_told(tmp_path: Path, monkeypatch):
     run = Run(tmp_path, monkeypatch)
     run.learner(messages.Attach("run", LINEAGE, "", 0, 0, NUM_STEPS, "[run]", (), has_snapshot=False))
-    run._announce(0)
-    assert len(run._take(0)) == 2
+    run.announce(0)
+    assert len(run.take(0)) == 2
     run.server._state.ledger.groups.queued += 1
     run.post(b"learner", messages.StepAck(LINEAGE, 0, 1, messages.TrainedCounts(True, 4, {}, 12, {})))
     with pytest.raises(QueueError, match="ledger of groups does not add up"):

@@ -48,6 +48,7 @@ def full_state() -> PersistedState:
         eval_ledger=Ledger("read", full_account(4), full_account(5), full_account(6)),
         outcomes=Outcomes(*sums),
         received_evals={("test", 1)},
+        num_damaged=2,
     )  # fmt: skip
 
 

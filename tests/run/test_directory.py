@@ -45,8 +45,9 @@ def test_a_changed_config_is_refused_with_exactly_the_keys_that_differ(tmp_path:
 def test_what_does_not_change_the_training_may_differ_and_is_written_down(tmp_path: Path):
     run_dir = prepare_run_dir(a_config(tmp_path / "run"))
     moved = a_config(
-        tmp_path / "run", generator={"count": 3}, learner={"nproc": 2}, log={"wandb": "offline"}, sft={"steps": 2}
-    )
+        tmp_path / "run", generator={"count": 3}, learner={"nproc": 2}, log={"wandb": "offline"}, sft={"steps": 2},
+        queue={"journal_dir": str(tmp_path / "journal")},
+    )  # fmt: skip
     prepare_run_dir(moved)
     assert load_config(run_dir.config) == moved
 

@@ -4,7 +4,8 @@ Each public function is one request. It changes ``state`` and returns the answer
 ``now`` is the time in seconds. All but ``evaluate`` raise LineageError if another learner owns the queue.
 
 A take returns groups within the staleness bound, in the order of (named version, stream position). Under ``on_stale =
-"wait"`` a take first waits for the leases that its step would make stale.
+"wait"`` a take first waits for the leases that its step would make stale. A group, or an answer of an evaluation, whose
+payload can't be read back is dropped as ``rolled_back``, and its prompt is sampled again.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from async_rl.errors import LineageError, QueueError
+from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import LearnerSide
-from async_rl.queue.core.groups import snapshot_key
+from async_rl.queue.core.groups import StoredGroup, snapshot_key
 from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Acked, Announcement, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Prompt, Sampling
+
+_RESTART = (
+    "if the queue server was restarted, its journal has lost its end (index.sqlite-wal in queue.journal_dir): start "
+    "the run again with the same command, it goes on from its last checkpoint"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ def evaluate(
 
 
 def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalPayloads]:
-    """Return the finished evaluations. Those listed in ``received`` are deleted."""
+    """Return the finished evaluations whose payloads can be read. Those listed in ``received`` are deleted."""
     state.attached(lineage)
     for key in received:
         evaluation = state.evals.confirm(key)
@@ -116,9 +122,10 @@ def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] 
             if answer.ref is not None:
                 state.eval_ledger.deliver(answer.rollouts, answer.tokens)
         state.revision += 1
+    found = [payloads for e in state.evals.finished if (payloads := _payloads(state, e)) is not None]
     for evaluation in state.evals.finished:
         evaluation.delivered = True
-    return [_payloads(state, evaluation) for evaluation in state.evals.finished]
+    return found
 
 
 def eval_wait(state: QueueState, lineage: str) -> str:
@@ -136,7 +143,8 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     returns the same groups.
 
     Raises:
-        QueueError: ``step`` is not the next step, or ``version`` is not the acked one.
+        QueueError: ``step`` is not the next step, ``version`` is not the acked one, or groups that were taken already
+            can't be read again.
     """
     state.expire(now)
     learner = state.attached(lineage)
@@ -146,25 +154,28 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
             f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
-            f"version {version}; this is a bug in async-rl, please report it"
+            f"version {version}; {_RESTART}"
         )
-    if not state.taken:
+    if state.taken:
+        payloads = _read_again(state)
+    else:
         num_groups = state.settings.groups_per_step
         state.drop_too_old(learner)
         is_over = learner.finished or not learner.steps_left
         if is_over or len(state.queued) < num_groups or _must_wait(state, learner):
             return _not_ready(state, learner)
-        state.set_taken(state.queued.pop_first(num_groups))
-        for group in state.taken:
+        groups, payloads = _pop_batch(state)
+        if not groups:
+            return _not_ready(state, learner)
+        state.set_taken(groups)
+        for group in groups:
             state.ledger.take(group.num_rollouts, group.num_tokens)
         state.waits_since = None
         state.revision += 1
         state.cancel_left_behind(learner)
     return tuple(
-        TakenPayload(
-            state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, state.payloads.read(g.ref)
-        )
-        for g in state.taken
+        TakenPayload(state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, payload)
+        for g, payload in zip(state.taken, payloads, strict=True)
     )
 
 
@@ -189,8 +200,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
         return Acked(state.stats(), learner.acked[1])
     if not state.taken:
         raise QueueError(
-            f"expected a take of step {learner.step} before its ack, got an ack of step {ack.step}; this is a bug in "
-            f"async-rl, please report it"
+            f"expected a take of step {learner.step} before its ack, got an ack of step {ack.step}; {_RESTART}"
         )
     learner.check(ack, settings)
     _settle(state, learner, ack.trained)
@@ -240,6 +250,45 @@ def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
 
 
 # Helpers of ``take``, ``ack`` and ``eval_results``.
+
+
+def _pop_batch(state: QueueState) -> tuple[tuple[StoredGroup, ...], list[Payload]]:
+    """Remove the groups of the next step from the ready ones, and read them. Drop damaged groups.
+
+    If too few are left, return none, and leave them ready.
+    """
+    groups: list[StoredGroup] = []
+    payloads: list[Payload] = []
+    while len(groups) < state.settings.groups_per_step:
+        if not len(state.queued):
+            for group in groups:
+                state.queued.add(group)
+            return (), []
+        (group,) = state.queued.pop_first(1)
+        try:
+            payloads.append(state.payloads.read(group.ref))
+        except DamagedPayloadError as error:
+            state.drop_damaged(group, error)
+        else:
+            groups.append(group)
+    return tuple(groups), payloads
+
+
+def _read_again(state: QueueState) -> list[Payload]:
+    """Read the taken groups, which were whole when they were taken.
+
+    They can't be replaced: the learner may have received them already, and train on them.
+
+    Raises:
+        QueueError: one is damaged.
+    """
+    try:
+        return [state.payloads.read(group.ref) for group in state.taken]
+    except DamagedPayloadError as error:
+        raise QueueError(
+            f"the batch of this step can't be read again: {error}; start the run again with the same command: it goes "
+            f"on from its last checkpoint, where damaged groups are sampled again"
+        ) from error
 
 
 def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
@@ -304,9 +353,15 @@ def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> N
             state.drop_group(group, "taken", "step_skipped")
 
 
-def _payloads(state: QueueState, evaluation: Evaluation) -> EvalPayloads:
-    refs = [evaluation.answers[row].ref for row in range(len(evaluation.rows))]
-    pairs = (
-        (evaluation.prompt(row), None if ref is None else state.payloads.read(ref)) for row, ref in enumerate(refs)
-    )
-    return EvalPayloads(*evaluation.key, tuple(pairs))
+def _payloads(state: QueueState, evaluation: Evaluation) -> EvalPayloads | None:
+    """Read the answers. If some are damaged, drop these and return None: the evaluation is no longer finished."""
+    pairs: list[tuple[Prompt, Payload | None]] = []
+    for row in range(len(evaluation.rows)):
+        ref = evaluation.answers[row].ref
+        try:
+            pairs.append((evaluation.prompt(row), None if ref is None else state.payloads.read(ref)))
+        except DamagedPayloadError as error:
+            lost = state.evals.lose_answer(evaluation, row)
+            state.eval_ledger.drop("queued", "rolled_back", lost.rollouts, lost.tokens)
+            state.note_damage(error)
+    return EvalPayloads(*evaluation.key, tuple(pairs)) if evaluation.done else None

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from async_rl.errors import QueueError
+from async_rl.errors import DamagedJournalError, QueueError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
 from async_rl.queue.core.generator_requests import build_lease
@@ -36,8 +36,11 @@ Entries = Mapping[Kind, Mapping[str, Any]]
 
 _ANNOUNCED = ("lineage", "version", "digest", "channel")
 """The fields of the announcement that the status shows."""
-KEPT_AT_RESTORE = frozenset({"now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals"})
-"""Fields that a restored snapshot does not replace: the clock, the rows, the learners, and the outcomes of groups."""
+KEPT_AT_RESTORE = frozenset({
+    "now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals", "num_damaged",
+})  # fmt: skip
+"""Fields that a restored snapshot does not replace: the clock, the rows, the learners, the outcomes of groups, and the
+number of damaged groups."""
 
 _FIELDS = tuple(field.name for field in fields(PersistedState))
 _DIGEST_BYTES = 16
@@ -96,6 +99,7 @@ def load(
         The refs of the payloads in use.
 
     Raises:
+        DamagedJournalError: a record is missing.
         QueueError: the journal was written for other training rows, or by another version of this code.
     """
     try:
@@ -107,7 +111,9 @@ def load(
         groups = _load_groups(state, entries)
         places = _load_evaluations(state, entries, eval_rows, eval_samplings)
         _load_leases(state, entries)
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise DamagedJournalError(f"the record {error} is missing") from error
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise QueueError(
             f"the queue's journal is undamaged, but was written by another version of async-rl: "
             f"{type(error).__name__}: {error}; start that version, or rename the directory queue.journal_dir (if "
@@ -318,6 +324,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "generators": state.generators.as_dicts(state.now),
         "evaluations": [e.progress_line for e in state.evals],
         "prompts_too_long": state.prompts_too_long,
+        "damaged_groups": state.num_damaged,
         "filtered_since_step": state.filtered_since_step,
         "stop": state.stop_diagnosis(),
         "excluded": excluded(state),

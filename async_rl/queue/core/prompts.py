@@ -226,6 +226,16 @@ class EvalBook:
         self.num_bytes += answer.ref.length if answer.ref is not None else 0
         self._changes.put("answer", entry_key(evaluation.key, row), answer)
 
+    def lose_answer(self, evaluation: Evaluation, row: int) -> Answer:
+        """Remove and return a row's answer, whose payload can't be read back, and requeue the row."""
+        answer = evaluation.answers.pop(row)
+        evaluation.give_back(row)
+        self._changes.delete("answer", entry_key(evaluation.key, row))
+        if answer.ref is not None:
+            self.num_bytes -= answer.ref.length
+            self._payloads.release(answer.ref)
+        return answer
+
     def confirm(self, key: EvalKey) -> Evaluation | None:
         """Delete and return an evaluation that the learner has received; None if it is unknown or not finished."""
         evaluation = self._open.get(key)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from async_rl.errors import LineageError, QueueError
+from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
@@ -55,7 +55,8 @@ class PersistedState:
 
     ``now`` is the queue's clock. ``data_digest`` identifies the training rows, so that a snapshot of other rows is
     never restored. ``excluded`` counts excluded prompts by epoch; ``last_excluded`` has the most recent ones by
-    position, with the cause. ``received_evals`` are the evaluations whose answers the learner has.
+    position, with the cause. ``received_evals`` are the evaluations whose answers the learner has. ``num_damaged``
+    counts groups whose payload could not be read back.
     """
 
     now: float = 0.0
@@ -73,6 +74,7 @@ class PersistedState:
     eval_ledger: Ledger = field(default_factory=lambda: Ledger("delivered"))
     outcomes: Outcomes = field(default_factory=Outcomes)
     received_evals: set[EvalKey] = field(default_factory=set)
+    num_damaged: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +88,7 @@ class QueueState(PersistedState):
     ``revision`` grows with every change, so that waiting requests are retried. ``taken`` are the groups of the
     learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, the time at which the next batch was complete
     but began to wait for leases that its step would make stale. ``vocab_size`` limits the token ids of returned groups;
-    None if it is unknown.
+    None if it is unknown. ``damage`` counts damaged payloads by file until the server has logged them.
     """
 
     settings: QueueSettings
@@ -107,6 +109,7 @@ class QueueState(PersistedState):
     revision: int = 0
     clock_ahead_s: float = 0.0
     vocab_size: int | None = None
+    damage: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         if self.stream.num_rows != len(self.rows):
@@ -264,6 +267,23 @@ class QueueState(PersistedState):
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
         self.forget_group(group)
+        self.revision += 1
+
+    def drop_damaged(self, group: StoredGroup, error: DamagedPayloadError) -> None:
+        """Drop a group that the caller has removed from the ready groups: its payload can't be read back.
+
+        Its prompt is requeued, and no attempt is counted.
+        """
+        self.ledger.drop("queued", "rolled_back", group.num_rollouts, group.num_tokens)
+        self.stream.requeue(group.position)
+        self.count_outcome("dropped", group)
+        self.forget_group(group)
+        self.note_damage(error)
+
+    def note_damage(self, error: DamagedPayloadError) -> None:
+        """Count a damaged payload."""
+        self.damage[error.file] += 1
+        self.num_damaged += 1
         self.revision += 1
 
     def forget_group(self, group: StoredGroup) -> None:

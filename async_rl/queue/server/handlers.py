@@ -164,6 +164,11 @@ class Handlers:
         pack = WelcomePack(request.config_toml, request.files, tuple(map(bytes, parts[:num_files])))
         vocab_size = self._vocab_size(pack)
         before = self.state.learner
+        if before is not None and before.step < request.step:
+            logger.warning(
+                "the journal's last record is of step %d, but the learner's checkpoint of step %d: the end of the "
+                "journal is lost; what it held since the checkpoint is sampled again", before.step, request.step
+            )  # fmt: skip
         learner_requests.attach(
             self.state,
             lineage=request.lineage,

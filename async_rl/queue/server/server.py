@@ -35,6 +35,7 @@ from async_rl.data.chat import vocabulary_size
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
+    DamagedJournalError,
     LineageError,
     QueueError,
     StorageError,
@@ -233,6 +234,7 @@ class QueueServer:
         now = time.monotonic()
         self._state.expire(now)
         self._pending.answer(now)
+        self._log_damage()
         self._push_notices()
         self._commit()
         self._flush()
@@ -363,6 +365,7 @@ class QueueServer:
         extra = {
             "address": self.address, "pid": os.getpid(), "waits": self._pending.waits(now),
             "storage_full": self._full_disk.status(now), **self._endpoint.counters(),
+            "journal_damage": "" if self._journal is None else self._journal.damage,
         }  # fmt: skip
         return Status({**status.status, **extra})
 
@@ -515,14 +518,31 @@ class QueueServer:
     # Files and notices.
 
     def _load(self, journal: Journal) -> None:
-        """Restore the state that the last server of this journal committed."""
+        """Restore the state that the last server of this journal committed. If it is damaged, begin an empty one."""
+        try:
+            self._load_records(journal)
+        except DamagedJournalError as error:
+            journal.move_aside(str(error))
+            self._start_empty(self._handlers.run_id)
+        if journal.damage:
+            logger.warning("%s", journal.damage)
+
+    def _load_records(self, journal: Journal) -> None:
         found = journal.load()
         if found is None:
             return
+        if not {"queue", "handlers"} <= found.state.keys():
+            raise DamagedJournalError(f"expected records of queue and handlers, got {sorted(found.state)}")
         welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
         rows, now = self._handlers.eval_rows, time.monotonic()
         samplings = {name: eval_sampling(self._config, name) for name in rows}
-        journal.adopt(persistence.load(self._state, found.entries, found.state["queue"], rows, samplings, now))
+        refs = persistence.load(self._state, found.entries, found.state["queue"], rows, samplings, now)
+        try:
+            self._state.check()
+        except AssertionError as error:
+            raise DamagedJournalError(f"its records are of different commits: {error}") from error
+        for file, count in journal.adopt(refs).items():
+            logger.warning("%s is missing or too short: %d payloads are lost", file, count)
         self._handlers.load(unpack(found.state["handlers"]), welcome, now)
         self._saved_welcome = self._handlers.welcome
         # Loading must not count as a change.
@@ -530,6 +550,13 @@ class QueueServer:
         self._committed = self._state.revision
         stats = self._state.stats()
         logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
+
+    def _log_damage(self) -> None:
+        for file, count in self._state.damage.items():
+            logger.warning(
+                "%s: %d groups are damaged; they count as rolled_back, and their prompts are sampled again", file, count
+            )
+        self._state.damage.clear()
 
     def _push_notices(self) -> None:
         """Notify generators of a new version, the end of the run, and cancelled leases."""

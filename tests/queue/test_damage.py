@@ -1,0 +1,212 @@
+"""A journal that is damaged while no server runs: the run goes on to its end, and no prompt is trained twice.
+
+``make test-long`` damages every kind of file at 200 random places, other tests at a few.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import pytest
+
+from async_rl.queue import messages
+from tests.queue.direct import LINEAGE, RefusedError, Run
+
+Kind = Literal["segment", "index", "wal"]
+NUM_STEPS = 8
+CHECKPOINT = 3
+"""The step of the learner's last checkpoint."""
+NUM_PLACES = 200
+SEED = 15
+
+
+def damage(path: Path, random: Random) -> str:
+    """Flip a bit, overwrite a block, cut the file off, or delete it; what was done."""
+    data = bytearray(path.read_bytes())
+    place = random.randrange(len(data))
+    what = random.choices(("flip", "block", "cut", "delete"), (6, 2, 2, 1))[0]
+    if what == "flip":
+        data[place] ^= 1 << random.randrange(8)
+    elif what == "block":
+        data[place : place + 512] = random.randbytes(min(512, len(data) - place))
+    elif what == "cut":
+        del data[place:]
+    if what == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(data)
+    return f"{what} {path.name} at {place} of {len(data)}"
+
+
+class Killed:
+    """A run whose processes all died after the take of step ``CHECKPOINT``, and the checkpoint that is left."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory, self._monkeypatch = directory, monkeypatch
+        run = Run(directory, monkeypatch, num_steps=NUM_STEPS)
+        run.attach()
+        run.announce(0)
+        run.evaluate()
+        for step in range(CHECKPOINT):
+            run.trained += run.take(step)
+            self.snapshot = run.ack(step)
+            if step == 1:
+                # As after many commits: records in the index, and newer ones in its log.
+                assert run.server._journal is not None
+                run.server._journal._index.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self.trained = list(run.trained)
+        self.taken = run.take(CHECKPOINT)
+        run.sample(CHECKPOINT)
+        shutil.copytree(directory / "journal", directory / "left")
+        run.close()
+
+    def damaged(self, kind: Kind, random: Random, number: int) -> tuple[Path, str]:
+        """A copy of what is left, with a damaged file."""
+        directory = self.directory / f"{kind}-{number}"
+        shutil.copytree(self.directory / "left", directory / "journal")
+        pattern = {"segment": "segment-*", "index": "index.sqlite", "wal": "index.sqlite-wal"}[kind]
+        path = random.choice(sorted((directory / "journal").glob(pattern)))
+        return directory, damage(path, random)
+
+    def finish(self, directory: Path, *, restarts_learner: bool) -> tuple[Run, list[int]]:
+        """Go on to the end, with a new learner or with the one that waits for its batch; the positions trained."""
+        if not restarts_learner:
+            run = Run(directory, self._monkeypatch, num_steps=NUM_STEPS)
+            try:
+                trained = [*self.trained, *run.take(CHECKPOINT)]
+                return run, self._live(run, CHECKPOINT, trained)
+            except RefusedError as error:
+                run.close()
+                # The learner ends with this message. Its remedy is the restart below.
+                if not ("start the run again" in str(error) or "start the learner again" in str(error)):
+                    raise
+        run = Run(directory, self._monkeypatch, num_steps=NUM_STEPS, lineage="line-b")
+        run.attach(parent=LINEAGE, step=CHECKPOINT, snapshot=self.snapshot)
+        run.announce(CHECKPOINT)
+        run.evaluate()
+        return run, self._live(run, CHECKPOINT, [*self.trained, *run.take(CHECKPOINT)])
+
+    def _live(self, run: Run, step: int, trained: list[int]) -> list[int]:
+        run.announce(step)
+        run.ack(step)
+        for later in range(step + 1, NUM_STEPS):
+            trained += run.take(later)
+            run.ack(later)
+        run.end()
+        return trained
+
+
+def survive(killed: Killed, kind: Kind, number: int, *, restarts_learner: bool) -> str:
+    """Damage one place and go on; what came of it. Raises AssertionError: the run is wrong."""
+    random = Random(f"{SEED} {kind} {number}")
+    directory, what = killed.damaged(kind, random, number)
+    run, trained = killed.finish(directory, restarts_learner=restarts_learner)
+    try:
+        groups = run.ledger["groups"]
+        assert sorted(trained) == sorted(set(trained)), what
+        assert (len(trained), run.num_answers) == (2 * NUM_STEPS, 2), what
+        assert groups["trained"] == len(trained), what
+        assert groups["in_flight"] == groups["queued"] == groups["taken"] == 0, what
+        assert run.server._journal is not None
+        num_damaged = run.server._state.num_damaged
+        return "moved aside" if run.server._journal.damage else "groups sampled again" if num_damaged else "unnoticed"
+    finally:
+        run.close()
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("kind", ["segment", "index", "wal"])
+def test_a_damaged_journal_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind):
+    killed = Killed(tmp_path, monkeypatch)
+    for number in range(6):
+        survive(killed, kind, number, restarts_learner=bool(number % 2))
+
+
+def test_damaged_groups_count_as_rolled_back_and_are_named_by_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    killed = Killed(tmp_path, monkeypatch)
+    for path in (tmp_path / "left").glob("segment-*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    directory = tmp_path / "hurt"
+    shutil.copytree(tmp_path / "left", directory / "journal")
+    run = Run(directory, monkeypatch, num_steps=NUM_STEPS)
+    # The learner may have received this batch before, so it can't be replaced by another.
+    with pytest.raises(RefusedError, match=r"can't be read again: .*segment-0000.*; start the run again"):
+        run.take(CHECKPOINT)
+    run.close()
+    run, trained = killed.finish(directory, restarts_learner=True)
+    # The snapshot of the checkpoint has the groups that were queued then. Their prompts come again.
+    num_damaged = run.server._state.num_damaged
+    assert num_damaged >= 2
+    assert run.ledger["groups"]["dropped"]["rolled_back"] >= num_damaged
+    assert set(killed.taken) <= set(trained)
+    assert len(trained) == len(set(trained)) == 2 * NUM_STEPS
+    lines = [line for line in caplog.messages if "count as rolled_back" in line]
+    assert sum(int(line.split(": ")[1].split()[0]) for line in lines) == num_damaged
+    assert all("journal/segment-0000" in line for line in lines)
+    assert run.learner(messages.GetStatus()).fields["status"]["damaged_groups"] == num_damaged
+    run.close()
+
+
+def test_a_damaged_answer_of_an_evaluation_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = Run(tmp_path, monkeypatch)
+    run.attach()
+    run.announce(0)
+    run.evaluate()
+    while not run.server._state.evals.finished:
+        run.sample(0)
+    state = run.server._state
+    run.close()
+    for path in (tmp_path / "journal").glob("segment-*"):
+        path.unlink()
+    run = Run(tmp_path, monkeypatch)
+    reply = run.learner(messages.GetEvalResults(LINEAGE, ()))
+    assert reply.fields["results"] == []
+    assert state.eval_ledger.groups.queued == 2
+    state = run.server._state
+    assert (state.eval_ledger.groups.queued, state.eval_ledger.groups.dropped["rolled_back"]) == (0, 2)
+    state.check()
+    run.announce(0)
+    while not state.evals.finished:
+        run.sample(0)
+    (result,) = run.learner(messages.GetEvalResults(LINEAGE, ())).fields["results"]
+    assert len(result["prompts"]) == 2
+    run.close()
+
+
+def test_a_journal_that_lost_its_end_is_said_when_the_learner_attaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    killed = Killed(tmp_path, monkeypatch)
+    directory = tmp_path / "hurt"
+    shutil.copytree(tmp_path / "left", directory / "journal")
+    (directory / "journal" / "index.sqlite-wal").unlink()
+    run, trained = killed.finish(directory, restarts_learner=True)
+    assert "the journal's last record is of step 2, but the learner's checkpoint of step 3" in caplog.text
+    assert len(trained) == len(set(trained)) == 2 * NUM_STEPS
+    run.close()
+
+
+def test_a_run_goes_on_with_another_journal_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    killed = Killed(tmp_path, monkeypatch)
+    run, trained = killed.finish(tmp_path / "elsewhere", restarts_learner=True)
+    assert len(trained) == len(set(trained)) == 2 * NUM_STEPS
+    assert run.ledger["groups"]["dropped"]["rolled_back"] >= 2
+    run.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["segment", "index", "wal"])
+@pytest.mark.parametrize("restarts_learner", [True, False])
+def test_a_journal_damaged_at_many_places_is_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, restarts_learner: bool
+):
+    killed = Killed(tmp_path, monkeypatch)
+    ends = Counter(survive(killed, kind, n, restarts_learner=restarts_learner) for n in range(NUM_PLACES))
+    print(f"{kind}, {'a new' if restarts_learner else 'the same'} learner: {dict(ends)}")
