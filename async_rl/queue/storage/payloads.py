@@ -224,8 +224,8 @@ class Segments:
         payload = self._pread(segment, ref.length, offset + _HEADER.size)
         if digest_of(payload) != ref.digest:
             raise DamagedPayloadError(
-                f"{segment.path}, offset {offset}: expected {ref.length} bytes with digest {ref.digest:016x}, got "
-                f"{digest_of(payload):016x}; the payload is damaged", str(segment.path)
+                f"{segment.path}, offset {offset}: expected a group of {ref.length} bytes with digest "
+                f"{ref.digest:016x}, got one with {digest_of(payload):016x}; it is damaged", str(segment.path)
             )  # fmt: skip
         return payload
 
@@ -309,7 +309,8 @@ class Segments:
         segment = self._segments.get(number)
         if segment is None or ref not in segment.live:
             raise QueueError(
-                f"{self.path_of(number)}: no live payload at offset {offset}; it was released, or never adopted"
+                f"{self.path_of(number)}: expected a live group at offset {offset}, got none: it was released, or not "
+                f"adopted after a restart; this is a bug in async-rl, please report it"
             )
         return segment, offset
 
