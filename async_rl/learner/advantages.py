@@ -32,6 +32,7 @@ from async_rl.learner.losses.parts import kl_estimate
 STD_FLOOR = 1e-4
 """Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
 
+_BUG = "this is a bug in async-rl, please report it"
 _WITHOUT_REWARD = ("unknown_weights", "failed", "truncated")
 """Rollouts masked for these causes enter no baseline: they are not samples of the policy, or their reward says nothing
 about an answer. Truncated answers often get a low reward for their length. In a baseline they would give wrong answers
@@ -106,9 +107,7 @@ def group_centred(rewards: np.ndarray) -> np.ndarray:
     """Dr. GRPO's advantage (arXiv:2503.20783): ``r - mean``; float64 [n], reward units. Raises as above."""
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
-        raise ValueError(
-            f"expected the rewards of one group, [n], got shape {list(values.shape)}; this is a bug in async-rl"
-        )
+        raise ValueError(f"expected the rewards of one group, [n], got shape {list(values.shape)}; {_BUG}")
     if not np.isfinite(values).all():
         raise ValueError(f"expected finite rewards, got {values.tolist()}; fix the reward function")
     return _centred(values)

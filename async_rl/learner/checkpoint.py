@@ -55,6 +55,7 @@ MODEL_FILES = "hf"
 _EXTRA = "extra.msgpack"
 _LATEST = "latest"
 _PARTIAL = ".partial-"
+_BUG = "this is a bug in async-rl, please report it"
 _USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -274,9 +275,7 @@ def write_model_files(directory: Path, files: Mapping[str, bytes]) -> None:
 def _step(name: str) -> int:
     match = _STEP.fullmatch(name)
     if match is None:
-        raise ValueError(
-            f"expected a checkpoint name like {checkpoint_name(0)}, got {name!r}; this is a bug in async-rl"
-        )
+        raise ValueError(f"expected a checkpoint name like {checkpoint_name(0)}, got {name!r}; {_BUG}")
     return int(match[1])
 
 

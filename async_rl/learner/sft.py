@@ -118,7 +118,8 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int) -> None:
                 )  # fmt: skip
     if newest is None:
         raise RunError(
-            f"expected a checkpoint in {run_dir} at the end of training, got none; this is a bug in async-rl"
+            f"expected a checkpoint in {run_dir} at the end of training, got none; this is a bug in "
+            f"async-rl, please report it"
         )
     export_checkpoint(newest, Path(config.sft.out))
     logger.info("wrote %s", config.sft.out)
@@ -244,7 +245,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise DataError(f"sft.data: can't read {path}: {error}") from error
+        raise DataError(f"sft.data: can't read {path}: {error}; set it to a JSONL file that exists") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

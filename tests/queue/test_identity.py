@@ -112,7 +112,7 @@ def test_a_group_that_names_another_generator_than_its_sender_is_refused():
     payload = encode_group(group(lease, generator="g1"))
     verdict, reason = generator_requests.receive(state, "g0", read_summary(payload), payload, 0.0)
     assert verdict == "refused"
-    assert "expected a group of its sender, generator 'g0', got one of 'g1'" in reason
+    assert "expected a group of generator 'g0', which sent it, got one of 'g1'" in reason
 
 
 def test_lease_ids_depend_on_the_servers_secret_and_on_nothing_else():

@@ -35,6 +35,7 @@ JOIN_TIMEOUT_S = 300.0
 """Ranks may start this many seconds apart, even if ``experimental.distributed_timeout_s`` is shorter."""
 
 _FAILURE_KEY = "first_failure"
+_BUG = "this is a bug in async-rl, please report it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +179,7 @@ class Ranks:
     def scatter(self, frames: Sequence[bytes]) -> bytes:
         """On rank 0: send every other rank its frame. Returns rank 0's frame."""
         if len(frames) != self.world_size:
-            raise ValueError(
-                f"expected one frame for each of {self.world_size} ranks, got {len(frames)}; this is a bug in async-rl"
-            )
+            raise ValueError(f"expected one frame for each of {self.world_size} ranks, got {len(frames)}; {_BUG}")
         if self.world_size > 1:
             sizes = torch.tensor([len(frame) for frame in frames])
             dist.broadcast(sizes, 0, group=self.host_group)
@@ -261,7 +260,7 @@ class Ranks:
         try:
             return self._store.compare_set(_FAILURE_KEY, "", cause).decode()
         except RuntimeError as error:
-            logger.warning("can't reach the ranks' store, because rank 0 or torchrun has ended: %s", error)
+            logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
             return cause
 
     def first_failure(self) -> str:
@@ -271,7 +270,7 @@ class Ranks:
         try:
             return self._store.get(_FAILURE_KEY).decode() if self._store.check([_FAILURE_KEY]) else ""
         except RuntimeError as error:
-            logger.warning("can't reach the ranks' store, because rank 0 or torchrun has ended: %s", error)
+            logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
             return ""
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ def receive(
         vocab_size=state.vocab_size, max_abs_reward=state.settings.max_abs_reward,
     )  # fmt: skip
     if not unfit and group.generator_id != generator_id:
-        unfit = f"expected a group of its sender, generator {generator_id!r}, got one of {group.generator_id!r}"
+        unfit = f"expected a group of generator {generator_id!r}, which sent it, got one of {group.generator_id!r}"
     free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
     # A larger group could forever leave too little room for the rest of its step.
     room = min(free, state.settings.max_bytes // state.settings.groups_per_step)

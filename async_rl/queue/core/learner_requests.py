@@ -63,7 +63,9 @@ def attach(
     if state.learner is not None and lineage == state.learner.lineage:
         return
     if lineage in state.old_lineages:
-        raise LineageError(f"lineage {lineage} no longer owns the queue: a newer learner has taken over; stop this one")
+        raise LineageError(
+            f"lineage {lineage} no longer owns the queue: a newer learner has taken over; stop this learner"
+        )
     found = None
     if snapshot is not None:
         found = persistence.read_snapshot(state, snapshot, step=step, version=fork_version)
@@ -322,7 +324,7 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
 
 
 def _who_samples(state: QueueState) -> str:
-    """A warning that no generator is connected; empty if one is. It precedes the reason for a wait."""
+    """Return a warning, to precede the reason for a wait, if no generator is connected, else an empty text."""
     return "" if state.generators.alive(state.now) else "no generator is connected: "
 
 

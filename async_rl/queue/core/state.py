@@ -178,12 +178,12 @@ class QueueState(PersistedState):
         if self.learner is None:
             raise QueueError(
                 f"expected an attached learner, got a request of lineage {lineage}, which is not attached: this queue "
-                f"server has just started, without a journal; start the learner again from its checkpoint"
+                f"server started with an empty queue; start the learner again from its checkpoint"
             )
         if lineage != self.learner.lineage:
             raise LineageError(
                 f"lineage {lineage} no longer owns the queue: a newer learner, lineage {self.learner.lineage}, has "
-                f"taken over; stop this one"
+                f"taken over; stop this learner"
             )
         return self.learner
 
