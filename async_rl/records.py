@@ -106,11 +106,17 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions):
             lengths = [len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)]
-            raise ValueError(f"expected four arrays of one length [T], got lengths {lengths}")
+            raise ValueError(
+                f"a token sequence: expected token_ids, loss_mask, behavior_logprobs and versions of one length, got "
+                f"{lengths}"
+            )
         if self.sampling_mask is not None and len(self.sampling_mask) != (
             num_sampled := np.count_nonzero(self.loss_mask)
         ):
-            raise ValueError(f"expected sampling masks for {num_sampled} sampled tokens, got {len(self.sampling_mask)}")
+            raise ValueError(
+                f"a token sequence: expected a sampling mask for {num_sampled} sampled tokens, got one for "
+                f"{len(self.sampling_mask)}"
+            )
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -178,7 +178,7 @@ def explain(outcome: Outcome, *, checkpoint: str | None = None) -> list[str]:
         return []
     if outcome.exit_code > 128:
         remedy = f"resumes from {checkpoint}" if checkpoint else "starts over, since there is no checkpoint yet"
-        return [f"async-rl: stopped by {outcome.stopped_by}; the same command {remedy}"]
+        return [f"async-rl: the run was stopped by {outcome.stopped_by}; the same command {remedy}"]
     lines = [f"async-rl: the run stopped: {outcome.stopped_by}"]
     for number, death in enumerate(outcome.deaths, start=1):
         title = f"first cause: {death}" if number == len(outcome.deaths) else str(death)
@@ -320,7 +320,7 @@ def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, st
     for device in devices:
         if device not in range(len(visible)):
             raise ConfigError(
-                f"{key}: expected indices into the {len(visible)} devices of CUDA_VISIBLE_DEVICES={value!r}, got "
-                f"{device}"
+                f"{key}: expected indices below {len(visible)}, the number of devices in "
+                f"CUDA_VISIBLE_DEVICES={value!r}, got {device}; correct {key}, or unset CUDA_VISIBLE_DEVICES"
             )
     return [visible[device] for device in devices]

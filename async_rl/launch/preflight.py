@@ -93,7 +93,7 @@ def check_keys(config: Config, *, is_server: bool) -> None:
 def check_train_is_set(config: Config) -> None:
     """Raise ``ConfigError`` if ``data.train`` is unset, unless the environment needs no rows."""
     if not config.data.train and not config.makes_up_rows:
-        raise ConfigError("data.train: expected a file or data set, got none; set data.train")
+        raise ConfigError("data.train: expected a file or data set, but the key is unset; set data.train")
 
 
 def check_code(config: Config) -> None:
@@ -171,7 +171,8 @@ def _is_of_this_machine(address: str) -> bool:
         family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise AddressError(
-            f"queue.address: expected a host that this machine can resolve, got {host!r}: {error}; check its name"
+            f"queue.address: expected a host that this machine can resolve, got {host!r}: {error}; correct the "
+            f"host's name"
         ) from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -198,8 +199,8 @@ def check_devices(config: Config, *roles: str) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if needs_cuda and not count:
         raise ConfigError(
-            f'weights.transport: "{config.weights.transport}" needs CUDA devices, but torch finds none; set "auto", '
-            f'"gloo" or "tcp"'
+            f'weights.transport: "{config.weights.transport}" needs CUDA devices, but torch finds none; set it to '
+            f'"auto", "gloo" or "tcp"'
         )
     for key, devices in named.items():
         if not count:
@@ -208,7 +209,10 @@ def check_devices(config: Config, *roles: str) -> None:
                 f"the CPU, or install a CUDA build of torch"
             )
         if "CUDA_VISIBLE_DEVICES" not in os.environ and max(devices) >= count:
-            raise ConfigError(f"{key}: expected indices below {count}, the CUDA devices here, got {list(devices)}")
+            raise ConfigError(
+                f"{key}: expected indices below {count}, the number of CUDA devices here, got {list(devices)}; correct "
+                f"{key}"
+            )
 
 
 def check_engine(config: Config) -> None:
@@ -234,6 +238,6 @@ def check_fake_vocabulary(config: Config) -> None:
     known = vocabulary_size(config.model.path)
     if known is not None and config.own_vocab_size > known:
         raise ConfigError(
-            f"experimental.fake.vocab_size: expected at most the model's vocab_size = {known}, got "
-            f"{config.experimental.fake.vocab_size}"
+            f"experimental.fake.vocab_size: expected at most {known}, the model's vocab_size, got "
+            f"{config.experimental.fake.vocab_size}; lower it"
         )

@@ -69,10 +69,14 @@ def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[s
     try:
         return ask_status(address, timeout_s, keys)
     except QueueError as error:
-        remedy = "check that this key is in its allowed.txt" if keys else "if it has keys, pass --keys FILE"
+        remedy = (
+            "check that the server's allowed.txt lists this key"
+            if keys
+            else "if the server uses keys, pass --keys FILE"
+        )
         raise AddressError(
-            f"expected a queue server at {address}, got no answer within {timeout_s:g} s. Its address is in queue.json "
-            f"of its run directory; a run that has ended has no queue server; {remedy}"
+            f"expected a queue server at {address}, got no answer within {timeout_s:g} s. Compare the address with "
+            f"queue.json in the run directory and check that the run has not ended; {remedy}"
         ) from error
 
 
@@ -94,7 +98,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     record = read_record(path)
     if record is None:
         raise RunError(
-            f"expected a run directory with queue.json, got {path}, which has none; check the path, wait until the run "
+            f"expected a run directory with a queue.json, but {path} has none; correct the path, wait until the run "
             f"has started, or pass --connect ADDRESS"
         )
     if keys is None and run_dir.config.exists():
@@ -103,8 +107,8 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
         return ask_status(record.address, timeout_s, keys)
     except QueueError as error:
         raise AddressError(
-            f"expected the run in {path} to go on, got no answer from its queue server at {record.address} within "
-            f"{timeout_s:g} s; start the run again, or look into {run_dir.logs}"
+            f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s; read "
+            f"the logs in {run_dir.logs}, or start the run again"
         ) from error
 
 

@@ -20,7 +20,9 @@ def check_address(address: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(address)
     port = 0 if match and match["port"] == "*" else int(match["port"]) if match else -1
     if match is None or port > 65535:
-        raise AddressError(f"expected an address like tcp://127.0.0.1:5555, got {address!r}")
+        raise AddressError(
+            f"expected an address tcp://HOST:PORT, such as tcp://127.0.0.1:5555, got {address!r}; correct it"
+        )
     return match["host"].strip("[]"), port
 
 
@@ -74,9 +76,9 @@ def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
     """
     if not is_trusted and not is_loopback(host):
         raise AddressError(
-            f"weights would pass {host} by NCCL or gloo, which authenticate and encrypt nothing, keys or not; set "
-            f"weights.trusted_network = true (or pass --insecure) on a network that you trust, or let them pass by tcp "
-            f'(weights.transport = "auto")'
+            f"weights would pass the network at {host} by NCCL or gloo, which neither encrypt nor "
+            f"authenticate, even with keys; set weights.trusted_network = true (or pass --insecure) on a network that "
+            f'you trust, or set weights.transport = "auto" to send them by tcp'
         )
 
 
@@ -88,9 +90,9 @@ def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
     """
     if not has_keys and not is_trusted and not is_loopback(host):
         raise AddressError(
-            f"weights would pass {host} by tcp, neither encrypted nor authenticated; make keys (async-rl keys new "
-            f'keys) and set queue.keys = "keys", or set weights.trusted_network = true (or pass --insecure) on a '
-            f"network that you trust"
+            f"weights would pass the network at {host} by tcp, neither encrypted nor authenticated; make "
+            f'keys (async-rl keys new keys) and set queue.keys = "keys", or set weights.trusted_network = true (or '
+            f"pass --insecure) on a network that you trust"
         )
 
 
@@ -107,4 +109,6 @@ def local_host_towards(address: str) -> str:
             probe.connect((host, port or 1))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise AddressError(f"no route from this machine to {address}: {error}") from error
+        raise AddressError(
+            f"this machine has no route to {address}: {error}; check the host's name and the network"
+        ) from error

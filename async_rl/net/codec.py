@@ -44,7 +44,7 @@ def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise WireError(f"expected {key!r} to be {kind.__name__}, got {type(value).__name__}")
+        raise WireError(f"field {key!r} of a message: expected {kind.__name__}, got {type(value).__name__}")
     return value
 
 
@@ -151,7 +151,10 @@ def encode_group(group: Group) -> bytes:
     masks = [s.sampling_mask for s in sequences if s.sampling_mask is not None]
     if masks:
         if len(masks) != len(sequences):
-            raise ValueError(f"expected sampling masks of all {len(sequences)} sequences or of none, got {len(masks)}")
+            raise ValueError(
+                f"expected sampling masks for all {len(sequences)} sequences of a group or for none, got {len(masks)}; "
+                f"this is a bug in the generator's backend"
+            )
         arrays += [_column("<i4", [mask.sizes for mask in masks]), _column("<i4", [mask.words for mask in masks])]
     return encode("group", fields, arrays)
 
@@ -261,10 +264,13 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     num_tokens = token_ids.size
     for array, dtype in zip(arrays, _COLUMN_DTYPES):
         if array.dtype != dtype or array.shape != (num_tokens,):
-            raise WireError("expected four flat arrays of one length: int32, bool, float32, int32")
+            raise WireError(
+                f"expected four arrays of shape [{num_tokens}] in a 'group' message (dtypes <i4, |b1, <f4, <i4), got "
+                f"one of shape {list(array.shape)}, dtype {array.dtype.str}"
+            )
     # With other bytes, a sum over the mask would be larger than the number of masked tokens.
     if np.greater(loss_mask.view(np.uint8), 1).tobytes().find(1) >= 0:
-        raise WireError("expected a mask of bytes 0 and 1")
+        raise WireError("expected only the bytes 0 and 1 in the loss mask of a 'group' message, got a byte above 1")
     _check_sum("lengths", fields.lengths, num_tokens)
     _check_sum("num_sequences", fields.num_sequences, len(fields.lengths))
     num_rollouts = len(fields.num_sequences)
@@ -290,7 +296,9 @@ def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
 def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:
     sizes, words = arrays[4:]
     if sizes.dtype != _COLUMN_DTYPES[0] or words.dtype != _COLUMN_DTYPES[0]:
-        raise WireError(f"expected sampling masks as int32, got {sizes.dtype} and {words.dtype}")
+        raise WireError(
+            f"expected sampling masks of dtype int32 in a 'group' message, got {sizes.dtype}, {words.dtype}"
+        )
     if fault := why_malformed(sizes, words, int(np.count_nonzero(arrays[1]))):
         raise WireError(fault)
     return SamplingMask(sizes, words)
@@ -298,9 +306,11 @@ def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:
 
 def _check_sum(name: str, counts: list[int], total: int) -> None:
     if sum(counts) != total:
-        raise WireError(f"expected {name!r} to be counts that add up to {total}, got {reprlib.repr(counts)}")
+        raise WireError(
+            f"{name!r} of a 'group' message: expected counts that add up to {total}, got {reprlib.repr(counts)}"
+        )
 
 
 def _check_length(name: str, values: Sequence[object], length: int) -> None:
     if len(values) != length:
-        raise WireError(f"expected {name!r} to be a list of {length}, got {reprlib.repr(values)}")
+        raise WireError(f"{name!r} of a 'group' message: expected {length} values, got {len(values)}")

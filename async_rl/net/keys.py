@@ -177,7 +177,9 @@ def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
         server = _read_secret(directory / SERVER_FILE, ("public", "secret"))["public"]
         return done + [_make_client(directory, name, server) for name in names]
     except OSError as error:
-        raise KeyFileError(f"can't write keys to {directory}: {error.strerror or error}; choose another") from error
+        raise KeyFileError(
+            f"can't write keys to {directory}: {error.strerror or error}; choose another directory"
+        ) from error
 
 
 def _make_server(directory: Path) -> list[str]:
@@ -187,7 +189,10 @@ def _make_server(directory: Path) -> list[str]:
     if path.exists():
         return [f"kept {path}"]
     if any(directory.glob("*.key")):
-        raise KeyFileError(f"{directory} has clients' keys but not the {SERVER_FILE} they trust; choose another")
+        raise KeyFileError(
+            f"{directory}: expected the server's {SERVER_FILE} next to the clients' keys, but it is missing; restore "
+            f"it, or choose another directory for new keys"
+        )
     public, secret = zmq.curve_keypair()
     _write_secret(path, "the queue server's pair", {"public": public, "secret": secret})
     return [f"made {path}: stays with the queue server"]
@@ -214,14 +219,20 @@ def read_allowed(path: Path) -> dict[bytes, str]:
     """
     text, mode = _read(path)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise KeyFileError(f"{path} may be written by others (mode {mode & 0o777:o}): chmod 600 {path}")
+        raise KeyFileError(
+            f"{path}: expected a file that only you may write, but other users may write it (mode {mode & 0o777:o}); "
+            f"run: chmod 600 {path}"
+        )
     names: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         key, _, name = line.strip().partition(" ")
         if not key:
             continue
         if not _KEY.fullmatch(key):
-            raise KeyFileError(f"{path}:{number}: expected a public key of 40 characters and a name, got {line[:60]!r}")
+            raise KeyFileError(
+                f"{path}, line {number}: expected a public key of 40 characters and a name, got {line[:60]!r}; correct "
+                f"the line, or delete it"
+            )
         names[key.encode()] = name.strip() or "unnamed"
     return names
 
@@ -255,7 +266,8 @@ def _read_secret(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     wrong = [name for name, key in keys.items() if not isinstance(key, str) or not _KEY.fullmatch(key)]
     if wrong:
         raise KeyFileError(
-            f"{path}: expected a file of `async-rl keys new` with {', '.join(keys)}; {wrong[0]} is missing or no key"
+            f"{path}: expected a key file with {', '.join(keys)}, but {wrong[0]} is missing or not a key; make new "
+            f"keys in another directory: async-rl keys new DIR"
         )
     return {name: str(key).encode() for name, key in keys.items()}
 
@@ -268,7 +280,9 @@ def _read(path: Path) -> tuple[str, int]:
 
 def _refuse_open(path: Path, mode: int, wanted: str) -> None:
     if mode & _NONE_FOR_OTHERS:
-        raise KeyFileError(f"{path} holds secrets that others may read (mode {mode & 0o777:o}): chmod {wanted} {path}")
+        raise KeyFileError(
+            f"{path} holds secrets, but other users may access it (mode {mode & 0o777:o}); run: chmod {wanted} {path}"
+        )
 
 
 def _write_secret(path: Path, title: str, keys: Mapping[str, bytes]) -> None:

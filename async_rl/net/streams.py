@@ -39,7 +39,7 @@ def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = Fal
         if not chunk:
             if may_end and not data:
                 return b""
-            raise StreamEndedError(f"the stream ended after {len(data)} of {size} bytes")
+            raise StreamEndedError(f"the peer closed the connection after {len(data)} of {size} bytes")
         data += chunk
     return bytes(data)
 
@@ -53,7 +53,7 @@ def until(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
     def read(size: int) -> bytes:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
-            raise TimeoutError("the peer did not finish its request in time")
+            raise TimeoutError("the peer did not send its whole message before the deadline")
         connection.settimeout(remaining_s)
         return connection.recv(size)
 
@@ -104,7 +104,7 @@ def receive_into(connection: socket.socket, into: memoryview) -> None:
     while filled < len(into):
         count = connection.recv_into(into[filled:])
         if count == 0:
-            raise StreamEndedError(f"the stream ended after {filled} of {len(into)} bytes")
+            raise StreamEndedError(f"the peer closed the connection after {filled} of {len(into)} bytes")
         filled += count
 
 
@@ -152,7 +152,7 @@ def take_frame(buffer: bytearray, *, max_bytes: int) -> bytes | None:
 def _checked_length(header: bytes | bytearray, max_bytes: int) -> int:
     (length,) = _LENGTH.unpack_from(header)
     if length > max_bytes:
-        raise WireError(f"expected a frame of at most {max_bytes} bytes, got {length}")
+        raise WireError(f"expected a message of at most {max_bytes} bytes, got {length}")
     return length
 
 

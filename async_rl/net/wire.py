@@ -35,7 +35,7 @@ _DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", 
 _CONTAINERS = frozenset((dict, list))
 _PLAIN = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
 _KEYS = frozenset((str, int, bool))
-_NO_HEADER = "header is not [schema, type, fields, arrays, number of parts]"
+_NO_HEADER = "malformed message: expected a header [schema, type, fields, arrays, number of parts], got another form"
 _F = TypeVar("_F")
 
 
@@ -77,7 +77,9 @@ class Message(msgspec.Struct, frozen=True, eq=False):
         """
         found = tuple(parts)
         if len(found) != self.num_parts:
-            raise WireError(f"expected {self.num_parts} parts behind the frame, got {len(found)}")
+            raise WireError(
+                f"a {self.type!r} message: expected {self.num_parts} parts after its frame, got {len(found)}"
+            )
         return Message(self.type, self.fields, self.arrays, self.num_parts, found) if found else self
 
 
@@ -107,7 +109,7 @@ def _padded(size: int) -> int:
 def _plain_number(value: Any) -> int | float:
     if isinstance(value, np.integer | np.floating):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is neither text, a number, a list nor a map")
+    raise TypeError(f"expected text, bytes, a number, a list or a map, got a {type(value).__name__}")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
@@ -159,14 +161,14 @@ def encode(
     try:
         header = pack_plain([SCHEMA_VERSION, type_, plain, table, num_parts])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WireError(f"fields of a {type_!r} message are not plain data: {error}") from error
+        raise WireError(f"a {type_!r} message can't be encoded: {error}") from error
     size = _PREFIX.size + len(header)
     return b"".join((_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies))
 
 
 def _itemsize(dtype: str, type_: str) -> int:
     if dtype not in _DTYPES:
-        raise WireError(f"expected a dtype of {sorted(_DTYPES)}, got {dtype} in a {type_!r} message")
+        raise WireError(f"array of a {type_!r} message: expected a dtype in {sorted(_DTYPES)}, got {dtype}")
     return _DTYPES[dtype].itemsize
 
 
@@ -215,29 +217,34 @@ class TypedReader(Generic[_F]):
         except (ValueError, RecursionError) as error:
             # If the frame is wrong for any type (e.g. its schema), ``decode`` raises a clearer error.
             decode(frame, limits)
-            raise WireError(f"not the fields of a {self._type!r} message: {error}") from error
+            raise WireError(f"malformed {self._type!r} message: {error}") from error
         if (header.schema, header.type, header.num_parts) != (SCHEMA_VERSION, self._type, 0):
             message = decode(frame, limits)
             raise WireError(
-                f"expected a {self._type!r} message without parts, got {reprlib.repr(message.type)} with "
-                f"{message.num_parts}"
+                f"expected a {self._type!r} message without parts, got a {reprlib.repr(message.type)} message with "
+                f"{message.num_parts} parts"
             )
         if len(header.table) > limits.max_arrays:
-            raise WireError(f"expected at most {limits.max_arrays} arrays, got {len(header.table)}")
+            raise WireError(f"expected at most {limits.max_arrays} arrays in a message, got {len(header.table)}")
         return header.fields, tuple([_array_at(view, start, e.dtype, e.shape, e.offset) for e in header.table])
 
 
 def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
     """Return the header's bytes and the offset of the first array."""
     if len(view) > limits.max_bytes:
-        raise WireError(f"expected at most {limits.max_bytes} bytes, got {len(view)}")
+        raise WireError(f"expected a message of at most {limits.max_bytes} bytes, got one of {len(view)} bytes")
     if len(view) < _PREFIX.size:
-        raise WireError(f"expected at least {_PREFIX.size} bytes, got {len(view)}")
+        raise WireError(f"expected a message of at least {_PREFIX.size} bytes, got one of {len(view)} bytes")
     magic, length = _PREFIX.unpack_from(view)
     if magic != _MAGIC:
-        raise WireError(f"expected a frame that begins with {_MAGIC!r}, got {bytes(magic)!r}")
+        raise WireError(
+            f"expected a message that begins with {_MAGIC!r}, got {bytes(magic)!r}; the sender is not async-rl"
+        )
     if length > limits.max_header_bytes or _PREFIX.size + length > len(view):
-        raise WireError(f"header claims {length} bytes, frame has {len(view)}")
+        raise WireError(
+            f"malformed message of {len(view)} bytes: expected a header that fits into it and into "
+            f"{limits.max_header_bytes} bytes, got one of {length} bytes"
+        )
     return view[_PREFIX.size : _PREFIX.size + length], _padded(_PREFIX.size + length)
 
 
@@ -249,12 +256,16 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
     schema, type_, fields, table, num_parts = header
     if schema != SCHEMA_VERSION:
         raise WireError(
-            f"expected schema {SCHEMA_VERSION}, got {reprlib.repr(schema)}; run one async-rl version everywhere"
+            f"expected a message of schema {SCHEMA_VERSION}, got schema {reprlib.repr(schema)}; install the same "
+            f"async-rl version on all machines"
         )
     if [type(item) for item in (type_, fields, table, num_parts)] != [str, dict, list, int]:
         raise WireError(_NO_HEADER)
     if len(table) > limits.max_arrays or not 0 <= num_parts <= limits.max_arrays:
-        raise WireError(f"expected at most {limits.max_arrays} arrays, and parts, got {len(table)} and {num_parts}")
+        raise WireError(
+            f"expected at most {limits.max_arrays} arrays and 0 to {limits.max_arrays} parts in a message, got "
+            f"{len(table)} arrays and {num_parts} parts"
+        )
     if limits.max_depth is not None:
         _check_plain(fields, limits.max_items, limits.max_depth)
     return header, start
@@ -265,7 +276,7 @@ def _unpacked(raw: memoryview) -> Any:
     try:
         return _DECODER.decode(raw)
     except (ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"header is not msgpack: {type(error).__name__}: {error}") from error
+        raise WireError(f"malformed message: its header is not msgpack: {type(error).__name__}: {error}") from error
 
 
 def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None:
@@ -278,23 +289,27 @@ def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None
         deeper: list[Any] = []
         for container in level:
             if len(container) > max_items:
-                raise WireError(f"expected at most {max_items} items, got {len(container)}")
+                raise WireError(
+                    f"expected lists and maps of at most {max_items} items in a message, got {len(container)}"
+                )
             values = container
             if type(container) is dict:
                 if not _KEYS.issuperset(map(type, container)):
                     unfit = next(type(key) for key in container if type(key) not in _KEYS)
-                    raise WireError(f"expected text or integer keys, got {unfit.__name__}")
+                    raise WireError(
+                        f"expected maps with text or integer keys in a message, got a key of type {unfit.__name__}"
+                    )
                 values = container.values()
             kinds = set(map(type, values))
             if not kinds <= _PLAIN:
                 # For example extension types of msgpack, such as timestamps.
-                raise WireError(f"expected plain data, got {(kinds - _PLAIN).pop().__name__}")
+                raise WireError(f"expected plain data in a message, got a {(kinds - _PLAIN).pop().__name__}")
             if not _CONTAINERS.isdisjoint(kinds):
                 deeper += [value for value in values if type(value) in _CONTAINERS]
         if not deeper:
             return
         level = deeper
-    raise WireError("fields are nested too deeply")
+    raise WireError(f"expected fields nested at most {max_depth} levels deep in a message, got more levels")
 
 
 def _array(view: memoryview, start: int, entry: Any) -> np.ndarray:
@@ -305,20 +320,28 @@ def _array(view: memoryview, start: int, entry: Any) -> np.ndarray:
         raise WireError(f"expected an array entry [dtype, shape, offset], got {reprlib.repr(entry)}")
     for length in shape:
         if type(length) is not int or not 0 <= length < 2**40:
-            raise WireError(f"impossible shape {reprlib.repr(shape)}")
+            raise WireError(
+                f"array of a message: expected a shape of lengths from 0 to 2**40, got {reprlib.repr(shape)}"
+            )
     if offset < 0 or offset % ALIGNMENT:
-        raise WireError(f"impossible offset {offset}")
+        raise WireError(
+            f"array of a message: expected an offset of 0 or more that is a multiple of {ALIGNMENT}, got {offset}"
+        )
     return _array_at(view, start, dtype_name, shape, offset)
 
 
 def _array_at(view: memoryview, start: int, dtype_name: str, shape: list[int], offset: int) -> np.ndarray:
     dtype = _DTYPES.get(dtype_name)
     if dtype is None:
-        raise WireError(f"expected a dtype of {sorted(_DTYPES)}, got {reprlib.repr(dtype_name)}")
+        raise WireError(f"array of a message: expected a dtype in {sorted(_DTYPES)}, got {reprlib.repr(dtype_name)}")
     end = start + offset + math.prod(shape) * dtype.itemsize
     if end > len(view):
-        raise WireError(f"array claims bytes up to {end}, frame has {len(view)}")
+        raise WireError(
+            f"malformed message: expected an array that ends within its {len(view)} bytes, got one that ends at {end}"
+        )
     try:
         return np.ndarray(shape, dtype, view, start + offset)
     except ValueError as error:  # If one axis is 0, the others may be too large for numpy.
-        raise WireError(f"impossible shape {reprlib.repr(shape)}: {error}") from error
+        raise WireError(
+            f"array of a message: expected a shape that numpy supports, got {reprlib.repr(shape)}: {error}"
+        ) from error

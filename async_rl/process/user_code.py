@@ -57,7 +57,7 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
         if place not in allowed:
             listed = json.dumps([*allowed, place])
             raise ConfigError(
-                f"the run asks for {name}, code that this machine has not allowed; if you trust it, set "
+                f"{name}: the config names this code, but this machine does not allow it; if you trust it, set "
                 f"generator.allow_code = {listed} (for a generator: --set 'generator.allow_code={listed}')"
             )
 
@@ -87,7 +87,8 @@ def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
         return None
     if name not in digests:
         raise ConfigError(
-            f"{name}: the learner sent no digest for it, so its source can't be compared; start the learner again"
+            f"{name}: the learner sent no digest of its source, so it can't be compared with the source here; start "
+            f"the learner again"
         )
     return digests[name]
 
@@ -112,7 +113,8 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
         listed = "".join(f", {path}" for path in imported)
         raise ConfigError(
             f"{name}: expected the learner's source, SHA-256 {digest[:16]}, got {found[:16]} in {source}{listed}; copy "
-            f"what differs from the learner's machine, or start the learner again with this"
+            f"the files that differ from the learner's machine, or start the learner again with the source of this "
+            f"machine"
         )
     folder = LocalFolder(search_folder(source))
     if folder not in sys.path:
@@ -126,14 +128,18 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
             spec.loader.exec_module(module)
     except Exception as error:  # user code may raise anything
         sys.modules.pop(spec.name, None)
-        raise ConfigError(f"{name}: importing {source} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{name}: importing {source} failed: {type(error).__name__}: {error}; correct that file"
+        ) from error
     _check_origins(sources, name)
     if attribute is None:
         return module
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ConfigError(f"{name}: {source} has no {attribute!r}") from None
+        raise ConfigError(
+            f"{name}: expected {source} to define {attribute!r}, but it does not; correct the name"
+        ) from None
 
 
 def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
@@ -170,7 +176,10 @@ def read_digests(content: bytes | None) -> Mapping[str, str]:
     except ValueError:
         found = None
     if not isinstance(found, dict) or not all(isinstance(item, str) for item in found.values()):
-        raise QueueError(f"expected {DIGESTS_FILE} to map names to digests, got {bytes(content)[:80]!r}")
+        raise QueueError(
+            f"{DIGESTS_FILE}: expected a JSON object that maps names to digests, got {bytes(content)[:80]!r}; start "
+            f"the learner again"
+        )
     return found
 
 
@@ -178,7 +187,7 @@ def _parts(name: str) -> tuple[str, str | None]:
     """Split a name into its module or file, and its attribute."""
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ConfigError(f"expected module:name or file.py:name, got {name!r}")
+        raise ConfigError(f"expected the name of user code as module:attribute or file.py:attribute, got {name!r}")
     return found["place"], found["attribute"]
 
 
@@ -187,7 +196,10 @@ def _spec(name: str) -> ModuleSpec:
     if place.endswith(".py"):
         path = Path(place).absolute()
         if not path.is_file():
-            raise ConfigError(f"{name}: no file {path} on this machine; your code is never sent, put it there")
+            raise ConfigError(
+                f"{name}: expected a file {path} on this machine, but there is none; copy it there, since code is "
+                f"never sent to other machines"
+            )
         digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
         spec = importlib.util.spec_from_file_location(f"async_rl_local_{path.stem}_{digest}", path)
     else:
@@ -196,11 +208,14 @@ def _spec(name: str) -> ModuleSpec:
         try:
             spec = importlib.util.find_spec(place)
         except Exception as error:  # the search runs parent packages, which may raise anything
-            raise ConfigError(f"{name}: can't import {place}: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"{name}: can't find module {place}: {type(error).__name__}: {error}; correct the packages that "
+                f"contain it"
+            ) from error
     if spec is None:
         raise ConfigError(
-            f"{name}: no module {place} can be imported on this machine; install it, put it on PYTHONPATH or into the "
-            f"working directory, or name its file: path/file.py"
+            f"{name}: expected a module {place} on this machine, but there is none; install it, add its folder to "
+            f"PYTHONPATH, start in its folder, or give its file instead: path/file.py:attribute"
         )
     return spec
 
@@ -208,7 +223,10 @@ def _spec(name: str) -> ModuleSpec:
 def _sources(spec: ModuleSpec, name: str) -> dict[str, Path]:
     """Return the result of ``source_files``, with the named file first."""
     if spec.origin is None or not spec.origin.endswith(".py"):
-        raise ConfigError(f"{name}: expected a module with a Python source file, got {spec.origin or 'none'}")
+        raise ConfigError(
+            f"{name}: expected a module with a Python source file, got {spec.origin or 'none'}; give a module "
+            f"with source"
+        )
     return source_files(spec, Path(spec.origin))
 
 
@@ -233,8 +251,8 @@ def _check_origins(sources: Mapping[str, Path], name: str) -> None:
         loaded = getattr(sys.modules.get(module_name), "__file__", None)
         if loaded is not None and Path(loaded).resolve() != path:
             raise ConfigError(
-                f"{name}: expected {module_name} from {path}, got the one of that name that was imported from {loaded} "
-                f"before; rename one of them"
+                f"{name}: expected module {module_name} from {path}, but a module of that name is already imported "
+                f"from {loaded}; rename one of them"
             )
 
 

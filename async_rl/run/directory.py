@@ -142,13 +142,13 @@ def check_writable(path: Path, key: str) -> None:
     while not place.exists():
         place = place.parent
     if not place.is_dir():
-        raise RunError(f"{key}: expected a directory at {path}, but {place} is a file; choose another directory")
+        raise RunError(f"{key}: expected a directory at {path}, but {place} is a file; choose another {key}")
     try:
         with tempfile.TemporaryDirectory(prefix=".async-rl-probe-", dir=place):
             pass
     except OSError as error:
         raise RunError(
-            f"{key}: can't write to {path}: {error.strerror or error} in {place}; choose another directory"
+            f"{key}: can't write to {path}: {error.strerror or error} in {place}; choose another {key}"
         ) from None
 
 
@@ -168,8 +168,8 @@ def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
         foreign = sorted(p.name for p in path.iterdir() if not _is_ours(p.name))
         if foreign:
             raise RunError(
-                f"run.dir: {path} is not empty and not a run directory (no config.toml; it holds {foreign[0]!r}); "
-                f"choose another run.dir"
+                f"run.dir: expected an empty directory or one of a run, got {path}, which has no config.toml but holds "
+                f"{foreign[0]!r}; choose another run.dir"
             )
     elif not fresh:
         _refuse_changed_config(run_dir, config)
@@ -198,7 +198,7 @@ def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
             write_atomically(run_dir.path / "run_id", f"{uuid.uuid4().hex[:12]}\n")
         run_dir.logs.mkdir(exist_ok=True)
     except OSError as error:
-        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}") from error
+        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}; choose another run.dir") from error
     return run_dir
 
 

@@ -31,7 +31,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         ValueError: k is not in 1..num_samples.
     """
     if not 1 <= k <= num_samples:
-        raise ValueError(f"expected k between 1 and {num_samples} samples, got {k}")
+        raise ValueError(f"pass@k: expected k between 1 and {num_samples}, the samples of a row, got {k}")
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 

@@ -79,7 +79,7 @@ class RunLock:
         try:
             lock.check()
         except LineageError as error:
-            raise RunError(f"{error}; end this launch") from None
+            raise RunError(f"{error}; stop this launch, because the other process now writes the run") from None
         lock.record(role)
         return lock
 
@@ -138,7 +138,7 @@ def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
             holder = _read_holder(fd)
             lock.close()
             if takeover:
-                logger.warning("taking %s over from %s", run_dir.path, holder or "an unknown process")
+                logger.warning("run.dir: taking over %s from %s", run_dir.path, holder or "an unknown process")
                 return _take_over(run_dir, role)
             if (holder is None or not holder.may_live) and time.monotonic() < deadline:
                 time.sleep(_LOOK_AGAIN_S)
@@ -148,7 +148,7 @@ def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
                 f"it is a learner that does not answer, `async-rl learner --takeover` takes the run over"
             )
     except OSError as error:
-        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}") from error
+        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}; choose another run.dir") from error
 
 
 @contextmanager
@@ -184,7 +184,9 @@ def _try_lock(fd: int, run_dir: RunDir) -> bool:
         if error.errno not in _UNSUPPORTED:
             raise
         logger.warning(
-            "%s: this file system has no locks (%s); take care that nobody else uses it", run_dir.path, error
+            "%s: this file system does not support locks (%s); make sure that no other process uses this run directory",
+            run_dir.path,
+            error,
         )
     return True
 

@@ -240,7 +240,10 @@ def _start_wandb(run_dir: Path, config: Config) -> Any:
             settings=wandb.Settings(console="off", silent=True),
         )
     except wandb.Error as error:
-        raise ConfigError(f'log.wandb = "{config.log.wandb}": wandb did not start: {error}') from error
+        raise ConfigError(
+            f'log.wandb = "{config.log.wandb}": wandb did not start: {error}; correct the cause, or set log.wandb = '
+            f'"off"'
+        ) from error
     # Rows carry their own step: wandb's own counter rejects the smaller steps that follow a rollback.
     run.define_metric("*", step_metric="step")
     return run

@@ -36,7 +36,10 @@ class StepLog:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row, which must hold an integer ``step`` and only finite numbers."""
         if not isinstance(row.get("step"), int):
-            raise ValueError(f"expected a row with an integer step, got {row.get('step')!r}")
+            raise ValueError(
+                f"{self._path.name}: expected a row with an integer 'step', got {row.get('step')!r}; this is a bug in "
+                f"async-rl"
+            )
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -121,7 +124,9 @@ def read_rows(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}") from error
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object, got {line[:80]!r}; delete that line"
+            ) from error
         rows.append(row)
     return rows
 

@@ -76,7 +76,10 @@ def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixt
             "file.py:function, got 'best'",
         ),
         ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 5, got 9"),
-        ("queue.address=localhost", "queue.address: expected an address like tcp://127.0.0.1:5555, got 'localhost'"),
+        (
+            "queue.address=localhost",
+            "queue.address: expected an address tcp://HOST:PORT, such as tcp://127.0.0.1:5555, got 'localhost'",
+        ),
         ("learner", "expected --set section.key=value, got 'learner'"),
         ("steps=5", "expected --set section.key=value, got 'steps=5'"),
     ],
@@ -97,7 +100,9 @@ def test_a_config_that_is_no_toml_says_where(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("address", ["localhost:5555", "tcp://host", "tcp://host:99999", "udp://127.0.0.1:1", ""])
 @pytest.mark.parametrize("command", ["generator", "status"])
 def test_a_malformed_address_is_refused_at_once(command: str, address: str, capsys: pytest.CaptureFixture[str]):
-    assert "expected an address like tcp://127.0.0.1:5555" in refusal(capsys, command, "--connect", address)
+    assert "expected an address tcp://HOST:PORT, such as tcp://127.0.0.1:5555" in refusal(
+        capsys, command, "--connect", address
+    )
 
 
 def test_a_busy_port_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -117,7 +122,7 @@ def test_an_address_open_to_the_network_needs_insecure(tmp_path: Path, capsys: p
 
 def test_launch_refuses_missing_data_bad_rows_and_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = str(write_config(tmp_path))
-    assert "data.train: expected a file or data set, got none" in refusal(capsys, "launch", config)
+    assert "data.train: expected a file or data set, but the key is unset" in refusal(capsys, "launch", config)
     missing = f"data.train={tmp_path / 'none.jsonl'}"
     assert "none.jsonl" in refusal(capsys, "launch", config, "--set", missing)
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
@@ -155,7 +160,7 @@ def test_a_bad_dataset_is_refused_with_file_and_line(
 @pytest.mark.parametrize("command", ["launch", "learner", "queue"])
 def test_a_missing_dataset_is_named_with_its_key(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = str(write_config(tmp_path))
-    assert "data.train: expected a file or data set, got none" in refusal(capsys, command, config)
+    assert "data.train: expected a file or data set, but the key is unset" in refusal(capsys, command, config)
     config = str(write_config(tmp_path, data=f"{write_data(tmp_path)}\n[data.eval]\nheld_out = 'none.jsonl'"))
     said = refusal(capsys, command, config)
     assert "no dataset at none.jsonl" in said
@@ -219,7 +224,7 @@ def test_a_run_directory_that_can_not_be_used_is_refused(
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").touch()
     said = refusal(capsys, command, config, "--set", f"run.dir={tmp_path / 'thesis'}")
-    assert "is not empty and not a run directory" in said
+    assert "which has no config.toml but holds" in said
 
 
 def test_a_busy_port_is_refused_by_the_queue_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -277,7 +282,7 @@ def test_a_fake_vocabulary_beyond_the_models_is_refused(tmp_path: Path, capsys: 
     sections = {"generator": 'backend = "fake"', "experimental": "fake.vocab_size = 999"}
     config = write_config(tmp_path, data=write_data(tmp_path), **sections)
     said = refusal(capsys, "launch", str(config))
-    assert "experimental.fake.vocab_size: expected at most the model's vocab_size = 46, got 999" in said
+    assert "experimental.fake.vocab_size: expected at most 46, the model's vocab_size, got 999" in said
 
 
 @pytest.mark.parametrize("command", ["launch", "learner"])
@@ -322,7 +327,9 @@ def test_status_of_nobody_says_where_the_address_is_to_be_found(capsys: pytest.C
 def test_status_wants_a_run_directory_or_an_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "got neither" in refusal(capsys, "status")
     assert "got both" in refusal(capsys, "status", str(tmp_path), "--connect", "tcp://127.0.0.1:9")
-    assert f"expected a run directory with queue.json, got {tmp_path}" in refusal(capsys, "status", str(tmp_path))
+    assert f"expected a run directory with a queue.json, but {tmp_path} has none" in refusal(
+        capsys, "status", str(tmp_path)
+    )
 
 
 def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
@@ -338,7 +345,7 @@ def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
     finally:
         servers.close()
     said = refusal(capsys, "status", str(run_dir), "--timeout", "0.2")
-    assert f"no answer from its queue server at {server.address} within 0.2 s; start the run again" in said
+    assert f"at {server.address}, did not answer within 0.2 s; read the logs" in said
 
 
 def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

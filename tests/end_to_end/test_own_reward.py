@@ -94,5 +94,5 @@ def test_code_that_nobody_allowed_is_refused_before_anything_starts(tmp_path: Pa
     with roles(tmp_path / "logs") as start:
         launch = start("launch", "launch", str(path))
         assert launch.wait() == 2
-    assert "not allowed; if you trust it, set" in (tmp_path / "logs" / "launch.log").read_text()
+    assert "this machine does not allow it; if you trust it, set" in (tmp_path / "logs" / "launch.log").read_text()
     assert not (tmp_path / "run").exists()

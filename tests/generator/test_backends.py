@@ -52,7 +52,7 @@ def test_an_evaluation_without_a_learner_needs_a_backend_that_loads_weights(tmp_
 
 def test_an_own_backend_is_code_that_generators_must_allow(tmp_path: Path):
     assert config(OWN).code_names == (OWN,)
-    with pytest.raises(ConfigError, match="code that this machine has not allowed"):
+    with pytest.raises(ConfigError, match="this machine does not allow it"):
         build_backend(config(OWN, generator={"allow_code": []}), tmp_path)
 
 

@@ -73,10 +73,10 @@ def test_secrets_that_others_may_read_are_refused_with_the_remedy(tmp_path: Path
     make_keys(tmp_path / "keys")
     path = tmp_path / "keys" / "client.key"
     path.chmod(0o640)
-    with pytest.raises(KeyFileError, match=rf"mode 640\): chmod 600 {path}"):
+    with pytest.raises(KeyFileError, match=rf"mode 640\); run: chmod 600 {path}"):
         ClientKeys.load(path)
     (tmp_path / "keys").chmod(0o755)
-    with pytest.raises(KeyFileError, match=rf"mode 755\): chmod 700 {tmp_path / 'keys'}"):
+    with pytest.raises(KeyFileError, match=rf"mode 755\); run: chmod 700 {tmp_path / 'keys'}"):
         make_keys(tmp_path / "keys", ["more"])
 
 
@@ -89,7 +89,7 @@ def test_a_list_that_others_may_write_lets_nobody_in(tmp_path: Path):
     path.chmod(0o620)
     os.utime(path, (1, 1))
     assert not allow.callback("async-rl", client.public)
-    with pytest.raises(KeyFileError, match="may be written by others"):
+    with pytest.raises(KeyFileError, match="other users may write it"):
         ServerKeys.load(tmp_path / "keys")
 
 
@@ -115,7 +115,7 @@ def test_unfit_files_are_named_and_their_secrets_are_not_shown(tmp_path: Path):
     assert secret not in str(caught.value)
     assert "secret" not in repr(ServerKeys.load(tmp_path / "keys"))
     (tmp_path / "keys" / "allowed.txt").write_text("short\n")
-    with pytest.raises(KeyFileError, match=r"allowed.txt:1: expected a public key"):
+    with pytest.raises(KeyFileError, match=r"allowed.txt, line 1: expected a public key"):
         ServerKeys.load(tmp_path / "keys")
 
 

@@ -41,7 +41,7 @@ def test_a_frame_may_have_the_limit_and_no_byte_more():
 
 @pytest.mark.parametrize("cut", [1, 4, 6])
 def test_a_stream_that_ends_inside_a_frame_is_an_error_and_not_an_end(cut: int):
-    with pytest.raises(ConnectionError, match="the stream ended after"):
+    with pytest.raises(ConnectionError, match="the peer closed the connection after"):
         read_frame(in_pieces(pack_frame(b"abc")[:cut], 2), max_bytes=4)
 
 

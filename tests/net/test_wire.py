@@ -47,9 +47,9 @@ def test_arrays_are_views_into_the_frame():
 
 
 def test_an_unknown_dtype_and_fields_that_are_not_plain_are_refused_at_the_sender():
-    with pytest.raises(WireError, match=r"got <c8 in a 't' message"):
+    with pytest.raises(WireError, match=r"array of a 't' message: expected a dtype in .*, got <c8"):
         encode("t", {}, [np.zeros(1, np.complex64)])
-    with pytest.raises(WireError, match="not plain data"):
+    with pytest.raises(WireError, match="can't be encoded"):
         encode("t", {"x": object()})
 
 
@@ -63,31 +63,34 @@ def frame_with(header: object, body: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (b"", "at least 8 bytes, got 0"),
+        (b"", "at least 8 bytes, got one of 0 bytes"),
         (b"XXXX" + bytes(12), "begins with b'ARL1'"),
-        (struct.pack("<4sI", b"ARL1", 1000), "header claims 1000 bytes"),
+        (struct.pack("<4sI", b"ARL1", 1000), "got one of 1000 bytes"),
         (frame_with(b"\xc1"), "not msgpack"),
-        (frame_with({"a": 1}), r"not \[schema"),
-        (frame_with([2, "t", {}, [], 0]), "expected schema 1, got 2"),
-        (frame_with([1, 5, {}, [], 0]), r"not \[schema"),
-        (frame_with([1, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "claims bytes up to"),
-        (frame_with([1, "t", {}, [["<i4", [-1], 0]], 0]), "impossible shape"),
-        (frame_with([1, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "claims bytes up to"),
-        (frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]), "impossible shape .* too big"),
-        (frame_with([1, "t", {}, [["<i4", [0], 3]], 0]), "impossible offset 3"),
-        (frame_with([1, "t", {}, [["<i4", [0], -16]], 0]), "impossible offset -16"),
-        (frame_with([1, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype of .*, got '\|O'"),
+        (frame_with({"a": 1}), r"expected a header \[schema"),
+        (frame_with([2, "t", {}, [], 0]), "expected a message of schema 1, got schema 2"),
+        (frame_with([1, 5, {}, [], 0]), r"expected a header \[schema"),
+        (frame_with([1, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "got one that ends at"),
+        (frame_with([1, "t", {}, [["<i4", [-1], 0]], 0]), "expected a shape of lengths"),
+        (frame_with([1, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "got one that ends at"),
+        (
+            frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]),
+            "expected a shape that numpy supports, got .* too big",
+        ),
+        (frame_with([1, "t", {}, [["<i4", [0], 3]], 0]), "multiple of 16, got 3"),
+        (frame_with([1, "t", {}, [["<i4", [0], -16]], 0]), "multiple of 16, got -16"),
+        (frame_with([1, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype in .*, got '\|O'"),
         (frame_with([1, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
         (frame_with([1, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
         (frame_with([1, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),
         (frame_with([1, "t", {}, ["x"], 0]), "expected an array entry"),
-        (frame_with([1, "t", {}, []]), r"not \[schema"),
-        (frame_with([1, "t", {}, [], True]), r"not \[schema"),
-        (frame_with([1, "t", {}, [], -1]), "at most 65536 arrays, and parts, got 0 and -1"),
-        (frame_with([1, "t", {}, [], 65_537]), "got 0 and 65537"),
+        (frame_with([1, "t", {}, []]), r"expected a header \[schema"),
+        (frame_with([1, "t", {}, [], True]), r"expected a header \[schema"),
+        (frame_with([1, "t", {}, [], -1]), "0 to 65536 parts in a message, got 0 arrays and -1 parts"),
+        (frame_with([1, "t", {}, [], 65_537]), "got 0 arrays and 65537 parts"),
         (frame_with([1, "t", {1.5: 2}, [], 0]), "text or integer keys"),
-        (frame_with([1, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]), "expected plain data, got Ext"),
-        (frame_with([1, "t", {"a": msgpack.Timestamp(0)}, [], 0]), "expected plain data, got datetime"),
+        (frame_with([1, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]), "expected plain data in a message, got a Ext"),
+        (frame_with([1, "t", {"a": msgpack.Timestamp(0)}, [], 0]), "expected plain data in a message, got a datetime"),
     ],
 )
 def test_a_malformed_frame_is_refused(frame: bytes, message: str):
@@ -99,10 +102,10 @@ def test_limits_hold_on_size_arrays_and_nesting():
     limits = Limits(max_bytes=200, max_arrays=1, max_depth=3)
     with pytest.raises(WireError, match="at most 200 bytes"):
         decode(encode("t", {"x": b"0" * 300}), limits)
-    with pytest.raises(WireError, match="at most 1 arrays, and parts, got 2 and 0"):
+    with pytest.raises(WireError, match="at most 1 arrays and 0 to 1 parts in a message, got 2 arrays"):
         decode(encode("t", {}, [np.zeros(1, np.int32)] * 2), limits)
     decode(encode("t", {"a": {"b": 1}}), limits)
-    with pytest.raises(WireError, match="nested too deeply"):
+    with pytest.raises(WireError, match="nested at most"):
         decode(encode("t", {"a": {"b": {"c": 1}}}), limits)
 
 
@@ -133,16 +136,16 @@ def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
         with pytest.raises(WireError, match="RecursionError"):
             decode(frame_with(b"\x95\x01\xa1t" + one_deeper * 100_000 + b"\x90\x90\x00"))
         # 500 levels are within the reader's own limit.
-        with pytest.raises(WireError, match="nested too deeply"):
+        with pytest.raises(WireError, match="nested at most"):
             decode(frame_with(b"\x95\x01\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90\x00"))
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (b"\x95", b"\xa1t\x80\x90\x00", "expected schema 1"),
+        (b"\x95", b"\xa1t\x80\x90\x00", "expected a message of schema 1"),
         (b"\x95\x01\xa1t\x80\x91", b"\x00", "array entry"),
-        (b"\x95\x01\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00\x00", "impossible shape"),
+        (b"\x95\x01\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00\x00", "expected a shape of lengths"),
     ],
 )
 def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, after: bytes, message: str):
@@ -194,7 +197,7 @@ def test_parts_make_a_message_whole():
     parts = memoryview(b"one"), memoryview(b"two")
     assert message.with_parts(parts).parts == parts
     for wrong in (parts[:1], (*parts, parts[0])):
-        with pytest.raises(WireError, match=f"expected 2 parts behind the frame, got {len(wrong)}"):
+        with pytest.raises(WireError, match=f"expected 2 parts after its frame, got {len(wrong)}"):
             message.with_parts(wrong)
 
 
@@ -202,7 +205,7 @@ def test_more_items_than_the_limit_are_refused():
     limits = Limits(max_items=5)
     decode(encode("t", {"x": [0] * 5}), limits)
     for six in ([0] * 6, {str(i): 0 for i in range(6)}):
-        with pytest.raises(WireError, match="expected at most 5 items, got 6"):
+        with pytest.raises(WireError, match="at most 5 items in a message, got 6"):
             decode(encode("t", {"x": six}), limits)
 
 

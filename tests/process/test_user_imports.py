@@ -138,7 +138,9 @@ def test_two_helpers_of_one_name_in_one_process_are_refused(tmp_path: Path):
         write(tmp_path / folder, mine="import helper\ndef f(item): return helper.name\n", helper=f"name = {folder!r}\n")
     first, second = (str(tmp_path / folder / "mine.py") for folder in ("a", "b"))
     assert load_code(f"{first}:f", allowed=[first], digest=None)(None) == "a"
-    with pytest.raises(ConfigError, match=r"expected helper from .*/b/helper\.py, got .* from .*/a/helper\.py before"):
+    with pytest.raises(
+        ConfigError, match=r"expected module helper from .*/b/helper\.py, but .* imported from .*/a/helper\.py"
+    ):
         load_code(f"{second}:f", allowed=[second], digest=None)
 
 

@@ -40,7 +40,7 @@ def test_values_that_are_not_finite_are_null_and_numpy_scalars_are_plain(tmp_pat
 
 
 def test_a_row_without_a_step_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="integer step"):
+    with pytest.raises(ValueError, match="integer 'step'"):
         a_writer(tmp_path).write({"reward/mean": 1.0})
 
 
