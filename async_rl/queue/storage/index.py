@@ -178,7 +178,7 @@ def read_moved(index: sqlite3.Connection) -> dict[tuple[int, int], Spot]:
     """
     rows = index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
     if not all(isinstance(number, int) and 0 <= number < _MAX_PLACE for row in rows for number in row):
-        raise DamagedJournalError("a moved payload has a place that can't be")
+        raise DamagedJournalError("the record of a moved payload names an impossible place")
     return {(row[0], row[1]): Spot(row[2], row[3]) for row in rows}
 
 
