@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import resource
+import select
 import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 from async_rl.errors import WireError
 
@@ -60,25 +62,55 @@ def until(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
     return read
 
 
-class UnauthenticatedPeers:
-    """Limits connections that have not authenticated themselves yet, in total and by address. Not thread-safe."""
+MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED_OF_ADDRESS = 256, 128
+
+_C = TypeVar("_C", bound=Hashable)
+
+
+class UnauthenticatedPeers(Generic[_C]):
+    """Connections that have not authenticated themselves yet: a limited number, in total and by address.
+
+    A connection above a limit takes the place of the oldest, so that many slow peers keep nobody out. Not thread-safe.
+    """
 
     def __init__(self, *, most: int, most_of_address: int) -> None:
         self._most, self._most_of_address = most, most_of_address
+        self._begun: dict[_C, tuple[str, float]] = {}
         self._counts: Counter[str] = Counter()
 
-    def admit(self, address: str) -> bool:
-        """Count a new connection from ``address``. If there are too many already, return False and don't count it."""
-        if self._counts.total() >= self._most or self._counts[address] >= self._most_of_address:
-            return False
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def add(self, connection: _C, address: str, now: float) -> list[_C]:
+        """Count a new connection. Return the connections to close: the oldest, if there are too many."""
+        self._begun[connection] = address, now
         self._counts[address] += 1
+        closed: list[_C] = []
+        if self._counts[address] > self._most_of_address:
+            closed.append(next(other for other, (where, _) in self._begun.items() if where == address))
+        elif len(self._begun) > self._most:
+            closed.append(next(iter(self._begun)))
+        for other in closed:
+            self.remove(other)
+        return closed
+
+    def remove(self, connection: _C) -> bool:
+        """Stop counting a connection, which has authenticated itself or ended. Return whether it was counted."""
+        begun = self._begun.pop(connection, None)
+        if begun is None:
+            return False
+        self._counts[begun[0]] -= 1
+        if not self._counts[begun[0]]:
+            del self._counts[begun[0]]
         return True
 
-    def release(self, address: str) -> None:
-        """Stop counting a connection, which has authenticated itself or ended."""
-        self._counts[address] -= 1
-        if not self._counts[address]:
-            del self._counts[address]
+    def connections(self) -> list[_C]:
+        """All of them, oldest first."""
+        return list(self._begun)
+
+    def overdue(self, begun_before: float) -> list[_C]:
+        """Those that began before this time."""
+        return [connection for connection, (_, begun) in self._begun.items() if begun < begun_before]
 
 
 def raise_descriptor_limit() -> int:
@@ -87,6 +119,16 @@ def raise_descriptor_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
+
+
+def is_readable(fd: int, timeout_s: float) -> bool:
+    """Whether this descriptor is readable, or its other end closed, within ``timeout_s``.
+
+    Unlike ``select.select`` it takes descriptors above 1023 too.
+    """
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def is_out_of_resources(error: OSError) -> bool:

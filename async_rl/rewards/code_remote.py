@@ -26,7 +26,7 @@ from async_rl.config.loading import apply_override, parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import AddressError, ConfigError, RewardError, SandboxError, SandboxFailedError
 from async_rl.net.address import check_address, is_loopback
-from async_rl.net.streams import is_out_of_resources, raise_descriptor_limit, shut_down
+from async_rl.net.streams import UnauthenticatedPeers, is_out_of_resources, raise_descriptor_limit, shut_down
 from async_rl.rewards.code import Judgement, Verdict, judgement_of, local_judge
 from async_rl.rewards.code_tests import CodeTest, CodeTests, parse_tests
 
@@ -42,11 +42,14 @@ _LARGEST_ANSWER_BYTES = 16 << 20
 
 MAX_REQUEST_BYTES = 64 << 20
 MAX_CONNECTIONS = 256
-"""Further connections are closed at once: each needs a thread and up to ``MAX_REQUEST_BYTES``."""
+"""Further connections are closed at once: each needs a thread and up to ``MAX_REQUEST_BYTES``. At most half of them may
+be reading their requests; a further one takes the place of the oldest of these, so slow requests keep nobody out."""
 _LENGTH = re.compile(r"[0-9]{1,12}")
 _SOCKET_TIMEOUT_S = 60.0
 _REQUEST_S = 120.0
 """Time limit from a connection's start to the end of its request."""
+_ROOM_S = 1.0
+"""How long to wait for the thread of a connection that was ended."""
 _FULL_S = 0.1
 """Seconds until the next ``accept`` when no descriptor is left."""
 
@@ -173,7 +176,12 @@ class VerifierServer(ThreadingHTTPServer):
         self._code = code
         self._judge = local_judge(code)
         self._free = threading.BoundedSemaphore(code.num_workers)
-        self._connections = threading.BoundedSemaphore(min(MAX_CONNECTIONS, raise_descriptor_limit() // 4))
+        most = min(MAX_CONNECTIONS, raise_descriptor_limit() // 4)
+        self._connections = threading.BoundedSemaphore(most)
+        self._reading_lock = threading.Lock()
+        self._reading: UnauthenticatedPeers[socket.socket] = UnauthenticatedPeers(
+            most=max(1, most // 2), most_of_address=max(1, most // 4)
+        )
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -186,13 +194,36 @@ class VerifierServer(ThreadingHTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._connections.acquire(blocking=False)
+        with self._reading_lock:
+            ended = self._reading.add(request, client_address[0], time.monotonic())
+        for other in ended:
+            shut_down(other)  # its thread ends then
+        # A thread that ends now makes room.
+        is_admitted = self._connections.acquire(timeout=_ROOM_S if ended else 0.0)
+        if not is_admitted:
+            self.end_reading(request)
+        return is_admitted
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError as error:  # no thread
+            logger.warning("can't serve a connection: %s", error)
+            self.end_reading(request)
+            self.shutdown_request(request)
+            self._connections.release()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.end_reading(request)
             self._connections.release()
+
+    def end_reading(self, request: socket.socket) -> None:
+        """Note that the request of this connection is complete, or that the connection has ended."""
+        with self._reading_lock:
+            self._reading.remove(request)
 
     def judge(self, request: Any) -> dict[str, Any]:
         """Return the answer to one request.
@@ -273,6 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
             assert isinstance(self.server, VerifierServer)
             body = self.rfile.read(int(length))
             self._deadline.cancel()
+            self.server.end_reading(self.connection)
             return self._reply(200, self.server.judge(json.loads(body)))
         except (ValueError, RecursionError) as error:
             return self._reply(400, {"error": str(error)})

@@ -28,6 +28,8 @@ import numpy as np
 
 from async_rl.errors import AsyncRLError
 from async_rl.net.streams import (
+    MAX_UNAUTHENTICATED,
+    MAX_UNAUTHENTICATED_OF_ADDRESS,
     UnauthenticatedPeers,
     is_out_of_resources,
     listening_socket,
@@ -44,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 _SPARE_DESCRIPTORS = 64
-MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED_OF_ADDRESS = 256, 128
-"""More connections than this are closed at once while they have not sent the token of a session."""
 _HEADER_S = 5.0
 """Time from a connection's begin to the end of its first request's header."""
 _FULL_S = 1.0
@@ -97,7 +97,7 @@ class StreamServer:
         self._deltas: dict[int, list[bytes | None]] = {}
         self._max_connections = min(MAX_CONNECTIONS, raise_descriptor_limit() - _SPARE_DESCRIPTORS)
         self._num_connections = 0
-        self._unauthenticated = UnauthenticatedPeers(
+        self._unauthenticated: UnauthenticatedPeers[socket.socket] = UnauthenticatedPeers(
             most=MAX_UNAUTHENTICATED, most_of_address=MAX_UNAUTHENTICATED_OF_ADDRESS
         )
         self._newest_job = -1
@@ -169,46 +169,58 @@ class StreamServer:
                 # Otherwise that one peer was gone before it was accepted.
                 continue
             with self._lock:
-                is_admitted = self._num_connections < self._max_connections and self._unauthenticated.admit(address)
+                is_admitted = self._num_connections < self._max_connections
                 self._num_connections += is_admitted
+                ended = self._unauthenticated.add(connection, address, time.monotonic()) if is_admitted else []
+            for other in ended:
+                shut_down(other)  # its thread ends then
             if not is_admitted:
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError as error:
+                logger.warning("can't serve a connection for weights: %s", error)
+                self._end(connection)
 
-    def _serve(self, connection: socket.socket, address: str) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            self._answer_requests(connection)
+        except (OSError, AsyncRLError) as error:
+            # It affects this peer alone. A generator that is alive reports the failure to the publisher.
+            logger.info("a weights connection ended: %s", error)
+        finally:
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            self._num_connections -= 1
+            self._unauthenticated.remove(connection)
+            self._lock.notify_all()
+
+    def _answer_requests(self, connection: socket.socket) -> None:
         timeout = struct.pack("ll", _STALL_S, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Until the first token is checked, nothing but a header is read, and not for long.
         read, is_known = until(connection, time.monotonic() + _HEADER_S), False
-        try:
-            with connection:
-                while (header := read_header(read)) is not None:
-                    session = self._find_session(header.token, connection)
-                    if session is None:
-                        return
-                    if not is_known:
-                        read, is_known = connection.recv, True
-                        connection.settimeout(None)
-                        with self._lock:
-                            self._unauthenticated.release(address)
-                    try:
-                        request = read_items(connection, header, session.num_items)
-                        self._answer(connection, session, request)
-                    finally:
-                        with self._lock:
-                            session.connections.discard(connection)
-        except (OSError, AsyncRLError) as error:
-            # It affects this peer alone. A generator that is alive reports the failure to the publisher.
-            logger.info("a weights connection ended: %s", error)
-        finally:
-            with self._lock:
-                self._num_connections -= 1
+        while (header := read_header(read)) is not None:
+            session = self._find_session(header.token, connection)
+            if session is None:
+                return
+            try:
                 if not is_known:
-                    self._unauthenticated.release(address)
-                self._lock.notify_all()
+                    read, is_known = connection.recv, True
+                    connection.settimeout(None)
+                    with self._lock:
+                        self._unauthenticated.remove(connection)
+                request = read_items(connection, header, session.num_items)
+                self._answer(connection, session, request)
+            finally:
+                with self._lock:
+                    session.connections.discard(connection)
 
     def _find_session(self, token: bytes, connection: socket.socket) -> _Session | None:
         """Return the session of this token; None if none appears within ``_SESSION_S``."""
