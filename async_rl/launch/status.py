@@ -38,9 +38,12 @@ _LABELS = {
     "malformed": "malformed messages",
     "limited": "messages above the rate limit",
     "refused_handshakes": "refused handshakes",
+    "closed_connections": "connections above a limit",
 }
 """Key of the answer -> what the table calls it, in this order. ``--json`` shows the keys."""
-_ONLY_IF_ANY = frozenset({"prompts_too_long", "filtered_since_step", "malformed", "limited", "refused_handshakes"})
+_ONLY_IF_ANY = frozenset(
+    {"prompts_too_long", "filtered_since_step", "malformed", "limited", "refused_handshakes", "closed_connections"}
+)
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 """Type of a pending request -> what its sender waits for."""
 

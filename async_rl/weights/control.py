@@ -15,7 +15,6 @@ One thread uses a socket at a time. Another thread wakes it by ``Wake``.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,9 @@ import zmq
 
 from async_rl.errors import AddressError, WeightsError, WireError
 from async_rl.net.codec import read_as
+from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ClientKeys, Guard, ServerKeys
+from async_rl.net.streams import is_readable
 from async_rl.net.wire import Limits, decode, encode
 
 HEARTBEAT_S = 1.0
@@ -222,6 +223,7 @@ class MemberSocket:
     ) -> None:
         self.num_malformed = 0
         self._socket = context.socket(zmq.ROUTER)
+        self._connections = RouterConnections(self._socket, has_keys=keys is not None)
         self._guard: Guard | None = None if keys is None else keys.guard(self._socket, context)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -236,22 +238,29 @@ class MemberSocket:
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
+        self._connections.register(poller)
 
-    def is_among(self, ready: Mapping[Any, int]) -> bool:
-        """Whether a poller returned this socket."""
-        return self._socket in ready
+    def count_in(self, ready: Mapping[Any, int]) -> int:
+        """How many of the descriptors that a poller returned are this socket's."""
+        return (self._socket in ready) + self._connections.is_among(ready)
 
     def receive(self) -> Iterator[tuple[bytes, MemberMessage]]:
-        """Return all messages that have come, each with its sender. Malformed ones are counted."""
+        """Return all messages that have come, each with its sender. Malformed ones are counted.
+
+        Call it in every turn of the loop: it also closes connections above a limit.
+        """
+        self._connections.check()
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            if not self._connections.note_message(frames[-1]):
+                continue
             try:
                 if len(frames) != 2:
                     raise WireError(f"expected 2 frames, got {len(frames)}")
-                yield frames[0], decode_message(frames[1], TO_PUBLISHER, TO_PUBLISHER_LIMITS)
+                yield frames[0].bytes, decode_message(frames[1].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
             except WireError:
                 self.num_malformed += 1
 
@@ -269,6 +278,7 @@ class MemberSocket:
 
     def close(self) -> None:
         self._socket.close()
+        self._connections.close()
         if self._guard is not None:
             self._guard.stop()
 
@@ -350,4 +360,4 @@ class Wake:
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether it was set within ``timeout_s``. Does not clear it."""
-        return bool(select.select([self._reader], [], [], timeout_s)[0])
+        return is_readable(self._reader.fileno(), timeout_s)

@@ -257,11 +257,9 @@ class Publisher:
             self._manager.publish(self._published.popleft())
         while self._sends:
             self._handle_sent(*self._sends.popleft())
-        is_message = self._socket.is_among(ready)
-        if is_message:
-            for member_id, message in self._socket.receive():
-                self._handle(member_id, message)
-        if len(ready) > is_message + (self._wake.fileno() in ready):
+        for member_id, message in self._socket.receive():
+            self._handle(member_id, message)
+        if len(ready) > self._socket.count_in(ready) + (self._wake.fileno() in ready):
             # The pull transport registered the others.
             self._pull.poll()
         # Do this before further actions, to wake first a thread that waits for a version.

@@ -7,6 +7,7 @@ import select
 import time
 from collections.abc import Iterable
 
+from async_rl.net.streams import is_readable
 from async_rl.queue.core.state import QueueState
 
 LEARNER_SILENCE_S = 20.0
@@ -35,6 +36,13 @@ class Lifetime:
     def fds(self) -> list[int]:
         """File descriptors that become readable when the server must end. A poll for messages includes them."""
         return [fd for fd in (self._wake_read, self._parent_watch_fd) if fd is not None]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the server must end, at most ``timeout_s``."""
+        poller = select.poll()
+        for fd in self.fds:
+            poller.register(fd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
 
     def stop(self, reason: str) -> None:
         """Make ``reason_to_end`` return ``reason``; safe from a signal handler or another thread."""
@@ -75,5 +83,4 @@ class Lifetime:
 
 def _is_broken(fd: int) -> bool:
     """Whether the parent closed its end of the parent watch, a pipe to which nothing is ever written."""
-    readable, _, _ = select.select([fd], [], [], 0)
-    return bool(readable) and not os.read(fd, 1)
+    return is_readable(fd, 0.0) and not os.read(fd, 1)

@@ -19,7 +19,6 @@ import gc
 import logging
 import os
 import secrets
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -205,7 +204,7 @@ class QueueServer:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        deadlines = [now + LEDGER_EVERY_S, *self._pending.deadlines()]
+        deadlines = [now + min(LEDGER_EVERY_S, self._endpoint.check_within_s), *self._pending.deadlines()]
         if self._state.next_deadline is not None:
             deadlines.append(self._state.next_deadline)
         self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
@@ -249,7 +248,6 @@ class QueueServer:
             self._pending.answer_only("take")
             if self._has_batch or time.monotonic() - now >= _DRAIN_S:
                 break
-        self._endpoint.note_refused(now)
 
     def _receive(self, peer: bytes, key: str, frames: list[memoryview]) -> None:
         """Handle one multipart message: one or several messages, each followed by its parts."""
@@ -425,7 +423,7 @@ class QueueServer:
             frame = encode("notice", {"storage_full": self._full_disk.reason})
             for peer in {*self._handlers.registry.peers, *filter(None, [self._learner_peer])}:
                 self._endpoint.send_now(peer, [frame])
-        select.select(self._lifetime.fds, [], [], _LOOK_AGAIN_S)
+        self._lifetime.wait(_LOOK_AGAIN_S)
         if self._held.has_room:
             for peer, key, frames in self._endpoint.receive(_MAX_DRAIN, now):
                 self._receive(peer, key, frames)

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.config.queue import QueueConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import check_address, refuse_open_bind
+from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, AllowList, Guard, ServerKeys
 from async_rl.net.wire import Frame, Limits, Message
 from async_rl.queue.client.connection import is_readable, send_frames
@@ -32,7 +32,6 @@ from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, SAME_VERSION
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 BLOCKED_S = 60.0
@@ -94,12 +93,12 @@ class Endpoint:
         self.limits = MessageLimits(config.max_bytes)
         self._outgoing: dict[bytes, list[_Bundle]] = {}
         self._current: zmq.Frame | None = None
-        self._refused, self._dropped = _LoggedCount(), _LoggedCount()
+        self._refused, self._closed, self._dropped = _LoggedCount(), _LoggedCount(), _LoggedCount()
         self._guard: Guard | None = None
         self._allowed: AllowList | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._monitor = self._socket.get_monitor_socket(_REFUSALS)
+        self._connections = RouterConnections(self._socket, has_keys=config.keys is not None)
         try:
             self._secure(insecure=insecure)
             self.address = self._bind(last_port)
@@ -108,21 +107,28 @@ class Endpoint:
             raise
 
     def register(self, poller: zmq.Poller) -> None:
-        """Wake ``poller`` for messages and for refused handshakes."""
+        """Wake ``poller`` for messages and for connections that begin or end."""
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        self._connections.register(poller)
+
+    @property
+    def check_within_s(self) -> float:
+        """Call ``receive`` again after this time, even if nothing arrives."""
+        return self._connections.check_within_s
 
     def receive(self, most: int, now: float) -> Iterator[tuple[bytes, str, list[memoryview]]]:
         """Yield up to ``most`` arrived messages as (peer, key, frames). Drop those of peers above their rate.
 
-        ``key`` is the client's public key, which CURVE has verified; empty on a server without keys.
+        ``key`` is the client's public key, which CURVE has verified; empty on a server without keys. Call this in every
+        turn of the loop: it also closes connections above a limit.
         """
+        self._check_connections(now)
         for _ in range(most):
             if not is_readable(self._socket):
                 return
             frames: Sequence[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             peer = bytes(frames[0].buffer)
-            if self._limiter.admits(peer, now):
+            if self._connections.note_message(frames[-1]) and self._limiter.admits(peer, now):
                 self._current = frames[-1]
                 key = "" if self._allowed is None else str(self._current.get("User-Id"))
                 try:
@@ -159,11 +165,10 @@ class Endpoint:
                 f"which is for generators; start the learner with the {DEFAULT_CLIENT}.key of this run in queue.keys"
             )
 
-    def note_refused(self, now: float) -> None:
-        """Count and log handshakes that were refused since the last call."""
-        while is_readable(self._monitor):
-            parse_monitor_message(self._monitor.recv_multipart())
-            self._refused.count += 1
+    def _check_connections(self, now: float) -> None:
+        """Close connections above a limit. Log them, and handshakes that were refused."""
+        self._connections.check()
+        self._refused.count, self._closed.count = self._connections.num_refused, self._connections.num_closed
         if new := self._refused.to_log(now):
             why = (
                 f"the client has no key, or its key is not in {self._config.keys}/{ALLOWED_FILE}; give it a key that "
@@ -172,6 +177,12 @@ class Endpoint:
                 else "the client uses keys, but this server has none; set queue.keys for both, or for neither"
             )
             logger.warning("refused %d connections (%d since the start): %s", new, self._refused.count, why)
+        if new := self._closed.to_log(now):
+            logger.warning(
+                "closed %d connections (%d since the start) that sent no message in time, or too much before their "
+                "handshake; if they are not an attack, look for programs that connect to this port", new,
+                self._closed.count,
+            )  # fmt: skip
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
         """Collect one message, its frame and its parts, for the next ``flush``.
@@ -220,14 +231,16 @@ class Endpoint:
         self._limiter.block(peer, now)
 
     def counters(self) -> dict[str, int]:
-        """The numbers of malformed messages, messages above a rate, and refused handshakes so far."""
-        limiter, refused = self._limiter, self._refused.count
-        return {"malformed": limiter.num_malformed, "limited": limiter.num_limited, "refused_handshakes": refused}
+        """Counts of malformed messages, messages above a rate, refused handshakes and closed connections so far."""
+        limiter, connections = self._limiter, self._connections
+        return {
+            "malformed": limiter.num_malformed, "limited": limiter.num_limited,
+            "refused_handshakes": connections.num_refused, "closed_connections": connections.num_closed,
+        }  # fmt: skip
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close()
         self._socket.close()
+        self._connections.close()
         if self._guard is not None:
             self._guard.stop()
         self._context.term()
