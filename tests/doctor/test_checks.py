@@ -216,7 +216,7 @@ def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.
         monkeypatch.setattr(module, "make_plan", plan_at_1)
     sampled, given = task.check_parity(plain(make_config(root, sampling={"temperature": 0.3})))
     assert (sampled.state, given.state) == ("FAIL", "FAIL")
-    assert "those of 1, as if none had been applied" in sampled.found
+    assert "those of 1, as if no temperature had been applied" in sampled.found
     assert "applies none" in given.found
     assert sampled.fix
 

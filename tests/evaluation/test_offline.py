@@ -350,6 +350,6 @@ def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, 
         evaluate(model, dataset, reward__type="best")
     with pytest.raises(ModelError, match=r"expected a model, a checkpoint or a run directory at .*nowhere"):
         evaluate(tmp_path / "nowhere", dataset)
-    with pytest.raises(RunError, match="expected a checkpoint, or a run directory that has one"):
+    with pytest.raises(RunError, match="expected a checkpoint, or a run directory with checkpoints"):
         evaluate(tmp_path / "out", dataset)
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "rows.jsonl"]
