@@ -138,7 +138,8 @@ class WeightsConfig(Section):
     parity: Literal["stop", "warn", "off"] = Field(
         default="stop",
         description="What happens if generator and learner compute different log-probabilities with the same weights: "
-        "stop ends the run, warn logs it, off does not compare them.",
+        "stop ends the run, warn logs it, off does not compare them. stop and warn quarantine a generator whose mean "
+        "difference is above 1 nat, or 20 times experimental.parity_limit if that is set.",
     )
     trusted_network: bool = Field(
         default=False,

@@ -18,10 +18,14 @@ from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
 from async_rl.sampling_mask import SamplingMask, select
 
-MASK_CAUSES = ("unknown_weights", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold", "step_skipped")
+MASK_CAUSES = (
+    "unknown_weights", "quarantined", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold",
+    "step_skipped",
+)  # fmt: skip
 """Why a rollout, or some of its tokens, are left out of the loss. The first cause that applies counts:
 
 - ``unknown_weights``: it was sampled with weights that this run did not publish.
+- ``quarantined``: its generator's log-probabilities are far from the learner's (``learner.parity``).
 - ``failed``: its inference engine failed.
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
 - ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.

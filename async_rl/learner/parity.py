@@ -9,9 +9,13 @@ It makes two comparisons. Each is at one version, and neither waits for a genera
   tokens of the last batch and announces them with the version. Every generator scores them once it has activated that
   version.
 
-A difference with a known cause stops the run at once. If sampled tokens differ for no known cause, the gate waits for
-the generator's scores of the probe sequences, which show whether its weights are right. The trainer calls this on rank
-0.
+A generator whose difference is far above the limit (``queue.parity.far_limit``) is quarantined, so that it can't stop
+the run for others: the queue gives it no more leases and drops its groups, and its rollouts in the current step are
+masked. If no generator is left, the queue stops the run with the reasons.
+
+A smaller difference above the limit stops the run at once if its cause is known. If sampled tokens differ for no known
+cause, the gate waits for the generator's scores of the probe sequences, which show whether its weights are right. The
+trainer calls this on rank 0.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.errors import ParityError
-from async_rl.learner.batch import PreparedBatch
+from async_rl.learner.batch import PreparedBatch, leave_out
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.client.clients import LearnerQueue
@@ -40,6 +44,7 @@ from async_rl.queue.parity import (
     ProbeSequence,
     compare,
     encode_probe,
+    far_limit,
     looks_masked,
     parity_limit,
 )
@@ -74,24 +79,41 @@ class ParityGate:
         self._checked: dict[str, int] = {}
         self._checked_sampled: dict[str, int] = {}
         self._suspects: dict[str, _Suspicion] = {}
+        self._far: dict[str, str] = {}
+        self._left_out: set[str] = set()
         self._probes: dict[int, bytes] = {}
         self._sent: dict[int, np.ndarray] = {}
         self._material: tuple[TrainSequence, ...] = ()
         self._alive_generators: tuple[str, ...] = ()
         self._row: dict[str, float] = {}
 
-    def check_sampled(self, taken: Sequence[TakenGroup], prepared: PreparedBatch, *, version: int) -> None:
+    def check_sampled(
+        self, taken: Sequence[TakenGroup], prepared: PreparedBatch, lineage: str, *, version: int
+    ) -> PreparedBatch:
         """Compare the tokens that generators sampled at ``version``, the engine's current one, if a check is due.
+
+        Returns:
+            ``prepared``, in which the rollouts of quarantined generators are masked.
 
         Raises:
             ParityError: a difference is above the limit, and its cause is known.
         """
-        sequences = prepared.sequences
-        owners = np.repeat([item.group.generator_id for item in taken], [len(i.group.rollouts) for i in taken]).tolist()
-        self._material = _spread(sequences) or self._material
+        owners = [item.group.generator_id for item in taken for _ in item.group.rollouts]
+        self._material = _spread(prepared.sequences) or self._material
+        self._compare_sampled(prepared, owners, version)
+        self._quarantine(lineage)
+        # The queue has dropped their other groups, so no later batch has any.
+        left_out, self._left_out = self._left_out, set()
+        return leave_out(
+            prepared,
+            {index for index, owner in enumerate(owners) if owner in left_out and index not in prepared.masked},
+            "quarantined",
+        )
+
+    def _compare_sampled(self, prepared: PreparedBatch, owners: Sequence[str], version: int) -> None:
         chosen: dict[str, list[TrainSequence]] = {}
         room = _SAMPLED_TOKENS
-        for sequence in sequences:
+        for sequence in prepared.sequences:
             owner = owners[prepared.rollout_of[sequence.sequence_id]]
             mine = chosen.setdefault(owner, [])
             is_fresh = bool((sequence.versions[sequence.loss_mask] == version).all())
@@ -150,6 +172,7 @@ class ParityGate:
         self._alive_generators = tuple(alive_generators)
         if self._sent:
             self._collect(self._queue.parity_answers(lineage, min(self._sent)))
+            self._quarantine(lineage)
             if not any(self._is_due(self._checked, generator_id, version) for generator_id in self._alive_generators):
                 self._sent.clear()
         row, self._row = self._row, {}
@@ -172,10 +195,11 @@ class ParityGate:
                 self._judge_unscored(generator_id, answer, suspicion)
                 continue
             if answer.logprobs.shape != sent.shape:
-                raise ParityError(
+                self._far[generator_id] = (
                     f"expected {list(sent.shape)} log-probabilities from generator {generator_id} for the probe of "
                     f"version {answer.version}, got {list(answer.logprobs.shape)}; {SAME_VERSION}"
                 )
+                continue
             compared.append((answer.logprobs, sent))
             self._row["parity/version"] = answer.version
             self._judge_scored(generator_id, answer, compare(*compared[-1]), suspicion)
@@ -202,10 +226,14 @@ class ParityGate:
             "that it published"
         )
         excluded = f". Excluded: {'; '.join(answer.excluded)}" if answer.excluded else ""
-        self._fail(
+        text = (
             f"{sides} and the learner ({self._dtype}) score the same probe sequences differently at version "
             f"{answer.version}: {difference}, limit {limit:g}. Likely cause: {cause}{excluded}"
         )
+        if difference.mean > far_limit(self._limit):
+            self._far[generator_id] = text
+        else:
+            self._fail(text)
 
     def _judge_unscored(self, generator_id: str, answer: Answer, suspicion: _Suspicion | None) -> None:
         """Skip a generator that can't score. A backend without a model, which has no dtype, is never suspected."""
@@ -232,11 +260,23 @@ class ParityGate:
             f"that the generator sampled at version {version}: {difference}"
         )
         cause = cause_of_sampled(self._engine, mine, behavior, difference, lax) if difference.mean > lax else ""
+        if difference.mean > far_limit(self._limit):
+            self._far[generator_id] = f"{text}, limit {lax:g}. Likely cause: {cause or 'not found'}"
+            return
         if cause:
             self._fail(f"{text}, limit {lax:g}. Likely cause: {cause}")
             return
         logger.info("%s; the learner sends the generator a probe to find the cause", text)
         self._suspects[generator_id] = _Suspicion(text, difference.mean)
+
+    def _quarantine(self, lineage: str) -> None:
+        """Quarantine the generators that were found to be far from the learner."""
+        far, self._far = self._far, {}
+        for generator_id, text in far.items():
+            self._suspects.pop(generator_id, None)
+            self._left_out.add(generator_id)
+            self._queue.quarantine(lineage, generator_id, text)
+            logger.warning("parity: generator %s is quarantined: %s", generator_id, text)
 
     def _fail(self, text: str) -> None:
         text += (

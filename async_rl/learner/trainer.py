@@ -149,7 +149,7 @@ class Trainer:
         )
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
         if self._parity is not None:
-            self._parity.check_sampled(batch.groups, prepared, version=version)
+            prepared = self._parity.check_sampled(batch.groups, prepared, self.state.lineage, version=version)
         return with_advantages(with_scores(prepared, self.engine, config.loss), config.loss)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:

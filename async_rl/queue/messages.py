@@ -289,6 +289,13 @@ class GetProbeAnswers(OfLearner, frozen=True):
     since: int
 
 
+class Quarantine(OfLearner, frozen=True):
+    """Grant this generator no more leases, and drop its groups. ``reason`` is text for people."""
+
+    generator_id: str
+    reason: str
+
+
 class Finish(OfLearner, frozen=True):
     """The run is over. The server notifies the generators."""
 
@@ -490,7 +497,8 @@ LEARNER_REQUESTS: Mapping[str, type[msgspec.Struct]] = {
     "attach": Attach, "alive": Alive, "confirm": ConfirmLineage, "bye_learner": LearnerGoodbye,
     "announce": Announcement, "evaluate": Evaluate,
     "eval_results": GetEvalResults, "await_eval": AwaitEval, "take": Take, "ack": StepAck, "snapshot": TakeSnapshot,
-    "checkpoint_committed": CheckpointCommitted, "finish": Finish, "parity_answers": GetProbeAnswers,
+    "checkpoint_committed": CheckpointCommitted, "quarantine": Quarantine, "finish": Finish,
+    "parity_answers": GetProbeAnswers,
 }  # fmt: skip
 GENERATOR_REQUESTS: Mapping[str, type[msgspec.Struct]] = {
     "hello": Hello, "lease": LeaseRequest, "heartbeat": Heartbeat, "return": ReturnGroups, "fail": FailLease,

@@ -29,6 +29,7 @@ MAX_SCORED = 32
 _LIMITS = Limits(max_bytes=1 << 20, max_header_bytes=1 << 16, max_arrays=2 * MAX_SEQUENCES, max_items=64, max_depth=4)
 _EXACT_LIMIT = 1e-3
 _ROUNDED_LIMIT = 0.05
+_FAR = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +132,14 @@ def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
     if limit is not None:
         return limit
     return _EXACT_LIMIT if set(dtypes) == {"float32"} else _ROUNDED_LIMIT
+
+
+def far_limit(limit: float | None) -> float:
+    """The mean |difference| above which a generator is quarantined: 20 times the limit of rounding, or ``limit``.
+
+    By default it is 1 nat. No dtype that a generator claims changes it.
+    """
+    return _FAR * parity_limit(limit, ())
 
 
 def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from async_rl.errors import ParityError
-from async_rl.learner.batch import prepare_batch
+from async_rl.learner.batch import PreparedBatch, prepare_batch
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
@@ -46,6 +46,10 @@ class FakeQueue:
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.asked: list[int] = []
+        self.quarantined: dict[str, str] = {}
+
+    def quarantine(self, lineage: str, generator_id: str, reason: str) -> None:
+        self.quarantined[generator_id] = reason
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
         self.asked.append(since)
@@ -58,10 +62,10 @@ class Scene:
         config = tiny_config(tmp_path, "model", weights=weights, experimental=experimental or {})
         self.gate = ParityGate(config, cast(Engine, self.engine), cast(LearnerQueue, self.queue), dtype="float32")
 
-    def check(self, groups: Sequence[Group], version: int) -> None:
+    def check(self, groups: Sequence[Group], version: int) -> PreparedBatch:
         taken = tuple(TakenGroup(g, Prompt(g.position, 0, 0, (), {}), 0.0, version) for g in groups)
         prepared = prepare_batch(taken, mask_truncated=False, num_updates=1, known_weights=lambda group: True)
-        self.gate.check_sampled(taken, prepared, version=version)
+        return self.gate.check_sampled(taken, prepared, "lineage", version=version)
 
     def probed(self, version: int) -> bool:
         """Whether the announcement of ``version`` carries a probe."""
@@ -212,10 +216,57 @@ def test_with_parity_warn_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCapt
     scene.check([make_group("a", 0)], version=0)
     scene.observe(0, "a")
     assert scene.probed(1)
-    scene.answer("a", shift=2.0, cause="temperature")
+    scene.answer("a", shift=0.9, cause="temperature")
     row = scene.observe(1, "a")
-    assert row["parity/mean"] == pytest.approx(2.0)
+    assert row["parity/mean"] == pytest.approx(0.9)
+    assert not scene.queue.quarantined
     assert "Likely cause: temperature" in caplog.text
+
+
+@pytest.mark.parametrize("parity", ["stop", "warn"])
+def test_an_answer_far_past_the_limit_quarantines_its_generator_and_the_run_goes_on(tmp_path: Path, parity: str):
+    # 20 times 0.05, the limit of rounding: 1 nat, whatever dtype the generator claims.
+    scene = Scene(tmp_path, parity=parity)
+    scene.check([make_group("a", 0), make_group("b", 0, position=1)], version=0)
+    scene.observe(0, "a", "b")
+    assert scene.probed(1)
+    scene.answer("a")
+    scene.answer("b", shift=1.01, cause="a made-up one")
+    scene.observe(1, "a", "b")
+    assert list(scene.queue.quarantined) == ["b"]
+    assert "mean |difference| 1 nats" in scene.queue.quarantined["b"]
+    assert "a made-up one" in scene.queue.quarantined["b"]
+    # The batch that was taken meanwhile may have groups of b; they are left out. The queue has dropped all others.
+    prepared = scene.check([make_group("b", 1, position=2), make_group("a", 1, position=3)], version=1)
+    assert prepared.masked == {0: "quarantined", 1: "quarantined"}
+    assert scene.check([make_group("b", 2, position=4)], version=2).masked == {}
+
+
+@pytest.mark.parametrize("values", [[0.0], [float("nan")] * 99, [-np.inf] * 99])
+def test_an_answer_that_cant_be_compared_quarantines_its_generator(tmp_path: Path, values: list[float]):
+    scene = Scene(tmp_path)
+    scene.check([make_group("a", 0)], version=0)
+    scene.observe(0, "a")
+    assert scene.probed(1)
+    num_scored = sum(map(len, decode_probe(scene.probe).logprobs))
+    scene.queue.answers["a"] = Answer(1, "transformers", "float32", np.array(values[:num_scored], np.float32))
+    scene.observe(1, "a")
+    assert list(scene.queue.quarantined) == ["a"]
+
+
+def test_a_generator_that_invents_its_logprobs_trains_nothing(tmp_path: Path):
+    scene = Scene(tmp_path)
+
+    def invented(sequence: TrainSequence) -> np.ndarray:
+        # Random tokens to which the learner gives about -8.3 and -5.3, with the logprobs of likely ones.
+        return by_temperature(sequence) + np.float32(7.3)
+
+    groups = [make_group("a", 0), make_group("b", 0, behaves=invented, position=1)]
+    prepared = scene.check(groups, version=0)
+    assert list(scene.queue.quarantined) == ["b"]
+    assert "7.3 nats" in scene.queue.quarantined["b"]
+    assert prepared.masked == {2: "quarantined", 3: "quarantined"}
+    assert set(prepared.rollout_of.values()) == {0, 1}
 
 
 def test_a_larger_limit_lets_a_difference_pass(tmp_path: Path):

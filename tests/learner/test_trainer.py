@@ -19,6 +19,7 @@ from async_rl.errors import TrainingError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_extra
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
+from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane
 from async_rl.learner.start import _restore, _take_files_over
 from async_rl.learner.trainer import Trainer
@@ -125,8 +126,9 @@ class Run:
         return Path(self.config.run.dir)
 
     def start(
-        self, before: Callable[[str, int], None] = never, answer: Callable[[Lease, int], Group] = answered
-    ) -> TrainerState:
+        self, before: Callable[[str, int], None] = never, answer: Callable[[Lease, int], Group] = answered, *,
+        has_parity: bool = False,
+    ) -> TrainerState:  # fmt: skip
         """One learner start, as ``start.train_with`` does it."""
         engine = cast(Engine, self.engine)
         checkpoint = latest_checkpoint(self.path)
@@ -141,16 +143,18 @@ class Run:
         weights: WeightsPlane = self.weights
         if self.config.learner.fixed_lag is not None:
             weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
+        queue = cast(LearnerQueue, self.queue)
         trainer = Trainer(
             self.config,
             state=state,
             engine=engine,
-            queue=cast(LearnerQueue, self.queue),
+            queue=queue,
             weights=weights,
             metrics=metrics,
             step_log=trained,
             run_dir=self.path,
             decode=str,
+            parity=ParityGate(self.config, engine, queue, dtype="float32") if has_parity else None,
         )
         try:
             trainer.run()
@@ -366,6 +370,18 @@ def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, 
     first = next(row for row in read_rows(run.path / "metrics.jsonl") if "version" in row)
     assert first["masked/unknown_weights"] == 2
     assert run.queue_state.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
+
+
+def test_a_run_whose_only_generator_invents_logprobs_trains_nothing_and_says_why(tmp_path: Path):
+    # The engine gives every token -2, the generator says -0.5: 1.5 nats apart.
+    run = make_run(tmp_path)
+    with pytest.raises(TrainingError, match=r"every generator is quarantined: g0: .* 1\.5 nats over"):
+        run.start(has_parity=True)
+    assert run.engine.trained_on == []
+    ledger = run.queue_state.stats().ledger
+    assert ledger["rollouts"]["masked"] == {}
+    assert (ledger["tokens"]["trained"], ledger["groups"]["queued"], ledger["groups"]["in_flight"]) == (0, 0, 0)
+    run.queue_state.check()
 
 
 @pytest.mark.parametrize("fixed_lag", [0, 1, 3])

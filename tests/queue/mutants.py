@@ -18,6 +18,7 @@ from async_rl.errors import WireError
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
 from async_rl.queue.messages import Announcement, GeneratorStats, TrainedCounts
+from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import SAMPLING, group
 
@@ -44,6 +45,7 @@ def corpus(
     """One valid message of every type, by type."""
     own = {"request_id": "r-1", "wait_s": 0.0, "lineage": lineage}
     mine = {"request_id": "r-1", "wait_s": 0.0, "generator_id": generator_id}
+    answer = encode_answer(Answer(0, "fake", "", None))
     facts = TrainedCounts(True, 4, {"truncated": 1}, 12, {"stale": 2})
     prompt = Prompt(0, 0, 0, ({"role": "user", "content": "row 0"},), {"gt_answer": "0"})
     lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
@@ -71,6 +73,7 @@ def corpus(
         "snapshot": (own, ()),
         "checkpoint_committed": ({**own, "step": step}, ()),
         "parity_answers": ({**own, "since": 0}, ()),
+        "quarantine": ({**own, "generator_id": "nobody", "reason": "far"}, ()),
         "finish": (own, ()),
         "hello": ({**mine, "host": "host-1", "backend": "fake"}, ()),
         "lease": ({**mine, "lineage": lineage, "version": 0, "max_leases": 2}, ()),
@@ -81,7 +84,7 @@ def corpus(
             {**mine, "lease_ids": [lease.lease_id]}, (encode_group(group(lease, generator=generator_id)),),
         ),
         "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
-        "parity": ({**mine, "lineage": lineage, "version": 0, "answer": b"an answer, but bytes" * 9}, ()),
+        "parity": ({**mine, "lineage": lineage, "version": 0, "answer": answer}, ()),
         "bye": (mine, ()),
     }  # fmt: skip
     return {type_: (encode(type_, fields, num_parts=len(parts)), *parts) for type_, (fields, parts) in plain.items()}

@@ -19,7 +19,7 @@ from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, TokenSequence, Turn
 from tests.queue.builders import LINEAGE, ack, group, leases, make_state, take
-from tests.queue.direct import Run
+from tests.queue.direct import RefusedError, Run
 
 VOCAB = 100
 
@@ -185,4 +185,43 @@ def test_the_vocabulary_is_that_of_the_learner_also_after_a_reload(tmp_path, mon
     assert run.server._journal is not None
     run.server._reload(run.server._journal)
     assert run.server._state.vocab_size == 100
+    run.close()
+
+
+def test_the_learner_quarantines_a_generator_whose_groups_are_then_dropped_and_given_out_again():
+    state = make_state(max_staleness=9)
+    bad = leases(state, 3)
+    for lease in bad[:2]:
+        assert give(state, group(lease)) == ("queued", "")
+    (good,) = leases(state, 1, generator="g1")
+    assert give(state, group(good, generator="g1")) == ("queued", "")
+    generator_requests.quarantine(state, "g0", "far from the learner")
+    assert [stored.generator_id for stored in state.queued] == ["g1"]
+    assert (state.ledger.groups.in_flight, state.ledger.groups.dropped["refused"]) == (0, 2)
+    assert not leases(state, 1)
+    # Another generator gets the same prompts.
+    again = leases(state, 3, generator="g1")
+    assert [lease.prompt.position for lease in again] == [lease.prompt.position for lease in bad]
+    assert give(state, group(bad[2])) == ("unknown_lease", "")
+    state.check()
+
+
+def test_a_quarantine_outlives_the_server(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch)
+    run.learner(messages.Attach("run", LINEAGE, "", 0, 0, 3, "[run]", (), has_snapshot=False))
+    run.call(b"peer", messages.Hello("g0", "host", "fake"))
+    run.learner(messages.Quarantine(LINEAGE, "g0", "far from the learner"))
+    assert run.server._journal is not None
+    run.server._reload(run.server._journal)
+    reply = run.call(b"peer", messages.LeaseRequest("g0", LINEAGE, 0, 1))
+    assert reply.fields["reason"] == "this generator is quarantined: far from the learner"
+    run.close()
+
+
+def test_an_answer_to_a_probe_that_the_learner_could_not_read_is_refused(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch)
+    run.learner(messages.Attach("run", LINEAGE, "", 0, 0, 3, "[run]", (), has_snapshot=False))
+    with pytest.raises(RefusedError):
+        run.call(b"peer", messages.AnswerProbe("g0", LINEAGE, 0, b"no answer"))
+    assert run.server._handlers.registry.answers_since(LINEAGE, 0) == {}
     run.close()

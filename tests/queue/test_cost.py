@@ -47,7 +47,7 @@ def make_full_queue(num_queued: int, on_stale: str) -> QueueState:
         account.entered = account.queued = each * num_queued
     groups = {}
     for i in range(num_queued):
-        held = StoredGroup(f"lease-{i}", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, payloads.keep(b"body"))
+        held = StoredGroup(f"lease-{i}", "g0", i, 0, 0, 0, 0, 2, 6, 1.0, 1.0, 0.0, 0, False, payloads.keep(b"body"))
         groups[held.lease_id] = written(GroupRecord(held))
     state = QueueState(settings(**plain), rows(100), PromptStream(100, seed=0), payloads=payloads)
     entries: dict[Kind, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}

@@ -20,11 +20,13 @@ from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.leases import Owner
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats, LeasesGranted
+from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease
 from tests.queue.builders import LINEAGE, group, leases, make_config, make_state, put
 from tests.queue.conftest import DEADLINE_S, attach, wait_until
 from tests.queue.direct import RefusedError, Run
 
+PROBE_ANSWER = encode_answer(Answer(0, "fake", "", None))
 MINE, THEIRS = Owner("my-key", has_key=True), Owner("their-key", has_key=True)
 MY_SECRET, THEIR_SECRET = Owner("mine"), Owner("theirs")
 
@@ -170,7 +172,7 @@ def test_a_refused_request_leaves_no_change_even_if_it_took_over_an_id(tmp_path,
 
 def test_a_generator_is_never_taken_for_the_learner(tmp_path, monkeypatch):
     run = attached_run(tmp_path, monkeypatch)
-    run.call(b"peer", messages.AnswerProbe("g0", LINEAGE, 0, b""))
+    run.call(b"peer", messages.AnswerProbe("g0", LINEAGE, 0, PROBE_ANSWER))
     assert run.server._learner_peer == b"learner"
     run.close()
 
@@ -186,7 +188,7 @@ def requests_of(lease: Lease) -> list[tuple[msgspec.Struct, list[bytes]]]:
         (messages.Heartbeat("g0", {lease.lease_id: 10**6}, GeneratorStats()), []),
         (messages.ReturnGroups("g0", (lease.lease_id,)), [encode_group(group(lease))]),
         (messages.FailLease("g0", lease.lease_id, "prompt_too_long", ""), []),
-        (messages.AnswerProbe("g0", LINEAGE, 0, b""), []),
+        (messages.AnswerProbe("g0", LINEAGE, 0, PROBE_ANSWER), []),
         (messages.Goodbye("g0"), []),
     ]
 

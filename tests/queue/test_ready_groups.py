@@ -6,7 +6,7 @@ from async_rl.queue.storage.payloads import PayloadRef
 
 def held(lease_id: str, position: int, *, named: int = 0, bound: int = 0, length: int = 10) -> StoredGroup:
     place = PayloadRef(0, position, length, 0)
-    return StoredGroup(lease_id, position, named, bound, bound, bound, 2, 6, 1.0, 1.0, 0.0, 0, False, place)
+    return StoredGroup(lease_id, "g0", position, named, bound, bound, bound, 2, 6, 1.0, 1.0, 0.0, 0, False, place)
 
 
 def ids(groups) -> list[str]:

@@ -153,6 +153,10 @@ class LearnerQueue:
             )
         return {name: decode_answer(bytes(part)) for name, part in zip(names, reply.parts, strict=True)}
 
+    def quarantine(self, lineage: str, generator_id: str, reason: str) -> None:
+        """Give this generator no more leases, and drop its groups that are not taken."""
+        self._call(messages.Quarantine(lineage, generator_id, reason))
+
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
         """Start an evaluation of a set of ``data.eval``. If ``exclusive``, training leases wait until it is done."""
         self._call(messages.Evaluate(lineage, dataset, step, min_version, exclusive))

@@ -200,7 +200,10 @@ def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
 
 
 def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
-    """Grant a generator no more leases, and expire those that it has. Nothing changes if it is quarantined already."""
+    """Grant a generator no more leases, expire those that it has, and drop its groups that no step has taken yet.
+
+    Nothing changes if it is unknown, or quarantined already.
+    """
     entry = state.generators.get(generator_id)
     if entry is None or entry.quarantined:
         return
@@ -209,6 +212,9 @@ def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
     state.revision += 1
     for active in [active for active in state.leases if active.generator_id == generator_id]:
         state.lose_lease(active, "expired")
+    for group in [group for group in state.queued if group.generator_id == generator_id]:
+        state.queued.remove(group.lease_id)
+        state.drop_group(group, "queued", "refused", requeue=True)
 
 
 def _refuse_foreign(state: QueueState, generator_id: str, lease_id: str) -> str:
@@ -482,6 +488,7 @@ def _receive_training(
     state.add_group(
         StoredGroup(
             lease_id=group.lease_id,
+            generator_id=group.generator_id,
             position=group.position,
             named_version=active.version,
             oldest_version=group.oldest_version,

@@ -267,13 +267,14 @@ def refusal_cause(unfit: str) -> str:
 class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     """One group that is ready or taken, or that a snapshot refers to.
 
-    ``named_version`` is the generator's active version in its lease request. With ``position`` it gives the order of
-    delivery. ``oldest_version`` and ``newest_version`` are the range of versions of its tokens. ``bound_version`` is
-    one of the two, chosen by ``queue.on_stale``; it is compared with the staleness bound. ``reward`` and ``accuracy``
-    are sums over rollouts.
+    ``generator_id`` is its sender. ``named_version`` is the sender's active version in its lease request. With
+    ``position`` it gives the order of delivery. ``oldest_version`` and ``newest_version`` are the range of versions of
+    its tokens. ``bound_version`` is one of the two, chosen by ``queue.on_stale``; it is compared with the staleness
+    bound. ``reward`` and ``accuracy`` are sums over rollouts.
     """
 
     lease_id: str
+    generator_id: str
     position: int
     named_version: int
     oldest_version: int

@@ -46,6 +46,7 @@ from async_rl.queue.messages import (
     TakenEntry,
     Verdict,
 )
+from async_rl.queue.parity import decode_answer
 from async_rl.queue.storage.payloads import Payload
 
 logger = logging.getLogger(__name__)
@@ -272,6 +273,12 @@ class Handlers:
         learner_requests.finish(self.state, request.lineage, now)
         return Reply(Ok())
 
+    def _on_quarantine(self, request: messages.Quarantine, message: Message, now: float) -> Reply:
+        self.state.attached(request.lineage)
+        generator_requests.quarantine(self.state, request.generator_id, request.reason)
+        self._log_quarantine(request.generator_id)
+        return Reply(Ok())
+
     def _on_parity_answers(self, request: messages.GetProbeAnswers, message: Message, now: float) -> Reply:
         self.state.attached(request.lineage)
         found = self.registry.answers_since(request.lineage, request.since)
@@ -369,6 +376,8 @@ class Handlers:
         data = request.answer
         if len(data) > MAX_ANSWER_BYTES:
             raise WireError(f"expected an answer to a probe of at most {MAX_ANSWER_BYTES} bytes, got {len(data)} bytes")
+        # The learner must be able to read it.
+        decode_answer(data)
         self.registry.seen(request.generator_id, now).answer = ProbeAnswer(request.lineage, request.version, data)
         return Reply(Ok())
 
