@@ -42,7 +42,7 @@ from async_rl.weights.transport import (
 
 _NCCL_POLL_S = 0.001
 _NUM_CONCURRENT_CHUNKS = 2
-"""Chunks in flight over gloo: the ranks agree on one while the other travels."""
+"""Chunks in flight over gloo: the ranks agree on one chunk while the other is sent."""
 # The process group's own watchdog would end the whole process; waits are bounded here instead.
 _NCCL_GROUP_TIMEOUT = timedelta(days=1)
 
@@ -145,7 +145,7 @@ class CollectiveReceiver:
     def receive(
         self, order: ReceiveOrder[StartCollective], buffer: ReceiveBuffer, buffers: ReceiveBuffers
     ) -> ReceiveResult:
-        """Receive every bucket through the epoch's communicator, which is created first if it is a new one."""
+        """Receive every bucket through the epoch's communicator. Create the communicator first if the epoch is new."""
         start = order.message
         communicator = self._connect(order)
         digests: list[str] = []
@@ -185,7 +185,10 @@ class CollectiveReceiver:
             )
             self._epoch = start.epoch
         if self._communicator is None or self._epoch != start.epoch:
-            raise WeightsError(f"expected the communicator of epoch {start.epoch}, got that of epoch {self._epoch}")
+            raise WeightsError(
+                f"expected the communicator of epoch {start.epoch}, got that of epoch {self._epoch}; the "
+                f"learner offers the version again"
+            )
         return self._communicator
 
 
@@ -196,11 +199,11 @@ def _check_digests(digests: Sequence[str], manifest: Manifest) -> None:
         if got != expected
     ]
     if wrong:
-        raise CorruptWeightsError("digest mismatch in " + "; ".join(wrong[:3]))
+        raise CorruptWeightsError("the received bytes do not match their digests: " + "; ".join(wrong[:3]))
 
 
 class Communicator:
-    """One rank. One thread uses it at a time."""
+    """One rank of a collective. One thread uses it at a time."""
 
     def __init__(self, process_group: Any, *, device: torch.device | None, stall_s: float) -> None:
         self._process_group: Any = process_group
@@ -226,7 +229,7 @@ class Communicator:
 
         Args:
             backend: ``gloo`` or ``nccl``.
-            local_host: the address at which the other ranks reach this one; never guessed from the host's name.
+            local_host: the address at which the other ranks reach this one; it is never derived from the host's name.
             stall_s: bound on connecting, and on every later collective.
             device: the CUDA device, for NCCL.
 
@@ -247,7 +250,7 @@ class Communicator:
         except RuntimeError as error:
             raise WeightsError(
                 f"rank {rank} of {size} could not connect to the others at {store_host}:{store_port} within "
-                f"{stall_s:.1f} s: {_first_line(error)}"
+                f"{stall_s:.1f} s: {_first_line(error)}; check the network between them"
             ) from error
         raise WeightsError(f"expected transport 'gloo' or 'nccl', got {backend!r}")
 
@@ -258,7 +261,7 @@ class Communicator:
 
         Args:
             deadline: on the monotonic clock.
-            on_chunk: called with each chunk when it has arrived, in order; over gloo the next one travels meanwhile.
+            on_chunk: called with each chunk when it has arrived, in order; over gloo the next chunk is sent meanwhile.
 
         Raises:
             WeightsError: a peer died or stalled, or the deadline passed; the communicator can't be used again.
@@ -269,7 +272,10 @@ class Communicator:
                 chunk = bucket[start : start + chunk_bytes]
                 remaining_s = min(self._stall_s, deadline - time.monotonic())
                 if remaining_s <= 0:
-                    raise WeightsError("broadcast: the deadline of this version has passed (weights.deadline_s)")
+                    raise WeightsError(
+                        "the broadcast of this version did not end within weights.deadline_s; raise it, or check the "
+                        "network"
+                    )
                 if self._device is not None:
                     self._broadcast_by_device(chunk, remaining_s)
                     _report(on_chunk, chunk)
@@ -280,7 +286,7 @@ class Communicator:
             while in_flight:
                 _finish_one(in_flight, on_chunk)
         except RuntimeError as error:
-            raise WeightsError(f"broadcast failed: {_first_line(error)}") from error
+            raise WeightsError(f"the broadcast of this version failed: {_first_line(error)}") from error
 
     def _broadcast_once(self, tensor: Tensor, timeout_s: float) -> Any:
         options = BroadcastOptions()
@@ -300,7 +306,9 @@ class Communicator:
             work = self._broadcast_once(staged, timeout_s)
             while not work.is_completed():
                 if time.monotonic() > until:
-                    raise WeightsError(f"broadcast: a peer stalled for {timeout_s:.1f} s")
+                    raise WeightsError(
+                        f"the broadcast of this version failed: a peer did not answer for {timeout_s:.1f} s"
+                    )
                 time.sleep(_NCCL_POLL_S)
             if self._process_group.rank() != 0:
                 chunk.copy_(staged)

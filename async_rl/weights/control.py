@@ -1,4 +1,4 @@
-"""The control channel between publisher and receivers: its messages and its two sockets. Weights never pass here.
+"""The control channel between publisher and receivers: its messages and its two sockets. Weights are not sent here.
 
 A receiver sends ``Join``, then ``Heartbeat`` every second. The publisher answers each with ``Ping``, or with
 ``NotMember`` if it does not know the sender. A version goes out in one of two ways:
@@ -9,7 +9,7 @@ A receiver sends ``Join``, then ``Heartbeat`` every second. The publisher answer
 An epoch names a communicator, which is kept while the members stay the same. Within an epoch an ``Ack`` also means
 ``Ready`` for the next attempt, which then begins with ``StartCollective``.
 
-One thread uses a socket at a time. Another thread wakes it by ``Wake``.
+One thread uses a socket at a time. Another thread wakes it with ``Wake``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _LINGER_MS = 500
 class Join(msgspec.Struct, frozen=True):
     """This generator asks for every version.
 
-    Its collectives listen at ``host``. It can take part in the collectives named in ``collectives``. ``digest`` is that
-    of the newest weights that it holds, or empty.
+    Its collectives listen at ``host``. It can take part in the collectives named in ``collectives``. ``digest`` is the
+    digest of the newest weights that it holds, or empty.
     """
 
     generator_id: str
@@ -69,9 +69,9 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """This member holds the whole version, verified; perhaps it held it before the attempt.
+    """This member holds the whole version, verified. It may have held the version before the attempt.
 
-    It received ``wire_bytes`` for it, and received ``num_corrupt`` buckets again because they did not match.
+    It received ``wire_bytes`` for it, and received ``num_corrupt`` buckets again because their digests did not match.
     """
 
     attempt: int
@@ -82,7 +82,7 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The attempt did not bring this member the version. ``corrupt``: received bytes do not match the manifest."""
+    """This member did not receive the version. ``corrupt``: the received bytes do not match the manifest."""
 
     attempt: int
     reason: str
@@ -112,10 +112,10 @@ class PrepareCollective(msgspec.Struct, frozen=True):
 
 
 class StartCollective(msgspec.Struct, frozen=True):
-    """Receive now, as ``rank`` of ``size``, by the collective ``transport``.
+    """Receive now, as ``rank`` of ``size``, using the collective ``transport``.
 
     The ranks of a new ``epoch`` connect through the store at ``store_port`` of the publisher's host. If the port is 0,
-    they use the existing communicator. ``stall_s`` limits each collective, ``deadline_s`` all of them. Buckets travel
+    they use the existing communicator. ``stall_s`` limits each collective, ``deadline_s`` all of them. Buckets are sent
     in chunks of ``chunk_bytes``. If ``manifest`` is not empty, no ``PrepareCollective`` came before. A member that does
     not take part closes its communicator, so that the others fail at once.
     """
@@ -133,7 +133,7 @@ class StartCollective(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Pull this version by ``transport`` from ``port`` of the publisher's host, within ``deadline_s``.
+    """Pull this version using ``transport`` from ``port`` of the publisher's host, within ``deadline_s``.
 
     ``token`` authenticates the pull. If ``key`` is not empty, the stream is encrypted with it. ``delta_sizes[l][b]``
     is the size of the delta of bucket b in link l of a chain that starts at the weights with digest ``base`` (-1: no
@@ -206,7 +206,9 @@ def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limi
     for record in expected:
         if record.__name__ == message.type:
             return read_as(message.fields, record)
-    raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")
+    raise WireError(
+        f"expected a message of type {' or '.join(record.__name__ for record in expected)}, got {message.type!r}"
+    )
 
 
 class MemberSocket:
@@ -215,7 +217,7 @@ class MemberSocket:
     It listens at any port of ``bind_host``, which generators reach as ``host``.
 
     Raises:
-        AddressError: ``bind_host`` is no address of this machine, or no port is free.
+        AddressError: ``bind_host`` is not an address of this machine, or no port is free.
     """
 
     def __init__(
@@ -233,7 +235,9 @@ class MemberSocket:
         try:
             port = self._socket.bind_to_random_port(f"tcp://{_url_host(bind_host)}")
         except zmq.ZMQError as error:
-            raise AddressError(f"can't listen for weights at {bind_host}: {error}") from error
+            raise AddressError(
+                f"can't listen for weights at {bind_host}: {error}; check the network interfaces of this machine"
+            ) from error
         self.address = channel(f"tcp://{_url_host(host)}:{port}", keys.public if keys else None)
 
     def register(self, poller: zmq.Poller) -> None:
@@ -259,7 +263,7 @@ class MemberSocket:
                 continue
             try:
                 if len(frames) != 2:
-                    raise WireError(f"expected 2 frames, got {len(frames)}")
+                    raise WireError(f"expected a sender and a message, 2 frames, got {len(frames)}")
                 yield frames[0].bytes, decode_message(frames[1].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
             except WireError:
                 self.num_malformed += 1

@@ -1,7 +1,7 @@
 """The manifest of one version of the weights: its tensors, layout and digests. No torch.
 
-A version is a list of buckets: flat byte strings of about ``bucket_bytes`` each. Tensors lie in them one after the
-other, aligned to ``ALIGNMENT``, with zeros between. Staging writes manifests; receivers verify what they received
+A version is a list of buckets: flat byte strings of about ``bucket_bytes`` each. They hold the tensors one after
+the other, aligned to ``ALIGNMENT``, with zeros between. Staging writes manifests; receivers verify what they received
 against them. Digests are xxh3_128 in hex: they detect accidents, not attackers.
 """
 
@@ -98,7 +98,7 @@ class LayoutPlan:
             WeightsError: the dtype is not in ``ITEM_SIZES``.
         """
         if dtype not in ITEM_SIZES:
-            raise WeightsError(f"tensor {name!r}: expected a dtype in {sorted(ITEM_SIZES)}, got {dtype}")
+            raise WeightsError(f"tensor {name!r} of the model: expected a dtype in {sorted(ITEM_SIZES)}, got {dtype}")
         size = math.prod(shape) * ITEM_SIZES[dtype]
         offset = -(-self._end // ALIGNMENT) * ALIGNMENT
         if self._end and offset + size > self._bucket_bytes:
@@ -156,22 +156,25 @@ def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
     digests = read_as(fields.get("bucket_digests"), tuple[str, ...])
     tensors = read_as(fields.get("tensors"), tuple[TensorSpec, ...])
     if sum(sizes) > _MAX_VERSION_BYTES:
-        raise WireError(f"expected buckets of at most {_MAX_VERSION_BYTES} bytes in all, got {sum(sizes)}")
+        raise WireError(f"manifest: expected buckets of at most {_MAX_VERSION_BYTES} bytes in all, got {sum(sizes)}")
     if len(digests) != len(sizes):
-        raise WireError(f"expected {len(sizes)} bucket digests, got {len(digests)}")
+        raise WireError(f"manifest: expected a digest for each of {len(sizes)} buckets, got {len(digests)} digests")
     for spec in tensors:
         _check_place(spec, sizes)
     if len({spec.name for spec in tensors}) != len(tensors):
-        raise WireError("expected every tensor once, got a name twice")
+        raise WireError("manifest: expected every tensor name once, got a name twice")
     return Manifest(field(fields, "lineage", str), field(fields, "version", int), tensors, sizes, digests)
 
 
 def _check_place(spec: TensorSpec, bucket_sizes: Sequence[int]) -> None:
     if spec.dtype not in ITEM_SIZES:
-        raise WireError(f"tensor {spec.name!r}: expected a dtype in {sorted(ITEM_SIZES)}, got {spec.dtype[:80]!r}")
+        raise WireError(
+            f"manifest: tensor {spec.name!r}: expected a dtype in {sorted(ITEM_SIZES)}, got {spec.dtype[:80]!r}"
+        )
     size = spec.size_bytes
     is_inside = spec.bucket < len(bucket_sizes) and spec.offset + size <= bucket_sizes[spec.bucket]
     if not is_inside or spec.offset % ALIGNMENT:
         raise WireError(
-            f"tensor {spec.name!r} lies outside its bucket: bucket {spec.bucket}, offset {spec.offset}, {size} bytes"
+            f"manifest: tensor {spec.name!r}: expected a place inside a bucket, at a multiple of {ALIGNMENT} bytes, "
+            f"got offset {spec.offset} of bucket {spec.bucket} for {size} bytes"
         )

@@ -89,10 +89,10 @@ class Publisher:
     Args:
         bind_host: where the control socket, the stream server, the store and the collectives listen.
         advertise_host: the name under which generators reach ``bind_host``; needed if that is a wildcard.
-        deadline_s: drop a generator that has not got a version this long after it was offered (it may join again).
+        deadline_s: drop a generator that has not received a version this long after the offer (it may join again).
         insecure: the network is trusted: allow collectives beyond loopback, and an unencrypted stream.
         keys: for the control channel, which then admits listed clients only. None: it is not encrypted.
-        transport: by which versions travel to the members that can use it.
+        transport: sends versions to the members that can use it; the other members pull.
         device: rank 0's CUDA device, if it has one.
         chunk_bytes: bytes of one collective, at most (gloo's are smaller); also the size of NCCL's device buffer.
         has_deltas: with ``tcp``, send the difference to members that hold the version before. None: beyond loopback.
@@ -118,7 +118,10 @@ class Publisher:
     ) -> None:
         host = advertise_host or bind_host
         if host in WILDCARDS:
-            raise AddressError(f"expected an address that generators can connect to, got {bind_host!r}; advertise one")
+            raise AddressError(
+                f"expected an address that generators can connect to, got all interfaces ({bind_host!r}); pass "
+                f"advertise_host, an address of this machine"
+            )
         row = TRANSPORTS[transport]
         if row.needs_trust:
             refuse_open_collectives(bind_host, is_trusted=insecure)
@@ -229,7 +232,9 @@ class Publisher:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise WeightsError(f"the weights publisher has failed: {self._error!r}") from self._error
+            raise WeightsError(
+                f"the thread that sends weights to generators has failed: {self._error!r}"
+            ) from self._error
 
     def _on_collective_sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
         """Called in the collective's thread."""

@@ -1,4 +1,4 @@
-"""The generator's transfer thread and its host memory: receives one version at a time, by the transport in the order.
+"""The generator's transfer thread and its host memory: receives one version at a time, using the order's transport.
 
 ``ReceiveWorker`` is the thread. The receiver's control thread submits orders. Every order ends with one call of its
 ``reply``, with the message for the publisher. Only the transfer thread writes to the buffers.
@@ -32,7 +32,7 @@ Reply = Callable[[control.MemberMessage], None]
 class ReceivedWeights:
     """A verified version in host memory. ``tensors`` are views, valid until a later version is ``activated``.
 
-    ``receive_s`` is how long its transfer took; decoding went on meanwhile.
+    ``receive_s`` is the duration of its transfer, during which decoding continued.
     """
 
     lineage: str
@@ -120,14 +120,17 @@ class ReceiveBuffers:
         )
         with self._lock:
             if self._writing is not buffer:
-                raise WeightsError("a buffer was committed that is not the reserved one")
+                raise WeightsError(
+                    "expected the reserved buffer to be committed, got another; this is a bug in async-rl, please "
+                    "report it"
+                )
             self._writing = None
             buffer.manifest = manifest
             self._waiting = staged
         return staged
 
     def newest(self, lineage: str) -> ReceivedWeights | None:
-        """Hand out the newest verified version of this lineage that is not in use; its bytes stay."""
+        """Return the newest verified version of this lineage that is not in use. Its bytes are not overwritten."""
         with self._lock:
             if self._waiting is not None and self._waiting.lineage == lineage:
                 self._handed_out, self._waiting = self._waiting, None
@@ -136,18 +139,18 @@ class ReceiveBuffers:
             return None
 
     def activated(self, received: ReceivedWeights) -> None:
-        """Record that ``received`` is in use now; the buffer of the one before is free.
+        """Record that ``received`` is in use now. The buffer of the version before is free.
 
         Raises:
-            WeightsError: it was not handed out last, so its bytes may be overwritten already.
+            WeightsError: ``newest`` returned another version later, so the bytes may be overwritten already.
         """
         with self._lock:
             if received is self._in_use:
                 return
             if received is not self._handed_out:
                 raise WeightsError(
-                    f"version {received.version} was activated after its buffer was given up; activate what poll() "
-                    f"returned last"
+                    f"version {received.version} was activated after poll() had returned a newer version, so its "
+                    f"buffer may be overwritten; activate only the version that poll() returned last"
                 )
             self._in_use, self._handed_out = received, None
 
@@ -237,7 +240,7 @@ class ReceiveWorker:
         try:
             self._buffers.reserve(manifest)
         except RuntimeError as error:
-            reason = f"no host memory for {manifest.size_bytes} bytes of weights: {error}"
+            reason = f"can't allocate {manifest.size_bytes} bytes of host memory for the weights: {error}"
             self._fail(manifest, attempt, reason, reply)
             return
         reply(control.Ready(attempt))
@@ -273,7 +276,10 @@ class ReceiveWorker:
 
     def _receiver(self, transport: str) -> TransportReceiver[ReceiveOrder]:
         if transport not in TRANSPORTS:
-            raise WeightsError(f"expected one of the transports {list(TRANSPORTS)}, got {transport!r}")
+            raise WeightsError(
+                f"expected a transport of {list(TRANSPORTS)} from the learner, got {transport!r}; install the same "
+                f"async-rl version on all machines"
+            )
         if transport not in self._receivers:
             self._receivers[transport] = TRANSPORTS[transport].make_receiver(self._device)
         return self._receivers[transport]

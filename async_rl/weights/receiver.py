@@ -41,8 +41,8 @@ class Receiver:
         generator_id: as in the generator's handshake with the queue.
         insecure: the network is trusted: take part in collectives beyond loopback (they authenticate nobody), and
             pull weights unencrypted.
-        device: this generator's CUDA device, where the publisher uses NCCL.
-        keys: this generator's; needed where the publisher has keys.
+        device: this generator's CUDA device, needed for NCCL.
+        keys: this generator's keys; needed if the publisher has keys.
     """
 
     def __init__(
@@ -83,13 +83,15 @@ class Receiver:
     def poll(self) -> ReceivedWeights | None:
         """Return the newest verified version of the lineage that is followed, unless the engine uses it already.
 
-        Returns the same version again until a newer one has come; that frees the buffer of the one before.
+        Return the same version again until a newer one has come; that frees the buffer of the older version.
 
         Raises:
             WeightsError: the receiver's thread has failed, so no version will come.
         """
         if self._crash is not None:
-            raise WeightsError(f"the weights receiver has failed: {self._crash!r}") from self._crash
+            raise WeightsError(
+                f"the thread that receives weights from the learner has failed: {self._crash!r}"
+            ) from self._crash
         self._received.clear()
         announced = self._announced
         return None if announced is None else self._buffers.newest(announced.lineage)
@@ -112,7 +114,7 @@ class Receiver:
 
     @property
     def error(self) -> str | None:
-        """The reason why no version arrives at present; None if all is well. The receiver keeps trying."""
+        """The reason why no version can be received now; None if there is no error. The receiver keeps trying."""
         return self._channel_error or self._offer_error or self._worker.error
 
     def stats(self) -> ReceiverStats:

@@ -33,7 +33,7 @@ class SharedBuckets:
     """An anonymous file of buckets. Bucket ``i`` has ``sizes[i]`` bytes at the page-aligned ``offsets[i]``.
 
     Another process may map it through its descriptor. The kernel frees it when the last process that holds it ends,
-    however it ends; nothing is left under ``/dev/shm``.
+    even if that is killed; no file is left under ``/dev/shm``.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class SharedBuckets:
         return view
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays mapped."""
+        """Close the descriptor. Existing mappings stay valid."""
         os.close(self.fd)
 
 
@@ -135,7 +135,7 @@ class StagedVersion:
                 self._changed.notify_all()
 
     def mark_delivered(self, delivered: bool) -> None:
-        """Allow reuse of the buffer if no other is free: no member waits for it (late joiners get the next version)."""
+        """Allow reuse of the buffer if no other is free: no member waits for it. Late members get the next version."""
         with self._changed:
             if self._slot.order == self._order:
                 self._slot.delivered = delivered
@@ -176,7 +176,7 @@ class Staging:
 
     @property
     def num_dropped(self) -> int:
-        """Versions discarded unsent because a newer one needed their buffer."""
+        """Number of versions that were discarded unsent because a newer one needed their buffer."""
         return self._num_dropped
 
     def stage(
@@ -190,7 +190,7 @@ class Staging:
         """Copy a version into a buffer. Once begun, the iterator is exhausted even after an error: it runs collectives.
 
         Args:
-            named_tensors: on host or device, the same names, dtypes and shapes in the same order every time.
+            named_tensors: on host or device, with the same names, dtypes and shapes in the same order each time.
             tick: called about every second while waiting for a buffer, before the first tensor is taken.
 
         Raises:
@@ -240,7 +240,7 @@ class Staging:
                     return slot
             if time.monotonic() >= fail_at:
                 raise WeightsError(
-                    f"expected a staging buffer within {self._deadline_s:.1f} s (weights.deadline_s), all "
+                    f"expected a free staging buffer within {self._deadline_s:.1f} s (weights.deadline_s), but all "
                     f"{len(self._slots)} are still being sent; raise weights.staging_bytes"
                 )
             if tick is not None:
@@ -303,9 +303,9 @@ class Staging:
         if limit is not None and layout.size_bytes > limit:
             least = self._min_versions * layout.size_bytes
             raise WeightsError(
-                f"weights.staging_bytes: one version needs {layout.size_bytes} bytes, got {self._staging_bytes}; set "
-                f"at least {least}, or {max(2, self._min_versions)} times a version to send one while the next is "
-                f"staged"
+                f"weights.staging_bytes: expected at least {least}, since one version has {layout.size_bytes} bytes, "
+                f"got {self._staging_bytes}; set at least {least}, or {max(2, self._min_versions) * layout.size_bytes} "
+                f"to send one version while the next is staged"
             )
         if layout.bucket_sizes:
             slot.buckets.append(_exact_bucket(slot.memory, scratch, layout.bucket_sizes[-1]))
@@ -318,10 +318,12 @@ class Staging:
             got = (name, _dtype_name(tensor), tuple(tensor.shape))
             if spec is None or got != (spec.name, spec.dtype, spec.shape):
                 wanted = "no more tensors" if spec is None else f"{(spec.name, spec.dtype, spec.shape)}"
-                raise WeightsError(f"tensor {index} differs from the versions before: expected {wanted}, got {got}")
+                raise WeightsError(
+                    f"tensor {index} of the weights: expected {wanted}, as in the version before, got {got}"
+                )
             _fill(slot.buckets[spec.bucket], spec, tensor)
         if index + 1 != len(layout.tensors):
-            raise WeightsError(f"expected {len(layout.tensors)} tensors like in the versions before, got {index + 1}")
+            raise WeightsError(f"expected {len(layout.tensors)} tensors, as in the version before, got {index + 1}")
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -336,7 +338,7 @@ def _host_bucket(memory: SharedBuckets, size: int) -> Tensor:
         status = cudart.cudaHostRegister(bucket.data_ptr(), bucket.numel(), 0)
         if int(status) != 0:
             raise WeightsError(
-                f"can't pin {size} bytes of staging memory (CUDA error {int(status)}); raise the limit of locked "
+                f"can't pin {size} bytes of staging memory (CUDA error {int(status)}); raise the limit on locked "
                 f"memory (ulimit -l)"
             )
     return bucket[:size]

@@ -58,7 +58,7 @@ class TransportSender(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Release everything. Wait for at most ``timeout_s`` for what is in progress."""
+        """Release everything. Wait at most ``timeout_s`` for transfers in progress."""
         ...
 
 
@@ -147,7 +147,7 @@ class JobThread:
         self._jobs.put(job)
 
     def close(self, last: Callable[[], None], timeout_s: float) -> None:
-        """Run the remaining jobs, then ``last``, and end. Wait for that for at most ``timeout_s``."""
+        """Run the remaining jobs, then ``last``, and end. Wait at most ``timeout_s`` for the end."""
         self._jobs.put(last)
         self._jobs.put(None)
         self._thread.join(timeout_s)
@@ -188,7 +188,7 @@ class PullSettings:
         bind_host: where it listens; may be a wildcard.
         is_encrypted: encrypt and authenticate the bytes, with keys that travel over the control channel.
         has_deltas: send the difference to the version before.
-        poller: of the publisher's thread; the sender registers what it wants to be polled for.
+        poller: the publisher's; the sender registers its sockets there.
     """
 
     bind_host: str
@@ -289,6 +289,8 @@ def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> Trans
     if setting in TRANSPORTS:
         return TRANSPORTS[setting].name
     if setting != "auto":
-        raise ValueError(f"expected 'auto' or one of {list(TRANSPORTS)}, got {setting!r}")
+        raise ValueError(
+            f"weights.transport: expected 'auto' or one of {list(TRANSPORTS)}, got {setting!r}; correct it"
+        )
     usable = (t for t in TRANSPORTS.values() if (has_cuda or not t.needs_cuda) and (is_trusted or not t.needs_trust))
     return next(usable).name

@@ -79,14 +79,14 @@ def test_a_digest_in_pieces_is_that_of_the_whole():
     [
         ({"bucket_sizes": [-1]}, r"Expected `int` >= 0 - at `\$\[0\]`"),
         ({"bucket_sizes": [1 << 50]}, "at most 17592186044416 bytes in all"),
-        ({"bucket_digests": []}, "1 bucket digests"),
-        ({"bucket_sizes": [11]}, "outside its bucket"),
-        ({"tensors": [["a", "float32", [3], 1, 0]]}, "outside its bucket"),
-        ({"tensors": [["a", "float32", [3], 0, 3]]}, "outside its bucket"),
+        ({"bucket_digests": []}, "a digest for each of 1 buckets"),
+        ({"bucket_sizes": [11]}, "expected a place inside a bucket"),
+        ({"tensors": [["a", "float32", [3], 1, 0]]}, "expected a place inside a bucket"),
+        ({"tensors": [["a", "float32", [3], 0, 3]]}, "expected a place inside a bucket"),
         ({"tensors": [["a", "float32", [-3], 0, 0]]}, r"Expected `int` >= 0 - at `\$\[0\]\[2\]\[0\]`"),
         ({"tensors": [["a", "object", [3], 0, 0]]}, "tensor 'a': expected a dtype in .* got 'object'"),
         ({"tensors": [["a", "uint8", [3], 0, 0], ["a", "uint8", [3], 0, 0]]}, "twice"),
-        ({"version": "3"}, "'version' to be int"),
+        ({"version": "3"}, "field 'version' of a message: expected int"),
     ],
 )
 def test_a_manifest_that_lies_is_refused_before_anything_is_allocated(change, message):

@@ -111,7 +111,10 @@ def test_buffers_that_are_all_being_sent_past_the_deadline_are_an_error():
 def test_a_version_that_can_not_fit_is_refused_with_the_figure_and_the_iterator_exhausted():
     staging = Staging(VERSION_BYTES - 1, 1000)
     left = iter(model(0).items())
-    with pytest.raises(WeightsError, match=r"weights\.staging_bytes: one version needs 1248 bytes, got 1247"):
+    with pytest.raises(
+        WeightsError,
+        match=r"weights\.staging_bytes: expected at least 1248, since one version has 1248 bytes, got 1247",
+    ):
         staging.stage("l", 0, left)
     assert next(left, None) is None
 
@@ -125,7 +128,7 @@ def test_other_tensors_than_before_are_refused_and_the_iterator_exhausted():
         {"w0": torch.zeros(100)},
     ):
         left = iter(changed.items())
-        with pytest.raises(WeightsError, match="versions before"):
+        with pytest.raises(WeightsError, match="as in the version before"):
             staging.stage("l", 1, left)
         assert next(left, None) is None
     assert_holds(stage(staging, 2), 2)

@@ -228,8 +228,8 @@ def test_weights_that_never_match_fail_and_say_so(monkeypatch: pytest.MonkeyPatc
         while plane.publisher.stats().dropped == 0:
             assert time.monotonic() < deadline
             receiver.wait(0.05)
-        assert "digest mismatch" in plane.publisher.stats().last_drop
-        assert "tried 4 times" in plane.publisher.stats().last_drop
+        assert "do not match their digests" in plane.publisher.stats().last_drop
+        assert "after 4 requests" in plane.publisher.stats().last_drop
         assert receiver.poll() is None
 
 
@@ -304,7 +304,7 @@ def test_a_request_for_more_items_than_its_session_has_is_refused():
         ours.sendall(make_request(bytes(16), [0, 1, 2]).encode())
         header = read_header(theirs.recv)
         assert header is not None
-        with pytest.raises(WireError, match="at most 2 items, got 3"):
+        with pytest.raises(WireError, match="at most 2 items of the weights, got one for 3"):
             read_items(theirs, header, 2)
 
 

@@ -69,7 +69,7 @@ def apply_delta(bucket: np.ndarray, delta: bytes | memoryview, runs: Runs) -> No
     """Turn ``bucket``, uint8 [N], from the base into the target, in place.
 
     Raises:
-        WeightsError: the delta is malformed, or of another layout; the contents of the bucket are undefined then.
+        WeightsError: the delta is malformed, or of another layout. The contents of the bucket are then undefined.
     """
     reader = _Reader(delta)
     for values_E in _pieces(bucket, runs):
@@ -82,13 +82,13 @@ def apply_delta(bucket: np.ndarray, delta: bytes | memoryview, runs: Runs) -> No
             index_C = _positions(reader.plane(max_size=num_changed + len(values_E) // _ESCAPE), num_changed)
             if index_C[-1] >= len(values_E):
                 raise WeightsError(
-                    f"expected a delta of {len(values_E)} elements, got a change of element {index_C[-1]}"
+                    f"malformed delta of weights: expected indices below {len(values_E)}, got {index_C[-1]}"
                 )
             values_E[index_C] += reader.planes(num_changed, values_E.dtype)
         else:
             raise WeightsError(
-                f"expected a piece of kind 0, 1 or 2 with at most {len(values_E)} elements, got kind {kind} with "
-                f"{num_changed}"
+                f"malformed delta of weights: expected a piece of kind 0, 1 or 2 with at most {len(values_E)} changed "
+                f"elements, got kind {kind} with {num_changed}"
             )
     reader.expect_end()
 
@@ -130,11 +130,11 @@ def _gaps(index_C: np.ndarray) -> np.ndarray:
 
 
 def _positions(gaps: np.ndarray, num_changed: int) -> np.ndarray:
-    """Invert ``_gaps``: positions, int64 [C], rising."""
+    """Invert ``_gaps``. Return ascending positions, int64 [C]."""
     is_element = gaps != _ESCAPE
     if np.count_nonzero(is_element) != num_changed or not is_element[-1:].all():
         raise WeightsError(
-            f"expected a delta with {num_changed} changed elements, as its header says, got another number"
+            f"malformed delta of weights: expected {num_changed} changed elements, as in its header, got another number"
         )
     return np.cumsum(gaps, dtype=np.int64)[is_element] + np.arange(num_changed)
 
@@ -170,12 +170,16 @@ class _Reader:
             try:
                 plain = zstandard.get_frame_parameters(data).content_size
                 if plain > max_size:
-                    raise WeightsError(f"expected a plane of at most {max_size} bytes in a delta, got {plain}")
+                    raise WeightsError(
+                        f"malformed delta of weights: expected at most {max_size} bytes per plane, got {plain}"
+                    )
                 data = self._decompressor.decompress(data)
             except zstandard.ZstdError as error:
-                raise WeightsError(f"a delta can't be decompressed: {error}") from error
+                raise WeightsError(f"malformed delta of weights: it can't be decompressed: {error}") from error
         if len(data) > max_size:
-            raise WeightsError(f"expected a plane of at most {max_size} bytes in a delta, got {len(data)}")
+            raise WeightsError(
+                f"malformed delta of weights: expected at most {max_size} bytes per plane, got {len(data)}"
+            )
         return np.frombuffer(data, np.uint8)
 
     def planes(self, count: int, dtype: np.dtype) -> np.ndarray:
@@ -184,16 +188,16 @@ class _Reader:
         for byte in range(dtype.itemsize):
             plane = self.plane(max_size=count)
             if len(plane) != count:
-                raise WeightsError(f"expected {count} differences in a delta, got {len(plane)}")
+                raise WeightsError(f"malformed delta of weights: expected {count} differences, got {len(plane)}")
             by_byte[:, byte] = plane
         return by_byte.reshape(-1).view(dtype)
 
     def expect_end(self) -> None:
         if len(self._rest):
-            raise WeightsError(f"expected the end of a delta, got {len(self._rest)} more bytes")
+            raise WeightsError(f"malformed delta of weights: expected its end, got {len(self._rest)} more bytes")
 
     def _take(self, size: int) -> memoryview:
         if size > len(self._rest):
-            raise WeightsError(f"expected {size} more bytes of a delta, got {len(self._rest)}")
+            raise WeightsError(f"malformed delta of weights: expected {size} more bytes, got {len(self._rest)}")
         part, self._rest = self._rest[:size], self._rest[size:]
         return part

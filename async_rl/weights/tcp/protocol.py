@@ -1,8 +1,8 @@
-"""What the stream server exchanges with generators (a pull) and with the learner (instructions). No torch.
+"""The messages of the stream server: pulls of generators, and instructions of the learner. No torch.
 
-A pull is a request one way and bytes the other. A request names a session, by the token that the publisher sent the
+A pull is a request and an answer. A request names a session, by the token that the publisher sent the
 generator over the control channel, and items of the session by number. The answer is the bytes of those items, one
-after the other, with nothing between them: both sides know every length. Item ``b`` is bucket ``b`` whole. With ``B``
+after the other, without separators, because both sides know every length. Item ``b`` is bucket ``b`` whole. With ``B``
 buckets, item ``B + l * B + b`` is the delta of bucket ``b`` in link ``l`` of the session's chain of deltas.
 
 The stream of a session with a key is encrypted: the answer begins with a nonce of the server, and every item is cut
@@ -49,7 +49,7 @@ _LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Items of a session, in the order in which the answer shall have them."""
+    """Items of a session, in the order of the answer."""
 
     token: bytes
     nonce: bytes
@@ -78,7 +78,7 @@ def read_header(read: Callable[[int], bytes]) -> RequestHeader | None:
     """Read the header of the next request with ``read`` (``net.streams``); None if the peer has closed the connection.
 
     Raises:
-        WireError: it is no request.
+        WireError: it is not a request.
         OSError: the connection broke, or the peer was silent for too long.
     """
     header = read_exactly(read, HEADER_BYTES, may_end=True)
@@ -86,7 +86,10 @@ def read_header(read: Callable[[int], bytes]) -> RequestHeader | None:
         return None
     magic, token, nonce, num_items = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise WireError(f"expected a request for weights that begins with {_MAGIC!r}, got {magic!r}")
+        raise WireError(
+            f"expected a request for weights, which begins with {_MAGIC!r}, got {magic!r}; the peer is not a generator "
+            f"of this async-rl version"
+        )
     return RequestHeader(token, nonce, num_items)
 
 
@@ -98,7 +101,9 @@ def read_items(connection: socket.socket, header: RequestHeader, max_items: int)
         OSError: the connection broke, or the peer was silent for too long.
     """
     if header.num_items > max_items:
-        raise WireError(f"expected a request for at most {max_items} items, got {header.num_items}")
+        raise WireError(
+            f"expected a request for at most {max_items} items of the weights, got one for {header.num_items}"
+        )
     body = read_exactly(connection.recv, 4 * header.num_items)
     return Request(header.token, header.nonce, struct.unpack(f"<{header.num_items}I", body))
 
@@ -131,7 +136,7 @@ class RecordCipher:
             self._cipher.decrypt_into(self._next_nonce(), encrypted, None, into)
         except InvalidTag:
             raise CorruptWeightsError(
-                "a record of the weights stream was changed on its way: its authentication tag does not match"
+                "a part of the encrypted weights was changed on its way: its authentication tag does not match"
             ) from (None)
 
     def _next_nonce(self) -> bytes:
@@ -200,7 +205,7 @@ class Listening(msgspec.Struct, frozen=True):
 
 
 class DeltaEncoded(msgspec.Struct, frozen=True):
-    """Bytes of each bucket's delta; -1 where the bucket itself is no larger. Empty: given up for a newer job."""
+    """Bytes of each bucket's delta; -1 where the bucket is no larger. Empty if a newer job replaced this one."""
 
     job: int
     sizes: list[int]
@@ -249,4 +254,6 @@ def receive_message(pipe: socket.socket, expected: Sequence[type[_T]]) -> tuple[
     for record in expected:
         if record.__name__ == message.type:
             return read_as(message.fields, record), descriptors[0] if descriptors else None
-    raise WireError(f"expected one of {[record.__name__ for record in expected]}, got {message.type!r}")
+    raise WireError(
+        f"expected a message of type {' or '.join(record.__name__ for record in expected)}, got {message.type!r}"
+    )

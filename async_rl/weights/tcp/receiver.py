@@ -27,10 +27,10 @@ from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, TAG_BYTES, 
 from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
 MAX_REQUESTS = 4
-"""For one version: the first for all buckets, the others for buckets that came corrupt."""
+"""Requests for one version: the first for all buckets, the others for buckets that arrived corrupt."""
 _STALL_S = 10.0
 _KEEP_S = 20.0
-"""An idle connection is not used again after this: the server, or something in between, may have closed it."""
+"""An idle connection is not used again after this time: the server, or a device on the way, may have closed it."""
 _PIECE_BYTES = 4 << 20
 """Received and digested at a time. Smaller reads cost more calls; larger ones leave the cache."""
 
@@ -146,11 +146,11 @@ class _VersionPull:
             try:
                 missing, reason = self._request(missing, by_delta)
             except (OSError, struct.error) as error:
-                raise WeightsError(f"receiving weights from {self._host}:{self._pull.port} failed: {error}") from error
+                raise WeightsError(f"weights can't be received from {self._host}:{self._pull.port}: {error}") from error
             if not missing:
                 return ReceiveResult(self._wire_bytes, self._num_corrupt)
             self._num_corrupt += len(missing)
-        raise CorruptWeightsError(f"{reason} ({len(missing)} buckets, tried {MAX_REQUESTS} times)")
+        raise CorruptWeightsError(f"{reason} ({len(missing)} buckets, after {MAX_REQUESTS} requests)")
 
     def _request(self, buckets: Sequence[int], by_delta: set[int]) -> tuple[list[int], str]:
         """Request these buckets and read the answer. Returns the buckets that are still missing, and why."""
@@ -166,7 +166,10 @@ class _VersionPull:
                     expected = self._manifest.bucket_digests[bucket]
                     if digest != expected:
                         corrupt.append(bucket)
-                        reason = f"digest mismatch in bucket {bucket}: expected {expected}, got {digest}"
+                        reason = (
+                            f"the received bytes do not match their digests: bucket {bucket}: expected {expected}, "
+                            f"got {digest}"
+                        )
                     remaining.popleft()
                     fault_point("generator.receiving")
         except CorruptWeightsError as error:
@@ -226,8 +229,8 @@ class _VersionPull:
             )
             if not is_valid:
                 raise WeightsError(
-                    f"expected for each of {len(self._buckets)} buckets a delta smaller than the bucket, got "
-                    f"{len(link)} sizes of link {number} that are not all smaller"
+                    f"link {number} of the chain of deltas: expected {len(self._buckets)} sizes, each smaller than its "
+                    f"bucket, got {len(link)} sizes, of which some are too large"
                 )
 
 
@@ -267,8 +270,11 @@ class _Answer:
             receive_into(self._connection, into)
         except StreamEndedError as error:
             raise ConnectionError(
-                f"the server closed the connection (the pull was too slow, or the server was started again): {error}"
+                f"the learner's stream server closed the connection, because the pull was too slow or the server was "
+                f"restarted: {error}"
             ) from None
         self.num_bytes += len(into)
         if time.monotonic() > self._deadline:
-            raise WeightsError("the deadline of this version has passed (weights.deadline_s)")
+            raise WeightsError(
+                "this version of the weights was not received within weights.deadline_s; raise it, or check the network"
+            )

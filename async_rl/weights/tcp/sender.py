@@ -2,7 +2,7 @@
 
 Every pull is a session of the server with a token of its own (and a key, if the stream is encrypted). When a version is
 published, the server computes the deltas from the version before; a member that holds a version of the chain of deltas
-waits for that. The chain never grows larger than a full copy, which would be the better choice then.
+waits for them. The chain never grows larger than a full copy, which would then be cheaper.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class StreamSender:
         return member.digest != base and all(link.base != member.digest for link in self._chain)
 
     def deliver(self, delivery: Delivery, send: Send) -> None:
-        """Open a session for the one member, and send it ``Pull``."""
+        """Open a session for the one member, and send ``Pull`` to it."""
         (member,) = delivery.members
         staged, port = delivery.staged, self._server.port
         assert port is not None, "a pull before the server is up"
@@ -200,7 +200,7 @@ class StreamServerProcess:
     this at a time.
 
     Attributes:
-        port: where it listens; None while it starts, which takes a moment and which nobody waits for.
+        port: where it listens; None while the server starts.
         num_starts: how often it was started. Sessions and deltas of an earlier start are gone.
     """
 
@@ -277,9 +277,9 @@ class StreamServerProcess:
         if self.num_starts >= MAX_STARTS:
             raise WeightsError(
                 f"the stream server of the weights (tcp, at {self._bind_host}) ended {MAX_STARTS} times, the last time "
-                f"with exit code {code}; see its messages in this log"
+                f"with exit code {code}; the reason is in the lines above"
             )
-        logger.warning("the stream server of the weights died with exit code %d: starting it again", code)
+        logger.warning("the stream server of the weights died with exit code %d; restarting it", code)
         self._start()
         mapped, self._mapped = self._mapped, {}
         for number, memory in mapped.items():

@@ -163,7 +163,7 @@ class StreamServer:
                 if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                     raise
                 if is_out_of_resources(error):
-                    logger.warning("can't accept a connection for weights: %s; waiting for one to end", error)
+                    logger.warning("can't accept another connection for weights: %s; waiting until one ends", error)
                     with self._lock:
                         self._lock.wait(_FULL_S)
                 # Otherwise that one peer was gone before it was accepted.
@@ -264,8 +264,8 @@ class StreamServer:
 
 
 def _chunks(session: _Session, request: Request) -> Iterator[tuple[memoryview, bool]]:
-    """The bytes of all items of a request, in its order, encrypted if the session has a key; and whether these are the
-    last ones. They are valid until the next pair is asked for.
+    """Yield the bytes of a request's items, in its order, encrypted if the session has a key; and whether they are the
+    last bytes. They are valid until the next pair is requested.
     """
     cipher, size = None, 0
     if session.key:
@@ -288,7 +288,7 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
     number, bucket = divmod(item - num_buckets, num_buckets)
     delta = session.chain[number][bucket] if number < len(session.chain) else None
     if delta is None:
-        raise OSError(f"expected items of this session, got item {item}")
+        raise OSError(f"expected a request for items of this session, got item {item}, which it does not have")
     return memoryview(delta)
 
 
