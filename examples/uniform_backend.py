@@ -56,7 +56,7 @@ class UniformBackend:
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         if self.version == NO_VERSION:
-            raise RuntimeError("submit before the first activate")
+            raise RuntimeError("submit() was called before the first activate(); activate a version first")
         for index in range(lease.group_size):
             random = np.random.default_rng([lease.seed, index])
             self._sequences.append(Running(lease, index, prompt_ids, random))

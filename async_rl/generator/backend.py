@@ -222,7 +222,7 @@ def build_backend(
     elif name in FACTORIES:
         capabilities, factory = BACKENDS[name], FACTORIES[name]
     else:
-        raise ConfigError(f"generator.backend: expected one of {', '.join(FACTORIES)}, got {name!r}")
+        raise ConfigError(f"generator.backend: expected one of {', '.join(FACTORIES)}, got {name!r}; correct it")
     if load_pretrained and not capabilities.offline:
         raise ConfigError(
             f"generator.backend: {name} can't load a model's own weights, as an evaluation without a learner needs; "
@@ -245,7 +245,9 @@ def resolve_backend(config: Config, *, offline: bool = False) -> str:
         if needs.needs_cuda_for_auto and cuda_device(config) is None:
             continue
         return name
-    raise ModelError(f"generator.backend: none of {', '.join(AUTO_CANDIDATES)} can run on this machine")
+    raise ModelError(
+        f"generator.backend: none of {', '.join(AUTO_CANDIDATES)} can run on this machine; install the packages of one"
+    )
 
 
 def cuda_device(config: Config) -> str | None:

@@ -108,7 +108,7 @@ class FakeBackend:
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         if self._version == NO_VERSION:
-            raise RuntimeError("submit before the first activate")
+            raise RuntimeError("submit() was called before the first activate(); activate a version first")
         self._sampled_by_finished[lease.lease_id] = 0
         for index in range(lease.group_size):
             length = _answer_length(self._fake, lease.seed, index)

@@ -239,7 +239,11 @@ class Worker:
     def _accept(self, lease: Lease) -> None:
         if lease.lineage != self._lineage or not self._holds_newest_lineage or lease.lease_id in self._leases:
             # It was granted just before a newer learner took over, or the queue repeated an answer.
-            logger.info("ignored lease %s of lineage %s", lease.lease_id, lease.lineage)
+            logger.info(
+                "ignored lease %s of lineage %s: an older learner's lease, or a repeated one",
+                lease.lease_id,
+                lease.lineage,
+            )
             return
         self._expected_group_size = lease.group_size
         try:
@@ -357,8 +361,8 @@ class Worker:
         """
         if self._queue.silent_s > self._wait_s:
             raise QueueError(
-                f"the queue was silent for {self._queue.silent_s:.0f} s, limit {self._wait_s:.0f} s (--wait); check "
-                f"that its process is alive and that the network reaches it"
+                f"expected a message of the queue server within {self._wait_s:.0f} s (--wait), got none for "
+                f"{self._queue.silent_s:.0f} s; check that its process is alive and that the network reaches it"
             )
         is_running = self._backend.num_running > 0
         self._activity.check_idle(self._generator_id, is_running=is_running, awaited=self._awaited)

@@ -182,7 +182,7 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     """
     for name, content in files.items():
         if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
-            raise QueueError(f"expected plain file names from the queue, got {name!r}")
+            raise QueueError(f"expected file names without a folder from the queue, got {name!r}")
         (directory / name).write_bytes(content)
 
 

@@ -386,7 +386,7 @@ def test_a_silent_queue_is_given_up_on(scene):
         scene.queue.silent_s = 61.0
         return []
 
-    with pytest.raises(QueueError, match=r"silent for 61 s, limit 60 s \(--wait\)"):
+    with pytest.raises(QueueError, match=r"within 60 s \(--wait\), got none for 61 s"):
         scene.run(fall_silent)
 
 
@@ -459,7 +459,7 @@ def test_files_from_the_queue_stay_in_their_directory(tmp_path):
     write_files(directory, {"config.json": b"{}"})
     assert (directory / "config.json").read_bytes() == b"{}"
     for name in ("../config.json", "/etc/config.json", "a/b", "..", "", "a\\b"):
-        with pytest.raises(QueueError, match="plain file names"):
+        with pytest.raises(QueueError, match="file names without a folder"):
             write_files(directory, {name: b""})
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "model"]
 

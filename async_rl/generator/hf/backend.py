@@ -156,7 +156,7 @@ class TransformersBackend:
             ModelError: prompt and answer may need more positions than the model has.
         """
         if self._version == NO_VERSION:
-            raise RuntimeError("submit before the first activate")
+            raise RuntimeError("submit() was called before the first activate(); activate a version first")
         longest = len(prompt_ids) + lease.sampling.max_new_tokens
         if self._max_positions is not None and longest > self._max_positions:
             raise ModelError(

@@ -46,7 +46,9 @@ def build_model(
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
             model.tie_weights()
     except (OSError, ValueError) as error:
-        raise ModelError(f"can't build the model of {directory} with sdpa attention: {error}") from error
+        raise ModelError(
+            f"can't build the model in {directory} with sdpa attention: {error}; use another model"
+        ) from error
     return model.eval().requires_grad_(False)
 
 
@@ -79,7 +81,9 @@ def _read_config(directory: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(directory)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
-        raise ModelError(f"can't read the model config in {directory}: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"can't read the model config in {directory}: {type(error).__name__}: {error}; correct model.path"
+        ) from error
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:

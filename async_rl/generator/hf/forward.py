@@ -236,7 +236,9 @@ class LlamaForward:
 
         hidden_RE = self._hidden(ids_R, positions_R, num_slots, attend)
         if hidden_RE is None:
-            raise RuntimeError("expected hidden states: a decoding step attends in every layer")
+            raise RuntimeError(
+                "expected hidden states after a decoding step, got none; this is a bug in async-rl, please report it"
+            )
         return self._head(self._norm(hidden_RE))
 
     def prefill(self, ids_BT: Tensor) -> PrefillCache:

@@ -173,7 +173,10 @@ class PrefillCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if layer_idx != len(self._keys):
-            raise ModelError(f"expected the layers' caches in order, got layer {layer_idx} after {len(self._keys) - 1}")
+            raise ModelError(
+                f"expected the model to fill its layers' caches in order, got layer {layer_idx} after layer "
+                f"{len(self._keys) - 1}; use another model"
+            )
         if self._keys:
             _refuse_unlike(key_states, value_states, self._keys[0], self._values[0])
         self._keys.append(key_states)

@@ -202,7 +202,9 @@ def logprob_of(token_id: int, logprobs: Any) -> float:
     for listed, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True):
         if listed == token_id:
             return float(value)
-    raise EngineError(f"expected the logprob of token {token_id} from vLLM, got those of {list(logprobs.token_ids)}")
+    raise EngineError(
+        f"expected the logprob of token {token_id} from vLLM, got only those of tokens {list(logprobs.token_ids)}"
+    )
 
 
 class Gathered:

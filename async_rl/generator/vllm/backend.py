@@ -169,7 +169,7 @@ class VllmBackend:
             ModelError: prompt and answer may be longer than the engine's sequences, or vLLM can't sample like that.
         """
         if self._version == NO_VERSION:
-            raise RuntimeError("submit before the first activate")
+            raise RuntimeError("submit() was called before the first activate(); activate a version first")
         sampling = lease.sampling
         longest = len(prompt_ids) + sampling.max_new_tokens
         if longest > self._max_length:
@@ -256,7 +256,9 @@ class VllmBackend:
             self._is_set_up = True
             if self._prepares and (obstacle := self._engine.preparing_obstacle()):
                 self._prepares = False
-                logger.warning("vLLM can't prepare versions, so it pauses while it loads one: %s", obstacle)
+                logger.warning(
+                    "vLLM can't prepare weights in the background, so it pauses while it loads a version: %s", obstacle
+                )
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         """See ``backend.Backend``. Prepares the version first if necessary.
@@ -317,7 +319,10 @@ class VllmBackend:
         deadline = time.monotonic() + _SCORE_LIMIT_S
         while len(found) < len(wanted):
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM did not score {len(wanted)} given tokens within {_SCORE_LIMIT_S:.0f} s")
+                raise EngineError(
+                    f"expected log-probabilities of {len(wanted)} tokens from vLLM within {_SCORE_LIMIT_S:.0f} s, got "
+                    f"fewer"
+                )
             for piece in self._engine.poll(_STEP_S):
                 if piece.request_id not in tokens:
                     self._early.append(piece)

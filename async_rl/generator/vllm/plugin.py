@@ -70,9 +70,11 @@ def swap(core: Any, number: int, version: str, recompute: bool) -> float:
     """
     started_s = time.perf_counter()
     if core.batch_queue:
-        raise RuntimeError(f"expected no step under way, got {len(core.batch_queue)}")
+        raise RuntimeError(
+            f"expected no running step in vLLM's engine during a swap of weights, got {len(core.batch_queue)}"
+        )
     core.collective_rpc("swap_weights", args=(number,))
     core.set_weight_version(version)
     if recompute and not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-        raise RuntimeError("the cache of keys and values could not be reset")
+        raise RuntimeError("vLLM could not reset its cache of keys and values")
     return time.perf_counter() - started_s

@@ -218,7 +218,9 @@ class Preparer:
             RuntimeError: that is not ready; the model is as it was.
         """
         if self._ready is None or self._ready[0] != number:
-            raise RuntimeError(f"expected preparation {number} to be ready, got {self._ready and self._ready[0]}")
+            raise RuntimeError(
+                f"expected prepared weights number {number} in this worker, got {self._ready and self._ready[0]}"
+            )
         (_, copy), self._ready = self._ready, None
         self._old.append(copy.swap())
 
@@ -341,7 +343,9 @@ class DoubleBuffer:
         for group in layerwise_groups(list(tensors)):
             found = self._root.load_weights((name, tensors[name]) for name in group)
             if found is None:
-                raise ValueError(f"{type(self._root).__name__} does not say which parameters it has loaded")
+                raise ValueError(
+                    f"expected load_weights of {type(self._root).__name__} to return the loaded names, got none"
+                )
             loaded |= found
             for copy, wanted in unpacked:
                 if wanted <= loaded:
@@ -357,7 +361,9 @@ class DoubleBuffer:
         for layer, copy, _ in self._pairs:
             buffers = [(copy._buffers.get(name), layer._buffers.get(name)) for name in copy._buffers | layer._buffers]
             if copy._parameters.keys() != layer._parameters.keys() or any(new is not old for new, old in buffers):
-                raise ValueError(f"vLLM has made or replaced tensors in {type(layer).__name__}, which can't be swapped")
+                raise ValueError(
+                    f"vLLM created or replaced tensors in {type(layer).__name__}, so its weights can't be swapped"
+                )
             for name, old in layer._parameters.items():
                 new = copy._parameters[name]
                 if old is not None and (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype):
