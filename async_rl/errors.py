@@ -70,6 +70,10 @@ class LineageError(QueueError):
     """A learner of an older lineage sent a request, but a newer learner owns the queue."""
 
 
+class IdInUseError(QueueError):
+    """Another generator has this id, and was alive a short time ago. Its id is free when it is silent for longer."""
+
+
 class StaleRolloutError(AsyncRLError):
     """A rollout is older than ``queue.max_staleness`` allows."""
 

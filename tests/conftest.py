@@ -9,7 +9,7 @@ settings.load_profile(QUICK)  # before any test module is read; --hypothesis-pro
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=20, help="kills and stops at random moments, 20 a run")
+    parser.addoption("--kills", type=int, default=10, help="kills and stops at random moments, 20 a run")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from async_rl.net.keys import SECRET_VARIABLE
 from tests.end_to_end.harness import (
     Role,
     check_ledger,
@@ -100,7 +101,10 @@ class FaultRun:
         self.run_dir, self.gates = directory / "run", Gates(directory / "gates")
         self.marker = f"ASYNC_RL_TEST={directory}"
         self._config, self._start = config, start
-        self._environment = {"ASYNC_RL_TEST": str(directory), "ASYNC_RL_FAULTS": str(self.gates.directory)}
+        # With the same secret, a generator that begins again takes its id over at once.
+        self._environment = {
+            "ASYNC_RL_TEST": str(directory), "ASYNC_RL_FAULTS": str(self.gates.directory), SECRET_VARIABLE: "mine"
+        }  # fmt: skip
         self._num_generators = num_generators
         self._roles: dict[str, Role] = {}
         self.num_starts = 0

@@ -32,17 +32,24 @@ def test_a_queue_server_dies_and_a_generator_sleeps_past_its_lease(tmp_path: Pat
     print(judge(run.run_dir, num_rows=num_rows, poison=poison))
 
 
-@pytest.mark.slow
-def test_each_role_killed_at_each_fault_point_loses_and_repeats_no_prompt(tmp_path: Path):
-    num_rows, poison = 182, (7, 50)
+@pytest.mark.parametrize(
+    "kills, num_rows",
+    [
+        pytest.param([(p, VICTIMS[i % 3]) for i, p in enumerate(FAULT_POINTS)], 102, marks=pytest.mark.slow, id="some"),
+        pytest.param([(p, v) for p in FAULT_POINTS for v in VICTIMS], 182, marks=pytest.mark.long, id="all"),
+    ],
+)
+def test_each_role_killed_at_each_fault_point_loses_and_repeats_no_prompt(
+    tmp_path: Path, kills: list[tuple[str, Victim]], num_rows: int
+):
+    poison = (7, 50)
     config = fault_config(tmp_path, num_rows=num_rows, poison=poison)
     with fault_run(tmp_path, config) as run:
         run.begin()
-        for number, point in enumerate(FAULT_POINTS):
-            for victim in VICTIMS:
-                run.kill_at(point, victim, index=number)
-                print(f"step {run.last_step()}: killed the {victim} at {point}")
-                run.await_step(run.last_step() + 2)  # until generators are busy again
+        for number, (point, victim) in enumerate(kills):
+            run.kill_at(point, victim, index=number)
+            print(f"step {run.last_step()}: killed the {victim} at {point}")
+            run.await_step(run.last_step() + 2)  # until generators are busy again
         assert not run.is_finished
         run.finish()
         assert "Traceback" not in run.log_of("learner")

@@ -25,9 +25,15 @@ def digests(run_dir: Path) -> dict[str, str]:
     return {str(p.relative_to(run_dir)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_learner_woken_after_its_successor_attached_changes_no_file_of_the_run(tmp_path: Path):
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(POINTS[::2], marks=pytest.mark.slow, id="some"),
+        pytest.param(POINTS, marks=pytest.mark.long, id="all"),
+    ],
+)
+def test_a_learner_woken_after_its_successor_attached_changes_no_file_of_the_run(tmp_path: Path, points: list[str]):
     config, run_dir = fault_config(tmp_path, num_rows=NUM_ROWS), tmp_path / "run"
     gates = Gates(tmp_path / "gates")
     environment = {"ASYNC_RL_TEST": str(tmp_path), "ASYNC_RL_FAULTS": str(gates.directory)}
@@ -42,7 +48,7 @@ def test_a_learner_woken_after_its_successor_attached_changes_no_file_of_the_run
             address = wait_until("the queue server", lambda: queue_address(run_dir))
             for name in ("generator-0", "generator-1"):
                 start(name, "generator", "--connect", address, "--id", name, env=environment)
-            for number, point in enumerate(POINTS, start=1):
+            for number, point in enumerate(points, start=1):
                 wait_until("a checkpoint", (run_dir / "checkpoints" / "latest").exists)
                 gates.arm(point)
                 wait_until(f"the learner at {point}", lambda: gates.held(point) == learner.process.pid)  # noqa: B023

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from async_rl.errors import QueueError
+from async_rl.errors import IdInUseError, QueueError
 from async_rl.net.codec import encode_group, read_as
 from async_rl.net.keys import SECRET_VARIABLE, ClientKeys, make_keys
 from async_rl.queue import messages
@@ -284,6 +286,24 @@ def test_the_same_secret_is_the_same_generator_over_another_connection(servers, 
     finally:
         for generator in (first, second, third):
             generator.close()
+
+
+def test_a_generator_waits_for_its_id_while_another_has_it(servers, tmp_path, caplog: pytest.LogCaptureFixture):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    attach(servers.learner(server.address))
+
+    def join(wait_s: float) -> str:
+        with closing(GeneratorQueue(server.address, "g0")) as second:
+            return second.hello(wait_s, "fake").run_id
+
+    with ThreadPoolExecutor(1) as pool:
+        with closing(GeneratorQueue(server.address, "g0")) as first:
+            first.hello(DEADLINE_S, "fake")
+            with pytest.raises(IdInUseError, match="belongs to another generator, which was alive"):
+                join(0.1)
+            joined = pool.submit(join, DEADLINE_S)
+            wait_until(lambda: "waiting, because generator id 'g0' belongs to" in caplog.text, "the second generator")
+        assert joined.result()
 
 
 def test_the_variable_with_the_secret_has_the_documented_name():

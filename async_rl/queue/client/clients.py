@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from async_rl.errors import AddressError, QueueError, WireError
+from async_rl.errors import AddressError, IdInUseError, QueueError, WireError
 from async_rl.net.codec import decode_group, encode_group, read_as
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Frame, Message
@@ -56,6 +56,8 @@ _LOST_AFTER_S = 1.0
 _MAX_RESTARTS = 5
 """Restarts of the server for one request. The request itself may crash the server."""
 _HELLO_WAIT_S = 5.0
+_ID_IN_USE_S = 0.5
+"""Interval of the tries to get an id that another generator has."""
 _HELLO_MARGIN_S = 0.5
 """Time before the end of the wait at which the server must answer, so that its reason still arrives."""
 _RETURN_BYTES = 1 << 20
@@ -367,18 +369,29 @@ class GeneratorQueue:
     def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
         """Register this generator. Wait up to ``wait_s`` for a queue, and for a learner attached to it.
 
+        It also waits while another generator has this id: after a restart that may be this one, killed a moment ago.
         ``replaces`` names a dead generator, whose leases are requeued at once.
 
         Raises:
             AddressError: no queue answered. QueueError: a queue answered, but no learner has attached.
+            IdInUseError: another generator had this id all the time.
         """
-        deadline = time.monotonic() + wait_s
+        deadline, is_waiting = time.monotonic() + wait_s, False
         reason = ""
         hello = messages.Hello(self.generator_id, host or socket.gethostname(), backend, replaces)
         while (left_s := deadline - time.monotonic()) > (_HELLO_MARGIN_S if reason else 0):
             held_s = max(0.0, min(_HELLO_WAIT_S, left_s - _HELLO_MARGIN_S))
             request_id = self._connection.post(hello, wait_s=held_s)
-            message = self._answer_to(request_id, min(deadline, time.monotonic() + 2 * _HELLO_WAIT_S))
+            try:
+                message = self._answer_to(request_id, min(deadline, time.monotonic() + 2 * _HELLO_WAIT_S))
+            except IdInUseError as error:
+                if time.monotonic() + _ID_IN_USE_S >= deadline:
+                    raise
+                if not is_waiting:
+                    is_waiting = True
+                    logger.warning("waiting, because %s", error)
+                time.sleep(_ID_IN_USE_S)
+                continue
             if message is not None and message.type == "welcome":
                 self._is_known = True
                 return _welcome(message)

@@ -18,7 +18,7 @@ import zmq
 from msgspec.structs import asdict
 from zmq.utils.monitor import parse_monitor_message
 
-from async_rl.errors import AddressError, LineageError, QueueError
+from async_rl.errors import AddressError, IdInUseError, LineageError, QueueError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Frame, Limits, Message, decode, encode
@@ -272,8 +272,11 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
             socket.send(frame, flags, copy=len(frame) < COPY_BELOW_BYTES)
 
 
+_ERRORS = {"lineage": LineageError, "id_in_use": IdInUseError}
+
+
 def raise_error(message: Message) -> None:
     """Raise the error of an error reply. Do nothing for other messages."""
     if message.type == "error":
         text = str(message.fields.get("message", "the queue server refused a request without a reason"))
-        raise LineageError(text) if message.fields.get("kind") == "lineage" else QueueError(text)
+        raise _ERRORS.get(str(message.fields.get("kind")), QueueError)(text)

@@ -16,7 +16,7 @@ import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
 
-from async_rl.errors import QueueError
+from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
 from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
@@ -55,7 +55,7 @@ def _check_owner(state: QueueState, entry: GeneratorEntry, owner: Owner, remedy:
     entry.num_foreign += 1
     if entry.owner.has_key:
         raise QueueError(f"generator id {entry.generator_id!r} belongs to another client key; {remedy}")
-    raise QueueError(
+    raise IdInUseError(
         f"generator id {entry.generator_id!r} belongs to another generator, which was alive "
         f"{state.now - entry.seen_at:.0f} s ago; {remedy}, or wait until it was silent for "
         f"{state.settings.generator_timeout_s:.0f} s"

@@ -35,6 +35,7 @@ from async_rl.errors import (
     AsyncRLError,
     ConfigError,
     DamagedJournalError,
+    IdInUseError,
     LineageError,
     QueueError,
     StorageError,
@@ -608,7 +609,7 @@ def _frames(request: Request, reply: Reply, notice: Mapping[str, Any]) -> list[F
 
 
 def _error(error: Exception) -> Reply:
-    kinds = {LineageError: "lineage", WireError: "wire"}
+    kinds = {LineageError: "lineage", WireError: "wire", IdInUseError: "id_in_use"}
     kind = kinds.get(type(error), "queue" if isinstance(error, AsyncRLError) else "internal")
     return Reply(ErrorReply(kind, str(error) or type(error).__name__))
 
