@@ -31,7 +31,12 @@ class CheckpointConfig(Section):
     """When the learner saves model, optimizer and queue, so that the run can resume."""
 
     every: int = Field(default=50, ge=0, description="Steps between two checkpoints; 0 writes one only at the end.")
-    keep_last: int = Field(default=2, ge=1, description="Number of newest checkpoints that stay on disk.")
+    keep_last: int = Field(
+        default=2,
+        ge=1,
+        description="Number of newest checkpoints that stay on disk. If the newest is damaged, the run resumes from "
+        "the one before it; with 1 there is none.",
+    )
 
 
 class LogConfig(Section):

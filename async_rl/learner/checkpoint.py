@@ -4,7 +4,9 @@
 
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
-        step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer)
+        step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer),
+                         digests.json (``file_digests.py``)
+        step-*.damaged-* a checkpoint that was damaged when a learner started (``resume.py``)
         .partial-*/      a checkpoint that is being written, or that a dead process left incomplete
 
 A commit writes files under a temporary name, flushes and renames them, then replaces ``latest``. If the process is
@@ -46,6 +48,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from async_rl.errors import RunError
 from async_rl.learner.engine import Engine
 from async_rl.learner.engine.ranks import Ranks
+from async_rl.learner.file_digests import write_manifest, write_part
 from async_rl.learner.staleness import BoundState
 from async_rl.process.fault_points import fault_point
 
@@ -158,13 +161,14 @@ def write_checkpoint(
     partial.mkdir(parents=True)
     try:
         engine.save(partial, extra)
+        write_manifest(partial)
         _flush(partial)
         fault_point("learner.checkpoint_saved")
         confirm()
         os.rename(partial, target)  # fails if the target exists, so another learner's checkpoint is never replaced
         _flush_directory(root)
         fault_point("learner.checkpoint_written")
-        _commit_latest(root, target.name, lineage, confirm)
+        commit_latest(run_dir, target.name, lineage, confirm)
     except Exception:
         confirm()  # raises if the cause is a newer learner, which removes the partial files
         raise
@@ -172,9 +176,14 @@ def write_checkpoint(
     return target
 
 
-def _commit_latest(root: Path, name: str, lineage: str, confirm: Callable[[], None]) -> None:
-    """Make ``latest`` name the checkpoint ``name``, atomically and durably."""
+def commit_latest(run_dir: Path, name: str, lineage: str, confirm: Callable[[], None]) -> None:
+    """Make ``latest`` name the checkpoint ``name``, atomically and durably. For the arguments see ``write_checkpoint``.
+
+    Raises:
+        LineageError: a newer learner has taken over.
+    """
     confirm()
+    root = run_dir / "checkpoints"
     partial = root / f"{_PARTIAL}{lineage}-{_LATEST}"
     try:
         partial.write_text(f"{name}\n", encoding="utf-8")
@@ -201,16 +210,38 @@ def remove_leftovers(run_dir: Path) -> None:
             _remove(path)
 
 
+def latest_path(run_dir: Path) -> Path:
+    """The file that names the newest committed checkpoint."""
+    return run_dir / "checkpoints" / _LATEST
+
+
+def read_latest(run_dir: Path) -> str | None:
+    """The text of ``latest``, not validated; None if there is no such file."""
+    try:
+        return latest_path(run_dir).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The directories with the name of a checkpoint. Some may be newer than ``latest``, or damaged."""
+    root = run_dir / "checkpoints"
+    return [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return _step(path.name)
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """Return the newest committed checkpoint of a run; None before the first.
 
     Raises:
         RunError: the checkpoint that ``latest`` names does not exist.
     """
-    root = run_dir / "checkpoints"
-    try:
-        name = (root / _LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    root, name = run_dir / "checkpoints", read_latest(run_dir)
+    if name is None:
         return None
     if _STEP.fullmatch(name) is None or not (root / name).is_dir():
         there = sorted(p.name for p in root.iterdir() if _STEP.fullmatch(p.name)) or ["none"]
@@ -332,12 +363,14 @@ def save_training_state(
     """Write this rank's part into ``directory``. Returns when every rank has written."""
     _write_random_state(directory, ranks)
     with _quiet():
+        # Its files of this rank are __RANK_N.distcp.
         dcp.save(
             _tensors(model, optimizer),
             storage_writer=dcp.FileSystemWriter(directory),
             process_group=ranks.host_group,
             no_dist=not ranks.has_group,
         )
+    write_part(directory, ranks.rank, directory.glob(f"__{ranks.rank}_*"))
     if ranks.is_leader:
         (directory / _STATE).write_text(json.dumps({"num_updates": num_updates, "world_size": ranks.world_size}))
     if ranks.has_group:

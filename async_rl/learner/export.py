@@ -20,6 +20,7 @@ from async_rl.data.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, load_tensors, resolve_checkpoint
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
+from async_rl.learner.file_digests import find_damage
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -46,7 +47,8 @@ def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
     model's config; float32 if unset.
 
     Raises:
-        RunError: the checkpoint does not exist, ``out_dir`` is not empty, or the adapters' frozen weights have changed.
+        RunError: the checkpoint does not exist or is damaged, ``out_dir`` is not empty, or the adapters' frozen weights
+            have changed.
         ModelError: the checkpoint's weights don't fit its config, or the model that its adapters belong to is gone.
     """
     _export(checkpoint_dir, out_dir, _write)
@@ -63,6 +65,8 @@ def export_adapter(checkpoint_dir: Path, out_dir: Path) -> None:
 
 def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path], None]) -> None:
     checkpoint_dir = resolve_checkpoint(Path(checkpoint_dir))
+    if damage := find_damage(checkpoint_dir):
+        raise RunError(f"the checkpoint {checkpoint_dir.name} is damaged: {damage}; export another checkpoint")
     out_dir = Path(out_dir)
     check_export_target(out_dir)
     partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex[:8]}.partial")

@@ -31,7 +31,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, RunError
-from async_rl.learner.checkpoint import latest_checkpoint, read_extra, remove_leftovers, write_checkpoint
+from async_rl.learner.checkpoint import read_extra, write_checkpoint
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import Schedule
@@ -39,6 +39,7 @@ from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import SupervisedObjective
 from async_rl.learner.packing import TrainSequence
+from async_rl.learner.resume import find_resume_point, take_over
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
 
@@ -99,8 +100,9 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int) -> None:
         "%d rows, %d tokens; %d steps of %d rows", len(rows), sum(len(r.token_ids) for r in rows),
         config.sft.steps, config.sft.batch_size,
     )  # fmt: skip
-    remove_leftovers(run_dir)
-    newest = latest_checkpoint(run_dir)
+    point = find_resume_point(run_dir)
+    take_over(run_dir, point, lineage="sft", confirm=lock.check)
+    newest = point.checkpoint
     if newest is not None:
         engine.load(newest)
         logger.info("going on from %s", newest)
@@ -198,7 +200,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _steps_done(config: Config, run_dir: Path) -> int:
-    newest = latest_checkpoint(run_dir)
+    newest = find_resume_point(run_dir).checkpoint
     if newest is None:
         return 0
     extra = read_extra(newest)

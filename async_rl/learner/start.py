@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files
-from async_rl.errors import LineageError, QueueError
-from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra, remove_leftovers
+from async_rl.errors import QueueError
+from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
 from async_rl.learner.engine import Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsPlane
+from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
 from async_rl.learner.trainer import Trainer
 from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
@@ -140,8 +142,8 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, insecure: bool, may_st
 def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[dict[str, Any]]:
     """Run the trainer with ``engine`` to the end. Returns the rows of ``metrics.jsonl``."""
     run_dir = prepare_run_dir(config)
-    checkpoint = latest_checkpoint(run_dir.path)
-    state, snapshot = _restore(engine, checkpoint)
+    point = find_resume_point(run_dir.path)
+    state, snapshot = _restore(engine, point.checkpoint)
     log_path = run_dir.logs / "queue.log"
     address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
     # Without a journal a restarted queue is empty, and the learner has to start again from its checkpoint.
@@ -171,7 +173,8 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             fork_version=state.fork_version, step=state.step, num_steps=config.learner.steps,
             config_toml=config_to_toml(config), files=context.files, snapshot=snapshot,
         )  # fmt: skip
-        metrics, trained = _take_files_over(run_dir, checkpoint, state, config, written)
+        confirm = partial(queue.confirm, state.lineage)
+        metrics, trained = _take_files_over(run_dir, point, state, config, written, confirm=confirm)
         Trainer(
             config,
             state=state,
@@ -187,7 +190,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()
         # Generators and queue stay until all is written, because a learner that dies now is restarted and needs them.
-        _wrap_up(run_dir, state, export=context.export, confirm=lambda: queue.confirm(state.lineage))
+        _wrap_up(run_dir, state, export=context.export, confirm=confirm)
         _finish(queue, state)
     finally:
         publisher.close()
@@ -197,21 +200,17 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 
 
 def _take_files_over(
-    run_dir: RunDir, checkpoint: Path | None, state: TrainerState, config: Config, written: ExitStack
-) -> tuple[MetricsWriter, StepLog]:
-    """Bring the run's files back to ``checkpoint``, from which this learner attached. ``written`` closes them.
+    run_dir: RunDir, point: ResumePoint, state: TrainerState, config: Config, written: ExitStack, *,
+    confirm: Callable[[], None],
+) -> tuple[MetricsWriter, StepLog]:  # fmt: skip
+    """Bring the run's files back to ``point``, from which this learner attached. ``written`` closes them.
 
     From here on the queue refuses older learners, so they finish no file of the run any more.
 
     Raises:
-        LineageError: another learner has committed a newer checkpoint since this one read its own.
+        LineageError: another learner has committed a newer checkpoint since this one read its own, or has taken over.
     """
-    if (newest := latest_checkpoint(run_dir.path)) != checkpoint:
-        raise LineageError(
-            f"expected {checkpoint or 'none'} as the latest checkpoint, got {newest}, which another learner wrote "
-            f"while this one started; start only one learner"
-        )
-    remove_leftovers(run_dir.path)
+    take_over(run_dir.path, point, lineage=state.lineage, confirm=confirm)
     metrics = MetricsWriter(run_dir.path, config)
     written.callback(metrics.close)
     trained = StepLog(run_dir.trained)

@@ -92,7 +92,7 @@ class RunDir:
     def latest_checkpoint(self) -> str | None:
         """The content of ``checkpoints/latest``, not validated; None before the first checkpoint."""
         latest = self.checkpoints / "latest"
-        return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+        return latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
 
     @property
     def export(self) -> Path:

@@ -21,6 +21,7 @@ from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane
+from async_rl.learner.resume import find_resume_point
 from async_rl.learner.start import _restore, _take_files_over
 from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.clients import LearnerQueue
@@ -131,15 +132,17 @@ class Run:
     ) -> TrainerState:  # fmt: skip
         """One learner start, as ``start.train_with`` does it."""
         engine = cast(Engine, self.engine)
-        checkpoint = latest_checkpoint(self.path)
-        state, snapshot = _restore(engine, checkpoint)
+        point = find_resume_point(self.path)
+        state, snapshot = _restore(engine, point.checkpoint)
         run_dir, written = RunDir(self.path), ExitStack()
         steps = self.config.learner.steps
         learner_requests.attach(
             self.queue_state, state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0
         )
-        metrics, trained = _take_files_over(run_dir, checkpoint, state, self.config, written)
-        self.queue = DirectQueue(self.queue_state, answer=answer, before=before)
+        self.queue = queue = DirectQueue(self.queue_state, answer=answer, before=before)
+        metrics, trained = _take_files_over(
+            run_dir, point, state, self.config, written, confirm=lambda: queue.confirm(state.lineage)
+        )
         weights: WeightsPlane = self.weights
         if self.config.learner.fixed_lag is not None:
             weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
@@ -253,6 +256,23 @@ def test_an_evaluation_that_a_checkpoint_waits_for_is_asked_again_and_recorded_o
     assert run.queue.asked[0] == ("test", 2, False)
     assert (run.steps, run.evals) == ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     assert (run.path / "eval" / "rolled_back-1" / "test-step-000002.jsonl").exists()
+
+
+def test_a_run_goes_back_to_the_checkpoint_before_a_damaged_one(tmp_path: Path):
+    # Killed at step 5 of 7, with checkpoints of steps 2 and 4. The queue, which lives on, goes back to step 2 as well.
+    run = make_run(tmp_path, learner={"steps": 7}, eval={"every": 3})
+    run.dies("ack", 5)
+    (run.path / "checkpoints" / "step-000004" / "extra.msgpack").write_bytes(b"damaged")
+    state = run.start()
+    assert (run.steps, run.evals, state.step) == ([1, 2, 3, 4, 5, 6, 7], [0, 3, 6, 7], 7)
+    rows = read_rows(run.path / "trained.jsonl")
+    positions = [position for row in rows for position, _ in row["groups"]]
+    assert len(positions) == len(set(positions)) == 14
+    assert [row["lineage"] == state.lineage for row in rows] == [False] * 2 + [True] * 5
+    ledger = run.queue_state.stats().ledger["groups"]
+    assert (ledger["trained"], ledger["in_flight"], ledger["queued"], ledger["taken"]) == (14, 0, 0, 0)
+    assert run.dropped["rolled_back"] > 0
+    assert (run.path / "checkpoints" / "step-000004.damaged-1").is_dir()
 
 
 def test_data_that_ends_inside_a_step_ends_the_run_there(tmp_path: Path):

@@ -1,0 +1,81 @@
+"""Digests of a checkpoint's files: written before the checkpoint gets its name, checked before it is read.
+
+``digests.json`` has the size and the xxh3_128 of every file. While a checkpoint is being written, every rank calls
+``write_part`` for the shards that it has just written, all ranks at once. Then rank 0 calls ``write_manifest``, which
+joins the parts and reads only the small files that no rank has listed.
+
+Cost: every rank reads its own shards once more, from the page cache: about 0.2 s per GB, where writing and flushing
+take a second or more. A start reads the checkpoint once more, with up to 8 threads; the load that follows finds it in
+the page cache, if it fits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+MANIFEST = "digests.json"
+_PART = "digests-part-"
+_CHUNK_BYTES = 4 << 20
+_NUM_THREADS = 8
+
+Entry = tuple[int, str]
+"""Size in bytes, and xxh3_128 as hexadecimal digits."""
+
+
+def write_part(directory: Path, rank: int, paths: Iterable[Path]) -> None:
+    """Write the digests of the files that this rank has written into ``directory``."""
+    entries = {path.relative_to(directory).as_posix(): digest_of(path) for path in paths}
+    (directory / f"{_PART}{rank:05d}.json").write_text(json.dumps(entries), encoding="utf-8")
+
+
+def write_manifest(directory: Path) -> None:
+    """Write ``digests.json`` for all files below ``directory``, and remove the parts. Call it when all are written."""
+    entries: dict[str, Entry] = {}
+    for part in directory.glob(f"{_PART}*"):
+        entries |= json.loads(part.read_text(encoding="utf-8"))
+        part.unlink()
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name not in entries:
+            entries[name] = digest_of(path)
+    (directory / MANIFEST).write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def find_damage(directory: Path) -> str:
+    """What is wrong with the first damaged file of a checkpoint, by name; empty if every file is whole."""
+    path = directory / MANIFEST
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        entries = {str(name): (int(size), str(digest)) for name, (size, digest) in plain.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"can't read {path}: {type(error).__name__}: {error}"
+    names = sorted(entries)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="digests") as threads:
+        found = threads.map(lambda name: _damage_of(directory / name, entries[name]), names)
+        return next(filter(None, found), "")
+
+
+def _damage_of(path: Path, expected: Entry) -> str:
+    try:
+        size = path.stat().st_size
+        if size != expected[0]:
+            return f"{path}: expected {expected[0]} bytes, got {size}"
+        _, digest = digest_of(path)
+    except OSError as error:
+        return f"can't read {path}: {error.strerror or error}"
+    return "" if digest == expected[1] else f"{path}: expected the digest {expected[1]}, got {digest}"
+
+
+def digest_of(path: Path) -> Entry:
+    """Read a file; its size and digest."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+        return os.fstat(file.fileno()).st_size, digest.hexdigest()

@@ -1,0 +1,118 @@
+"""The checkpoint that a start resumes: the newest whole one.
+
+A checkpoint is whole if its files have the digests that were written with it (``file_digests.py``). If the newest one
+is damaged, or ``latest`` does not name one, the start goes back to the one before it. Model, trainer and queue go back
+together, because the queue's snapshot is part of the checkpoint.
+
+``find_resume_point`` only reads. ``take_over`` changes the files, once the queue has attached the learner: damaged
+checkpoints are renamed to ``NAME.damaged-N``, and ``latest`` names the resumed one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rl.errors import LineageError, RunError
+from async_rl.learner.checkpoint import (
+    checkpoint_step,
+    checkpoints_of,
+    commit_latest,
+    latest_path,
+    read_latest,
+    remove_leftovers,
+)
+from async_rl.learner.file_digests import find_damage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """What a start resumes.
+
+    Attributes:
+        checkpoint: None if the run has none, so that it begins at step 0.
+        latest: the text of ``latest`` when it was read; None if there was no such file.
+        damaged: checkpoints that ``latest`` named or that are newer, and are not whole.
+    """
+
+    checkpoint: Path | None
+    latest: str | None = None
+    damaged: tuple[Path, ...] = ()
+
+
+def find_resume_point(run_dir: Path) -> ResumePoint:
+    """Find the newest whole checkpoint of a run. Reads it completely.
+
+    Raises:
+        RunError: there are checkpoints, or ``latest`` says so, but none is whole.
+    """
+    while True:
+        latest = read_latest(run_dir)
+        point, causes = _newest_whole(run_dir, latest)
+        # Another learner may remove old checkpoints meanwhile.
+        if not causes or read_latest(run_dir) == latest:
+            break
+    for cause in causes:
+        logger.warning("%s", cause)
+    if causes and point.checkpoint is None:
+        raise RunError(
+            f"no checkpoint of {run_dir} is whole: {'; '.join(causes)}. Put back an undamaged copy of these files, or "
+            f"start over with --fresh (the old directory is moved aside) or in another run.dir"
+        )
+    if causes:
+        logger.warning("going back to the checkpoint before it, %s", point.checkpoint)
+    return point
+
+
+def _newest_whole(run_dir: Path, latest: str | None) -> tuple[ResumePoint, list[str]]:
+    """The resume point, and a sentence for everything that is damaged."""
+    causes: list[str] = []
+    steps = {path.name: path for path in checkpoints_of(run_dir)}
+    candidates = sorted(steps.values(), key=checkpoint_step, reverse=True)
+    if latest in steps:
+        # Newer ones are left over from unfinished commits.
+        candidates = candidates[candidates.index(steps[latest]) :]
+    elif latest is not None:
+        there = ", ".join(sorted(steps)) or "none"
+        causes.append(f"{latest_path(run_dir)}: expected the name of a checkpoint (there are: {there}), got {latest!r}")
+    elif candidates:
+        causes.append(f"{latest_path(run_dir)} is missing, although there are checkpoints")
+    damaged: list[Path] = []
+    for path in candidates:
+        damage = find_damage(path)
+        if not damage:
+            return ResumePoint(path, latest, tuple(damaged)), causes
+        causes.append(f"the checkpoint {path.name} is damaged: {damage}")
+        damaged.append(path)
+    return ResumePoint(None, latest, tuple(damaged)), causes
+
+
+def take_over(run_dir: Path, point: ResumePoint, *, lineage: str, confirm: Callable[[], None]) -> None:
+    """Make ``latest`` name the resumed checkpoint, move damaged ones aside, and remove what older learners left.
+
+    Args:
+        lineage: a name that no other learner start has.
+        confirm: raises LineageError if a newer learner has taken over.
+
+    Raises:
+        LineageError: another learner has committed a checkpoint since ``point`` was found, or has taken over.
+    """
+    if (now := read_latest(run_dir)) != point.latest:
+        raise LineageError(
+            f"expected {point.latest or 'none'} as the latest checkpoint, got {now}, which another learner wrote "
+            f"while this one started; start only one learner"
+        )
+    for path in point.damaged:
+        confirm()
+        number = 1
+        while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+            number += 1
+        path.rename(aside)
+        logger.warning("the damaged checkpoint is kept as %s; delete it when you no longer need it", aside)
+    if point.checkpoint is not None and point.checkpoint.name != point.latest:
+        commit_latest(run_dir, point.checkpoint.name, lineage, confirm)
+    remove_leftovers(run_dir)
