@@ -36,6 +36,10 @@ class RefusedError(Exception):
     """The server answered with an error."""
 
 
+class StalledError(AssertionError):
+    """The learner waits for groups that nobody samples."""
+
+
 class FakeEndpoint:
     """``sockets.Endpoint`` in memory."""
 
@@ -200,7 +204,7 @@ class Run:
             if reply.type == "batch":
                 assert read_as(reply.fields, BatchPart).num_groups == len(reply.parts) == 2
                 return [decode_group(bytes(part)).position for part in reply.parts]
-        raise AssertionError(f"step {step} got no batch")
+        raise StalledError(f"step {step} got no batch")
 
     def sample(self, version: int) -> None:
         """One round of a generator: ask for leases and return their groups, two in one message."""

@@ -14,7 +14,8 @@ from typing import Literal
 import pytest
 
 from async_rl.queue import messages
-from tests.queue.direct import LINEAGE, RefusedError, Run
+from tests.damage import damage
+from tests.queue.direct import LINEAGE, RefusedError, Run, StalledError
 
 Kind = Literal["segment", "index", "wal"]
 NUM_STEPS = 8
@@ -22,24 +23,6 @@ CHECKPOINT = 3
 """The step of the learner's last checkpoint."""
 NUM_PLACES = 200
 SEED = 15
-
-
-def damage(path: Path, random: Random) -> str:
-    """Flip a bit, overwrite a block, cut the file off, or delete it; what was done."""
-    data = bytearray(path.read_bytes())
-    place = random.randrange(len(data))
-    what = random.choices(("flip", "block", "cut", "delete"), (6, 2, 2, 1))[0]
-    if what == "flip":
-        data[place] ^= 1 << random.randrange(8)
-    elif what == "block":
-        data[place : place + 512] = random.randbytes(min(512, len(data) - place))
-    elif what == "cut":
-        del data[place:]
-    if what == "delete":
-        path.unlink()
-    else:
-        path.write_bytes(data)
-    return f"{what} {path.name} at {place} of {len(data)}"
 
 
 class Killed:
@@ -79,11 +62,11 @@ class Killed:
             try:
                 trained = [*self.trained, *run.take(CHECKPOINT)]
                 return run, self._live(run, CHECKPOINT, trained)
-            except RefusedError as error:
+            except (RefusedError, StalledError) as error:
                 run.close()
                 # The learner ends with this message. Its remedy is the restart below.
-                if not ("start the run again" in str(error) or "start the learner again" in str(error)):
-                    raise
+                if isinstance(error, RefusedError) and "start the run again" not in str(error):
+                    assert "start the learner again" in str(error)  # noqa: PT017
         run = Run(directory, self._monkeypatch, num_steps=NUM_STEPS, lineage="line-b")
         run.attach(parent=LINEAGE, step=CHECKPOINT, snapshot=self.snapshot)
         run.announce(CHECKPOINT)
