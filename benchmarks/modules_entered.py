@@ -30,7 +30,7 @@ from async_rl.queue.server.start import run_queue
 from async_rl.records import Lease
 from benchmarks.modules_entered_weights import entered_by_version
 from benchmarks.queue_measure import Load
-from benchmarks.queue_product import ProductOptions, make_group, rollouts, tokens_for, write_config
+from benchmarks.queue_product import DIGEST, ProductOptions, make_group, rollouts, tokens_for, write_config
 
 _LINEAGE = "0123456789abcdef"
 _NUM_GROUPS = 4
@@ -76,7 +76,7 @@ def record_group(recorder: Recorder, directory: Path) -> None:
     learner, generator = LearnerQueue(address, _WAIT_S), GeneratorQueue(address, "generator-0")
     try:
         learner.attach("count", _LINEAGE, "", 0, 0, 1, "", {}, None)
-        learner.announce(Announcement(_LINEAGE, 0, "digest", "tcp://127.0.0.1:1"))
+        learner.announce(Announcement(_LINEAGE, 0, DIGEST, "tcp://127.0.0.1:1"))
         generator.hello(_WAIT_S, "count")
         leases = _leases(generator)
         made = rollouts(tokens_for(_SIZE_BYTES), 0)

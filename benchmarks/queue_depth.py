@@ -22,7 +22,7 @@ from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Journal
 from async_rl.records import Sampling
-from benchmarks.queue_product import GROUP_SIZE, PROMPT_TOKENS, make_group, rollouts, tokens_for
+from benchmarks.queue_product import DIGEST, GROUP_SIZE, PROMPT_TOKENS, make_group, rollouts, tokens_for
 
 GROUPS_PER_STEP = 100
 _SIZE_BYTES = 2 << 10
@@ -44,7 +44,7 @@ class _Queue:
         self.journal.commit(self.changes.drain(), {"queue": persistence.save(self.state)})
 
     def announce(self) -> None:
-        learner_requests.announce(self.state, Announcement(_LINEAGE, self.version, "digest", "tcp://127.0.0.1:1"))
+        learner_requests.announce(self.state, Announcement(_LINEAGE, self.version, DIGEST, "tcp://127.0.0.1:1"))
 
     def fill(self, num_groups: int) -> None:
         """Lease and return so many groups."""

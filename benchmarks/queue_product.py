@@ -34,6 +34,7 @@ from benchmarks.queue_measure import Load, Measured, Meter, Pacer, processes, re
 GROUP_SIZE = 8
 PROMPT_TOKENS = 4
 _LINEAGE = "0123456789abcdef"
+DIGEST = "of the weights"
 _NUM_ROWS = 4096
 _START_S = 60.0
 _WAIT_S = 20.0
@@ -152,9 +153,10 @@ def rollouts(num_tokens: int, version: int) -> tuple[Rollout, ...]:
 
 def make_group(lease_id: str, position: int, lineage: str, made: tuple[Rollout, ...], generator_id: str) -> Group:
     """``made`` as the group of a lease, stamped with the moment."""
+    version = int(made[0].sequences[0].versions[-1])
     return Group(
         lease_id=lease_id, kind="train", position=position, generator_id=generator_id, lineage=lineage,
-        temperature=1.0, rollouts=made, weights_digest={0: "0123456789abcdef"}, sampling_time_s=time.monotonic(),
+        temperature=1.0, rollouts=made, weights_digest={version: DIGEST}, sampling_time_s=time.monotonic(),
     )  # fmt: skip
 
 
@@ -182,7 +184,7 @@ def _learner(address: str, keys: str | None, load: Load, options: ProductOptions
     reuse_freed_memory()  # as async-rl learner does
     queue = LearnerQueue(address, _START_S, client_keys_of(keys))
     queue.attach("benchmark", _LINEAGE, "", 0, 0, 10_000_000, "", {}, None)
-    queue.announce(Announcement(_LINEAGE, 0, "digest", "tcp://127.0.0.1:1"))
+    queue.announce(Announcement(_LINEAGE, 0, DIGEST, "tcp://127.0.0.1:1"))
     pipe.send("attached")
     meter, step = Meter(load, receive(pipe)), 0
     num_rollouts = options.groups_per_step * GROUP_SIZE
@@ -197,7 +199,7 @@ def _learner(address: str, keys: str | None, load: Load, options: ProductOptions
         queue.ack(StepAck(_LINEAGE, step, step + 1, facts), next_take_s=_WAIT_S)
         step += 1
         if step % options.sync_every == 0:
-            queue.announce(Announcement(_LINEAGE, step, "digest", "tcp://127.0.0.1:1"))
+            queue.announce(Announcement(_LINEAGE, step, DIGEST, "tcp://127.0.0.1:1"))
     pipe.send(measured)
     queue.close()
 

@@ -25,7 +25,7 @@ from async_rl.learner.resume import find_resume_point
 from async_rl.learner.start import _restore, _take_files_over
 from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.queue.core import learner_requests
+from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
@@ -378,12 +378,33 @@ def test_groups_in_the_queue_are_trained_after_a_restart_that_lays_the_weights_o
 
 
 @pytest.mark.parametrize("digests", [{0: "of other weights"}, {}, {7: "digest-0"}])
-def test_rollouts_of_weights_that_were_not_published_are_masked(tmp_path: Path, digests: dict[int, str]):
+def test_groups_of_weights_that_were_not_published_are_refused(tmp_path: Path, digests: dict[int, str]):
+    forged: list[str] = []
+
+    def answer(lease: Lease, version: int) -> Group:
+        honest = answered(lease, version)
+        if lease.attempt > 1 or (lease.kind == "train" and lease.prompt.position):
+            return honest
+        forged.append(lease.kind)
+        return structs.replace(honest, weights_digest=digests)
+
+    run = make_run(tmp_path)
+    run.start(answer=answer)
+    # The first attempts of evaluations too; later attempts are honest.
+    num_evals = forged.count("eval")
+    assert (forged.count("train"), num_evals) == (1, len(run.evals) * NUM_EVAL_ROWS)
+    entry = run.queue_state.generators.get("g0")
+    assert entry is not None
+    assert entry.refused == {"weights": 1 + num_evals}
+    assert run.queue_state.stats().ledger["rollouts"]["masked"] == {}
+
+
+def test_rollouts_of_unknown_weights_that_the_queue_let_pass_are_masked(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(generator_requests, "why_unfit", lambda *args, **kwargs: "")
+
     def forged(lease: Lease, version: int) -> Group:
         honest = answered(lease, version)
-        return (
-            honest if lease.kind == "eval" or lease.prompt.position else structs.replace(honest, weights_digest=digests)
-        )
+        return honest if lease.kind == "eval" or lease.prompt.position else structs.replace(honest, weights_digest={})
 
     run = make_run(tmp_path)
     run.start(answer=forged)

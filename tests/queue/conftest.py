@@ -105,5 +105,6 @@ def attach(queue: LearnerQueue, lineage: str = "line-a", *, snapshot: bytes | No
         run_id="run", lineage=lineage, config_toml="[run]", files={"b.json": b"{}", "a.txt": b"hello"},
         snapshot=snapshot, **plain,
     )  # type: ignore[arg-type]  # fmt: skip
-    queue.announce(Announcement(lineage, int(str(plain["fork_version"])), "digest-0", "tcp://127.0.0.1:1"))
+    version = int(str(plain["fork_version"]))
+    queue.announce(Announcement(lineage, version, f"digest-{version}", "tcp://127.0.0.1:1"))
     queue.ping()  # Announced by now, for whoever looks from another connection.

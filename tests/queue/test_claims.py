@@ -18,7 +18,7 @@ from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, TokenSequence, Turn
-from tests.queue.builders import LINEAGE, ack, group, leases, make_state, take
+from tests.queue.builders import LINEAGE, SAMPLING, ack, announce, group, leases, make_state, rows, take
 from tests.queue.direct import RefusedError, Run
 
 VOCAB = 100
@@ -225,3 +225,37 @@ def test_an_answer_to_a_probe_that_the_learner_could_not_read_is_refused(tmp_pat
         run.call(b"peer", messages.AnswerProbe("g0", LINEAGE, 0, b"no answer"))
     assert run.server._handlers.registry.answers_since(LINEAGE, 0) == {}
     run.close()
+
+
+@pytest.mark.parametrize("digests", [{}, {0: "digest-1"}, {1: "digest-0"}])
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_a_group_of_other_weights_than_the_published_ones_is_refused(digests: dict[int, str], kind: str):
+    state = make_state(max_staleness=9)
+    if kind == "eval":
+        learner_requests.evaluate(state, "test", 0, rows(2), 2, SAMPLING, 0, True)
+    (lease,) = leases(state, 1)
+    assert lease.kind == kind
+    verdict, reason = give(state, replace(group(lease), weights_digest=digests))
+    assert (verdict, "weights: expected digest 'digest-0' of version 0, as published" in reason) == ("refused", True)
+    entry = state.generators.get("g0")
+    assert entry is not None
+    assert entry.refused == {"weights": 1}
+
+
+def test_the_digests_of_versions_that_a_lease_may_still_use_are_kept_and_no_others():
+    state = make_state(max_staleness=1)
+    learner_requests.evaluate(state, "test", 0, rows(2), 2, SAMPLING, 0, False)
+    assert [lease.kind for lease in leases(state, 1)] == ["eval"]
+    learner = state.learner
+    assert learner is not None
+    for version in range(1, 4):
+        learner.version = version
+        announce(state, version)
+    # The evaluation's lease may use version 0.
+    assert learner.digests == {version: f"digest-{version}" for version in range(4)}
+    state.evals.clear()
+    for active in state.leases:
+        state.leases.close(active.lease.lease_id, "cancelled")
+    learner.version = 4
+    announce(state, 4)
+    assert learner.digests == {3: "digest-3", 4: "digest-4"}

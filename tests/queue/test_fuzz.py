@@ -156,7 +156,7 @@ class Client:
         assert isinstance(self.learner.take(LINEAGE, self.step, self.step, DEADLINE_S), Batch)
         self.learner.ack(StepAck(LINEAGE, self.step, self.step + 1, all_trained()))
         self.step += 1
-        self.learner.announce(Announcement(LINEAGE, self.step, "digest", "tcp://127.0.0.1:1"))
+        self.learner.announce(Announcement(LINEAGE, self.step, f"digest-{self.step}", "tcp://127.0.0.1:1"))
         self.num_answers += 4 + len(held)
 
     def _until(self, kind: type, count: int) -> list[Any]:

@@ -34,7 +34,7 @@ def full_state() -> PersistedState:
         data_digest=DATA_DIGEST,
         learner=LearnerSide(
             "line-b", 3, 9, 4, 2, 1, announcement=Announcement("line-b", 4, "digest", "tcp://a:1", b"probe"),
-            taken_ids=(), acked=(2, b"snapshot"), finished=True,
+            taken_ids=(), acked=(2, b"snapshot"), finished=True, digests={4: "digest"},
         ),
         old_lineages={"line-a"},
         cursor=StreamCursor(40, [3, 5]),

@@ -179,7 +179,7 @@ class LearnerSide(msgspec.Struct):
     """The attached learner. The last ack sets ``step``, ``version`` and ``lease_bound``, the bound of new leases.
 
     ``taken_ids`` are the lease ids of the groups that were taken for ``step``. ``acked`` is the last acked step, with
-    the snapshot that its ack requested.
+    the snapshot that its ack requested. ``digests`` has the digests of the announced versions that a lease may use.
     """
 
     lineage: str
@@ -192,6 +192,7 @@ class LearnerSide(msgspec.Struct):
     taken_ids: tuple[str, ...] = ()
     acked: tuple[int, bytes | None] | None = None
     finished: bool = False
+    digests: dict[int, str] = msgspec.field(default_factory=dict)
 
     @classmethod
     def continued(

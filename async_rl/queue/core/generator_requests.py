@@ -159,7 +159,7 @@ def receive(
     # The learner publishes a version after its step is acknowledged, and announces it after that. A generator may
     # sample with it before the announcement, and without one if the learner dies in between.
     unfit = why_unfit(
-        group, active.lease, newest_version=learner.version,
+        group, active.lease, newest_version=learner.version, digests=learner.digests,
         vocab_size=state.vocab_size, max_abs_reward=state.settings.max_abs_reward,
     )  # fmt: skip
     if not unfit and group.generator_id != generator_id:

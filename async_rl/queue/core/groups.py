@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from async_rl.sampling_mask import contains
 _MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0, up to rounding."""
 _MAX_TOKEN_ID = 2**31 - 1
-_CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards", "malformed"})
+_CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards", "weights", "malformed"})
 
 # The summary.
 
@@ -40,6 +41,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     ``accuracy`` are sums over rollouts. ``unfit`` is the reason why no lease could accept the group; empty if there is
     none. ``has_sampling_mask``: the group lists the tokens that top-p and top-k kept. ``largest_token_id`` counts a
     negative id as 2^31 or more. ``most_sampled`` is the largest number of tokens under the mask in one rollout.
+    ``versions`` are those of the tokens under the mask; ``weights_digest`` has the generator's digest of each.
     ``largest_reward`` is the largest absolute value of a reward part or a turn's reward; 0 if the group is unfit.
     """
 
@@ -62,6 +64,8 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     longest_sequence: int = 0
     most_sampled: int = 0
     largest_reward: float = 0.0
+    versions: tuple[int, ...] = ()
+    weights_digest: dict[int, str] = {}
 
 
 def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
@@ -73,7 +77,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
     group = decode_flat_group(payload, limits)
     fields = group.fields
     num_tokens = int(np.count_nonzero(group.loss_mask))
-    oldest_version, newest_version = _version_range(group) if num_tokens else (NO_VERSION, NO_VERSION)
+    versions = _sampled_versions(group) if num_tokens else (NO_VERSION,)
     every_rollout_failed = fields.finish_reason.count("error") == group.num_rollouts
     reward = float(sum(sum(filter(None, values)) for values in fields.reward_parts.values()))
     accuracy = float(sum(fields.accuracy))
@@ -86,8 +90,8 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         lineage=fields.lineage,
         num_rollouts=group.num_rollouts,
         num_tokens=num_tokens,
-        oldest_version=oldest_version,
-        newest_version=newest_version,
+        oldest_version=versions[0],
+        newest_version=versions[-1],
         reward=reward,
         accuracy=accuracy,
         every_rollout_failed=every_rollout_failed,
@@ -99,18 +103,19 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         most_sampled=_most_sampled(group) if group.num_rollouts else 0,
         # An unfit group may have rewards that are not finite.
         largest_reward=0.0 if unfit else _largest_reward(group),
+        versions=versions if num_tokens else (),
+        weights_digest=fields.weights_digest,
     )
 
 
-def _version_range(group: FlatGroup) -> tuple[int, int]:
-    """The oldest and the newest version in a group that has at least one sampled token."""
+def _sampled_versions(group: FlatGroup) -> tuple[int, ...]:
+    """The versions, ascending, in a group that has at least one sampled token."""
     versions, sampled = group.versions, group.loss_mask.tobytes()
     first = int(versions[sampled.find(1)])
-    # Most groups have only one version. This comparison costs a third as much as two reductions.
+    # Most groups have only one version.
     if np.equal(versions, first).tobytes() == sampled:
-        return first, first
-    # Tokens outside the mask have NO_VERSION: -1 is the largest number if unsigned, and below all versions if signed.
-    return int(np.minimum.reduce(versions.view(np.uint32)).view(np.int32)), int(np.maximum.reduce(versions))
+        return (first,)
+    return tuple(np.unique(versions[group.loss_mask]).tolist())
 
 
 def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
@@ -201,7 +206,7 @@ def _rollout_lengths(group: FlatGroup) -> list[int]:
 
 def why_unfit(
     group: GroupSummary, lease: Lease, *, newest_version: int, vocab_size: int | None = None,
-    max_abs_reward: float = math.inf,
+    max_abs_reward: float = math.inf, digests: Mapping[int, str] = MappingProxyType({}),
 ) -> str:  # fmt: skip
     """The reason why a returned group does not fit its lease; empty if it does. ``refusal_cause`` gives its cause.
 
@@ -233,6 +238,12 @@ def why_unfit(
             f"expected tokens of versions 0..{newest_version}, which the learner has trained, got versions "
             f"{group.oldest_version}..{group.newest_version}"
         )
+    for version in group.versions:
+        if version in digests and group.weights_digest.get(version) != digests[version]:
+            return (
+                f"weights: expected digest {digests[version]!r} of version {version}, as published, got "
+                f"{group.weights_digest.get(version)!r}"
+            )
     return _why_beyond(group, lease, vocab_size, max_abs_reward)
 
 

@@ -98,7 +98,17 @@ def announce(state: QueueState, announcement: Announcement) -> None:
     newest = learner.announced_version
     if newest is None or announcement.version >= newest:
         learner.announcement = announcement
+        oldest = _oldest_in_use(state, learner)
+        kept = {version: digest for version, digest in learner.digests.items() if version >= oldest}
+        learner.digests = {**kept, announcement.version: announcement.digest}
         state.revision += 1
+
+
+def _oldest_in_use(state: QueueState, learner: LearnerSide) -> int:
+    """The oldest version of which a group may still be accepted."""
+    of_leases = (active.version for active in state.leases)
+    of_evals = (evaluation.request.min_version for evaluation in state.evals.unfinished)
+    return min((state.settings.oldest_trainable(learner.version), *of_leases, *of_evals))
 
 
 def evaluate(

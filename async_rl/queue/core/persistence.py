@@ -193,7 +193,7 @@ def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
     state.release_refs(state.snapshot_refs.add(snapshot_key(learner.lineage, learner.step), groups))
     saved = persisted(state)
     saved.cursor = StreamCursor(state.cursor.position, sorted([*state.cursor.requeued, *in_flight]))
-    saved.learner = msgspec.structs.replace(learner, taken_ids=(), acked=None, announcement=None)
+    saved.learner = msgspec.structs.replace(learner, taken_ids=(), acked=None, announcement=None, digests={})
     frame = pack_plain(Snapshot(saved, groups))
     return xxhash.xxh3_128_digest(frame) + frame
 

@@ -23,7 +23,7 @@ from async_rl.queue.storage.payloads import Spot
 
 INDEX = "index.sqlite"
 _START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
-_FORMAT = 5
+_FORMAT = 6
 """Increase this number with every change of the tables, or of the kinds and fields of records."""
 _DIGEST_BYTES = 8
 _MAX_PLACE = 1 << 48
