@@ -90,7 +90,8 @@ class StreamServer:
 
     def __init__(self, learner: socket.socket) -> None:
         self._learner = learner
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._session_opened, self._connection_ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._send_lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
         self._sessions: dict[bytes, _Session] = {}
@@ -140,7 +141,7 @@ class StreamServer:
         with self._lock:
             chain = [self._deltas[job] for job in order.jobs]
             self._sessions[order.token] = _Session(self._slots[order.slot], chain, order.key)
-            self._lock.notify_all()
+            self._session_opened.notify_all()
 
     def _end_session(self, token: bytes) -> None:
         with self._lock:
@@ -165,7 +166,7 @@ class StreamServer:
                 if is_out_of_resources(error):
                     logger.warning("can't accept another connection for weights: %s; waiting until one ends", error)
                     with self._lock:
-                        self._lock.wait(_FULL_S)
+                        self._connection_ended.wait(_FULL_S)
                 # Otherwise that one peer was gone before it was accepted.
                 continue
             with self._lock:
@@ -197,7 +198,7 @@ class StreamServer:
         with self._lock:
             self._num_connections -= 1
             self._unauthenticated.remove(connection)
-            self._lock.notify_all()
+            self._connection_ended.notify_all()
 
     def _answer_requests(self, connection: socket.socket) -> None:
         timeout = struct.pack("ll", _STALL_S, 0)
@@ -225,7 +226,7 @@ class StreamServer:
     def _find_session(self, token: bytes, connection: socket.socket) -> _Session | None:
         """Return the session of this token; None if none appears within ``_SESSION_S``."""
         with self._lock:
-            if not self._lock.wait_for(lambda: token in self._sessions, _SESSION_S):
+            if not self._session_opened.wait_for(lambda: token in self._sessions, _SESSION_S):
                 return None
             session = self._sessions[token]
             session.connections.add(connection)
