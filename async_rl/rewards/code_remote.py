@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -219,6 +220,13 @@ class VerifierServer(ThreadingHTTPServer):
         finally:
             self.end_reading(request)
             self._connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log why a connection ended. Called in an exception's handler."""
+        if isinstance(sys.exception(), OSError):
+            logger.debug("a connection ended", exc_info=True)  # peers can cause it at will
+        else:
+            logger.exception("a request failed by a bug")
 
     def end_reading(self, request: socket.socket) -> None:
         """Note that the request of this connection is complete, or that the connection has ended."""
