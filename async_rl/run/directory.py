@@ -20,7 +20,7 @@ from async_rl.config.loading import config_difference, config_to_toml, load_conf
 from async_rl.errors import ConfigError, RunError
 
 MAY_DIFFER: tuple[str, ...] = (
-    "run.dir", "run.name",
+    "run.dir", "run.name", "data.on_change",
     "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.journal_dir",
     "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",

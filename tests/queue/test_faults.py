@@ -18,6 +18,7 @@ from async_rl.queue.core.leases import LeaseTable
 from async_rl.queue.core.ledger import Ledger
 from async_rl.queue.core.prompts import EvalBook
 from async_rl.queue.storage.journal import Changes
+from tests.examples import some
 from tests.queue.direct import LINEAGE, NUM_STEPS, Faults, FaultyIndex, Run
 
 STORAGE_CALLS = ((os, "pwritev"), (os, "open"), (os, "fstat"), (Path, "rename"), (Path, "unlink"))
@@ -67,7 +68,7 @@ def test_a_disk_without_room_at_any_call_is_waited_out(tmp_path: Path, monkeypat
     plain, counted = storage_run(tmp_path / "plain", monkeypatch, code)
     assert len(plain.trained) == 2 * NUM_STEPS
     assert counted.num_calls > 100
-    for number in range(1, counted.num_calls + 1):
+    for number in some(range(1, counted.num_calls + 1)):
         run, faults = storage_run(tmp_path / str(number), monkeypatch, code, range(number, number + 3))
         assert faults.failed
         assert (run.trained, run.num_answers) == (plain.trained, plain.num_answers), faults.failed
@@ -76,7 +77,7 @@ def test_a_disk_without_room_at_any_call_is_waited_out(tmp_path: Path, monkeypat
 
 def test_a_failing_disk_at_any_call_stops_the_run_with_the_cause(tmp_path: Path, monkeypatch):
     _, counted = storage_run(tmp_path / "plain", monkeypatch, errno.EIO)
-    for number in range(1, counted.num_calls + 1):
+    for number in some(range(1, counted.num_calls + 1)):
         directory = tmp_path / str(number)
         with pytest.raises(StorageError, match=f"journal in {directory}/journal can't be read or written"):
             storage_run(directory, monkeypatch, errno.EIO, range(number, number + 1))
@@ -105,7 +106,7 @@ def test_a_bug_at_any_change_of_state_leaves_no_half_change(tmp_path: Path, monk
     plain, counted = buggy_run(tmp_path / "plain", monkeypatch, STATE_CALLS, 0)
     assert counted.num_calls > 80
     num_finished, stops = 0, list[QueueError]()
-    for number in range(1, counted.num_calls + 1):
+    for number in some(range(1, counted.num_calls + 1)):
         try:
             run, faults = buggy_run(tmp_path / str(number), monkeypatch, STATE_CALLS, number)
         except QueueError as error:
@@ -122,12 +123,12 @@ def test_a_bug_at_any_change_of_state_leaves_no_half_change(tmp_path: Path, monk
         assert len(run.endpoint.blocked) == 1
     assert all("the queue stops the run" in str(e) and isinstance(e.__cause__, RuntimeError) for e in stops)
     # The others are requests of the learner.
-    assert num_finished > counted.num_calls // 3
+    assert num_finished > (num_finished + len(stops)) // 3
 
 
 def test_a_bug_in_a_request_of_the_learner_stops_the_run_with_the_cause(tmp_path: Path, monkeypatch):
     _, counted = buggy_run(tmp_path / "plain", monkeypatch, LEARNER_CALLS, 0)
-    for number in range(1, counted.num_calls + 1):
+    for number in some(range(1, counted.num_calls + 1)):
         with pytest.raises(QueueError, match="bug in ") as caught:
             buggy_run(tmp_path / str(number), monkeypatch, LEARNER_CALLS, number)
         assert isinstance(caught.value.__cause__, RuntimeError)

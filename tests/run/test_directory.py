@@ -46,7 +46,7 @@ def test_what_does_not_change_the_training_may_differ_and_is_written_down(tmp_pa
     run_dir = prepare_run_dir(a_config(tmp_path / "run"))
     moved = a_config(
         tmp_path / "run", generator={"count": 3}, learner={"nproc": 2}, log={"wandb": "offline"}, sft={"steps": 2},
-        queue={"journal_dir": str(tmp_path / "journal")},
+        queue={"journal_dir": str(tmp_path / "journal")}, data={"on_change": "accept"},
     )  # fmt: skip
     prepare_run_dir(moved)
     assert load_config(run_dir.config) == moved

@@ -276,8 +276,8 @@ def drop_undelivered(state: QueueState, cause: DropCause) -> None:
 def _changed_data(since: str, saved: PersistedState, state: QueueState) -> QueueError:
     return QueueError(
         f"data.train has changed since {since}: expected rows with digest {saved.data_digest}, got "
-        f"{state.data_digest}; put the old file back, or set data.on_change = 'accept' in the config and in "
-        f"config.toml of the run directory, so that the run continues at its stream position with the new rows"
+        f"{state.data_digest}; put the old file back, or set data.on_change = 'accept': then the run "
+        f"goes on at its place in the data, with the new rows"
     )
 
 
