@@ -11,6 +11,7 @@ the page cache, if it fits.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable
@@ -19,10 +20,17 @@ from pathlib import Path
 
 import xxhash
 
+from async_rl.errors import RunError
+
 MANIFEST = "digests.json"
 _PART = "digests-part-"
 _CHUNK_BYTES = 4 << 20
 _NUM_THREADS = 8
+
+_DAMAGE = frozenset({
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.ESTALE,
+})  # fmt: skip
+"""Errors that say that a file is gone or can't be read back. Other errors say nothing about the file."""
 
 Entry = tuple[int, str]
 """Size in bytes, and xxh3_128 as hexadecimal digits."""
@@ -48,12 +56,18 @@ def write_manifest(directory: Path) -> None:
 
 
 def find_damage(directory: Path) -> str:
-    """What is wrong with the first damaged file of a checkpoint, by name; empty if every file is whole."""
+    """Describe the first damaged file of a checkpoint, in order of names. Return an empty text if every file is whole.
+
+    Raises:
+        RunError: a file can't be read for a reason that says nothing about its content, such as missing permissions.
+    """
     path = directory / MANIFEST
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
         entries = {str(name): (int(size), str(digest)) for name, (size, digest) in plain.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except OSError as error:
+        return _damage_by(error, path)
+    except (ValueError, TypeError, AttributeError) as error:
         return f"can't read {path}: {type(error).__name__}: {error}"
     names = sorted(entries)
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="digests") as threads:
@@ -68,8 +82,18 @@ def _damage_of(path: Path, expected: Entry) -> str:
             return f"{path}: expected {expected[0]} bytes, got {size}"
         _, digest = digest_of(path)
     except OSError as error:
-        return f"can't read {path}: {error.strerror or error}"
+        return _damage_by(error, path)
     return "" if digest == expected[1] else f"{path}: expected the digest {expected[1]}, got {digest}"
+
+
+def _damage_by(error: OSError, path: Path) -> str:
+    """Describe the damage that a failed read shows. Raises RunError: another cause, with which no file is damaged."""
+    if error.errno not in _DAMAGE:
+        raise RunError(
+            f"can't read {path}: {error.strerror or error}; correct that (permissions, the limit on open files), then "
+            f"start again"
+        ) from error
+    return f"can't read {path}: {error.strerror or error}"
 
 
 def digest_of(path: Path) -> Entry:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 
 from async_rl.errors import LineageError, RunError
+from async_rl.learner import file_digests
 from async_rl.learner.checkpoint import (
     load_training_state,
     read_extra,
@@ -140,6 +143,18 @@ def test_without_a_whole_checkpoint_the_files_and_a_remedy_are_named(run_dir: Pa
         find_resume_point(run_dir)
     path = run_dir / "checkpoints" / "step-000004" / ".metadata"
     path.with_suffix(".copy").rename(path)
+    assert resume(run_dir) == 4
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
+def test_a_file_that_can_not_be_opened_now_is_not_damaged(run_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int):
+    def refuse(path: Path) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(file_digests, "digest_of", refuse)
+    with pytest.raises(RunError, match=rf"can't read .*step-000004/.*{os.strerror(code)}; correct that"):
+        find_resume_point(run_dir)
+    monkeypatch.undo()
     assert resume(run_dir) == 4
 
 
