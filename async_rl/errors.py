@@ -110,5 +110,9 @@ class TrainingError(AsyncRLError):
     """The run can't go on (too many filtered groups, a step that can't be trained); the message is a diagnosis."""
 
 
+class StoppedError(AsyncRLError):
+    """A signal asked the learner to stop, and it has saved its last step. The message says what is saved."""
+
+
 class ParityError(TrainingError):
     """A generator's engine and the learner give the same tokens different log-probabilities at the same weights."""

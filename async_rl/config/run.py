@@ -37,6 +37,12 @@ class CheckpointConfig(Section):
         description="Number of newest checkpoints that stay on disk. If the newest is damaged, the run resumes from "
         "the one before it; with 1 there is none.",
     )
+    grace_s: float = Field(
+        default=25.0,
+        gt=0,
+        description="Seconds in which a learner that gets SIGTERM or SIGINT saves a checkpoint and ends; afterwards "
+        "it ends without one. Slurm, Kubernetes and torchrun kill it after 30 s by default.",
+    )
 
 
 class LogConfig(Section):

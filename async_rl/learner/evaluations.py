@@ -21,8 +21,8 @@ from async_rl.run.eval_records import Decode, eval_metrics, row_records, write_j
 
 logger = logging.getLogger(__name__)
 
-EVAL_WAIT_S = 2.0
-"""Longest wait, in seconds, of one request at the queue. Between requests rank 0 ticks the other ranks."""
+EVAL_WAIT_S = 0.5
+"""Longest wait, in seconds, of one request at the queue. Between requests rank 0 notices signals."""
 
 
 class Evaluations:

@@ -159,14 +159,15 @@ class VersionPublisher:
         unpublished = self._state.version - self._newest
         return unpublished >= self._config.weights.sync_every or (unpublished > 0 and is_last)
 
-    def publish(self, *, is_last: bool = False) -> None:
-        """Publish the engine's version, with a parity probe if one is due."""
+    def publish(self, *, tick: Callable[[], None], is_last: bool = False) -> None:
+        """Publish the engine's version, with a parity probe if one is due.
+
+        ``tick`` is called while a buffer is awaited. It may raise: then nothing is published.
+        """
         state, engine = self._state, self._engine
         if self._parity is not None and not is_last:
             self._parity.prepare_probe(state.lineage, state.version)
-        published = self._weights.publish(
-            state.lineage, state.version, engine.gather(), tick=engine.tick, is_last=is_last
-        )
+        published = self._weights.publish(state.lineage, state.version, engine.gather(), tick=tick, is_last=is_last)
         fault_point("learner.publishing")
         if published is None:
             return

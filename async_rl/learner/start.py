@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files
-from async_rl.errors import QueueError
+from async_rl.errors import QueueError, StoppedError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
 from async_rl.learner.engine import Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -35,6 +35,7 @@ from async_rl.learner.trainer import Trainer
 from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.child import reuse_freed_memory
+from async_rl.process.stop import StopRequest
 from async_rl.process.user_code import DIGESTS_FILE, write_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
@@ -66,6 +67,7 @@ class LearnerContext:
         export: whether to write ``export/`` at the end.
         may_start_queue: whether to start a queue server if there is none; if False, another process starts it.
         lock: the run directory's; if unset, nobody else can use the directory.
+        stop_signal: returns the signal that asks the learner to save and end, 0 if there is none.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class LearnerContext:
     export: bool = False
     may_start_queue: bool = True
     lock: RunLock | None = None
+    stop_signal: Callable[[], int] = lambda: 0
 
 
 def run_learner(
@@ -99,7 +102,7 @@ def run_learner(
     reuse_freed_memory()
     ranks = init_ranks(config)
     if not ranks.is_leader:
-        FsdpEngine(config, ranks).follow()
+        _follow(config, ranks)
         return
     with ExitStack() as held:
         with ranks.together("preparing the run directory"):
@@ -108,10 +111,19 @@ def run_learner(
                 _, lock = held.enter_context(locked_run_dir(config, role="learner", fresh=fresh, takeover=takeover))
             else:
                 held.callback(lock.close)
-        _lead(config, ranks, lock, insecure=insecure, may_start_queue=may_start_queue)
+        _lead(config, ranks, lock, fresh=fresh, insecure=insecure, may_start_queue=may_start_queue)
 
 
-def _lead(config: Config, ranks: Ranks, lock: RunLock, *, insecure: bool, may_start_queue: bool) -> None:
+def _follow(config: Config, ranks: Ranks) -> None:
+    """Run a rank other than 0. It passes a signal on to rank 0, and ends with it."""
+    engine = FsdpEngine(config, ranks)
+    with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
+        exit_code = engine.follow()
+    if exit_code:
+        raise SystemExit(exit_code)
+
+
+def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure: bool, may_start_queue: bool) -> None:
     """Run rank 0 in the run directory, which this process has locked."""
     with ranks.together("reading tokenizer and code"):
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
@@ -128,15 +140,28 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, insecure: bool, may_st
             lock=lock,
         )
     engine = FsdpEngine(config, ranks)
-    cause = ""
-    try:
-        engine.self_test()
-        train_with(config, engine, context)
-    except BaseException as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        engine.close(cause)
+    cause, exit_code = "", 0
+    with StopRequest(config.checkpoint.grace_s) as stop:
+
+        def stop_signal() -> int:
+            if not stop.signum and (signum := ranks.stop_signal()):
+                stop.request(signum, " at another rank")
+            return stop.signum
+
+        try:
+            engine.self_test()
+            train_with(config, engine, replace(context, stop_signal=stop_signal))
+        except StoppedError as stopped:
+            stop.note_saved()
+            logger.info("%s%s", stopped, ", without --fresh" if fresh else "")
+            exit_code = 128 + stop.signum
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            engine.close(cause, exit_code=exit_code)
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
 def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[dict[str, Any]]:
@@ -186,6 +211,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             run_dir=run_dir.path,
             decode=context.decode,
             parity=_parity_gate(config, engine, queue, context.device),
+            stop_signal=context.stop_signal,
         ).run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()

@@ -7,6 +7,9 @@
     publish              _publish       the new weights go to the generators
     record, checkpoint   StepRecorder, _checkpoint
 
+A signal that asks the learner to stop is noticed while it waits, before it trains a batch, and after a step. Then it
+saves the last trained step and ends. Groups that it has taken but not trained are queued in the checkpoint.
+
 The other ranks follow the engine's commands. All dependencies arrive through ``__init__``, so a benchmark or test can
 replace any of them. ``start.py`` builds the real ones.
 """
@@ -14,13 +17,16 @@ replace any of them. ``start.py`` builds the real ones.
 from __future__ import annotations
 
 import logging
+import signal
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.errors import TrainingError
+from async_rl.errors import StoppedError, TrainingError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
-from async_rl.learner.checkpoint import TrainerState, write_checkpoint
+from async_rl.learner.checkpoint import TrainerState, checkpoint_name, write_checkpoint
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.parity import ParityGate
@@ -35,8 +41,16 @@ from async_rl.run.eval_records import Decode
 
 logger = logging.getLogger(__name__)
 
-TAKE_WAIT_S = 2.0
-"""Longest wait of one take, in seconds. Between takes the trainer ticks the other ranks and collects evaluations."""
+TAKE_WAIT_S = 0.5
+"""Longest wait of one take, in seconds. Between takes the trainer notices signals and collects evaluations."""
+
+
+class _Asked(Exception):  # noqa: N818 - not an error: it leaves the loop
+    """A signal asks the learner to stop, at a point where it can save its last step."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 class Trainer:
@@ -55,8 +69,13 @@ class Trainer:
         run_dir: Path,
         decode: Decode,
         parity: ParityGate | None = None,
+        stop_signal: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``parity`` compares the generators' engines with the learner's; if unset, they are not compared."""
+        """``parity`` compares the generators' engines with the learner's; if unset, they are not compared.
+
+        ``stop_signal`` returns the signal that asks this learner to stop, 0 if there is none.
+        """
+        self._stop_signal = stop_signal
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
         self._run_dir, self._parity = run_dir, parity
         self._recorder = StepRecorder(
@@ -78,20 +97,44 @@ class Trainer:
         Raises:
             TrainingError: the queue stopped the run, or too many optimizer steps in a row were skipped.
             LineageError: a newer learner took over.
+            StoppedError: a signal asked to stop. The last trained step is saved.
         """
-        self._begin()
-        while self.state.step < self.config.learner.steps and not self.state.exhausted:
-            batch = self._take()
-            if batch is None:
-                break
-            self._train(batch)
-        self._finish()
+        try:
+            self._begin()
+            while self.state.step < self.config.learner.steps and not self.state.exhausted:
+                batch = self._take()
+                if batch is None:
+                    break
+                self._train(batch)
+                self._check_stop()
+            self._finish()
+        except _Asked as asked:
+            raise StoppedError(f"stopped by {signal.Signals(asked.signum).name}: {self._save_for_stop()}") from None
+
+    def _check_stop(self) -> None:
+        if signum := self._stop_signal():
+            raise _Asked(signum)
+
+    def _tick(self) -> None:
+        """Keep the other ranks alive during a wait, and leave it if a signal asks to stop."""
+        self.engine.tick()
+        self._check_stop()
+
+    def _save_for_stop(self) -> str:
+        """Save the last trained step unless a checkpoint has it. Return what a restart begins with."""
+        step = self.state.step
+        if self._last_checkpoint != step:
+            if not step:
+                return "no step is trained yet, so the same command starts over"
+            self._checkpoint(self.queue.snapshot(self.state.lineage))
+        return f"saved at step {step}; the same command resumes from {checkpoint_name(step)}"
 
     def _train(self, batch: Batch) -> None:
         """Make one step: advantages, training, ack, publication; then records, evaluations and checkpoint."""
         version = self.state.version
         with self._clock.part("train"):
             prepared = self._prepare(batch)
+            self._check_stop()  # after the first update the step must be finished
             updates = self._update(prepared)
         result = step_result(batch.groups, prepared, updates, version=version)
         fault_point("learner.trained")
@@ -100,7 +143,9 @@ class Trainer:
         self._recorder.record_trained(batch.groups)
         fault_point("learner.acknowledged")
         if self._publisher.is_due(is_last=self._is_last_step):
-            self._publish(is_last=self._is_last_step)
+            with suppress(_Asked):  # the step must be recorded first; a restart publishes its version
+                self._check_stop()
+                self._publish(is_last=self._is_last_step)
         self._recorder.record_step(result, acked, bound_metrics)
         self._evaluations.collect()
         if not self._is_last_step:
@@ -127,7 +172,7 @@ class Trainer:
                     self.state.exhausted = True
                     return None
                 wait.still_waiting(answer.reason)
-                self.engine.tick()
+                self._tick()
                 self._evaluations.collect()
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
@@ -210,7 +255,7 @@ class Trainer:
 
     def _publish(self, *, is_last: bool = False) -> None:
         with self._clock.part("publish"):
-            self._publisher.publish(is_last=is_last)
+            self._publisher.publish(tick=self._tick, is_last=is_last)
 
     def _checkpoint(self, snapshot: bytes) -> None:
         self.state.elapsed_s = self._clock.elapsed_s
@@ -235,7 +280,7 @@ class Trainer:
         else:
             self._evaluations.request_all()
             self._publish()
-            self._evaluations.await_all("the evaluation before training", tick=self.engine.tick)
+            self._evaluations.await_all("the evaluation before training", tick=self._tick)
         self._clock.start_lap()
 
     def _finish(self) -> None:
@@ -248,5 +293,5 @@ class Trainer:
         if self._last_checkpoint != self.state.step:
             self._checkpoint(self.queue.snapshot(self.state.lineage))
         self._evaluations.request_last()
-        self._evaluations.await_all("the evaluation after training", tick=self.engine.tick)
+        self._evaluations.await_all("the evaluation after training", tick=self._tick)
         self.state.elapsed_s = self._clock.elapsed_s

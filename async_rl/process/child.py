@@ -31,6 +31,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK_BYTES = 32 << 20
 _KEPT_BYTES = 128 << 20
 
+_parent_is_gone = threading.Event()
+
 
 def module_command(module: str, *arguments: str, flags: Sequence[str] = ()) -> tuple[str, ...]:
     """The command that runs ``module`` in this interpreter.
@@ -117,12 +119,18 @@ def watch_parent() -> bool:
 def _wait_for_end(fd: int) -> None:
     while os.read(fd, 1):
         pass
+    _parent_is_gone.set()
     sys.stderr.write("the parent process is gone: ending\n")
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         _kill_group_and_exit(grace_s=0.0)  # SIGTERM would end only this process and leave its group running
     # Not a daemon: the interpreter waits for the thread, so the group is killed even if the main thread ends first.
     threading.Thread(target=_kill_group_and_exit, args=(GRACE_S,), name="parent-watch-end", daemon=False).start()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_parent_gone() -> bool:
+    """Whether the parent that ``watch_parent`` watches has died. SIGTERM then comes from ``watch_parent``."""
+    return _parent_is_gone.is_set()
 
 
 def _kill_group_and_exit(grace_s: float) -> None:

@@ -128,7 +128,7 @@ class Run:
 
     def start(
         self, before: Callable[[str, int], None] = never, answer: Callable[[Lease, int], Group] = answered, *,
-        has_parity: bool = False,
+        has_parity: bool = False, stop_signal: Callable[[], int] = lambda: 0,
     ) -> TrainerState:  # fmt: skip
         """One learner start, as ``start.train_with`` does it."""
         engine = cast(Engine, self.engine)
@@ -158,6 +158,7 @@ class Run:
             run_dir=self.path,
             decode=str,
             parity=ParityGate(self.config, engine, queue, dtype="float32") if has_parity else None,
+            stop_signal=stop_signal,
         )
         try:
             trainer.run()

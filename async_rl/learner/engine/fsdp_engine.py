@@ -201,21 +201,23 @@ class FsdpEngine:
         with self._command("tick"):
             self._ranks.broadcast(encode("tick", {}))
 
-    def close(self, cause: str = "") -> None:
+    def close(self, cause: str = "", *, exit_code: int = 0) -> None:
         """Release the other ranks. They fail if a ``cause`` is given, which they report, or if a collective failed.
 
-        Later calls do nothing.
+        Otherwise they end with ``exit_code``. Later calls do nothing.
         """
         if self._is_closed:
             return
         self._is_closed = True
         if self._ranks.is_leader and self._ranks.world_size > 1 and not self._ranks.is_broken:
             with self._ranks.together("closing"):
-                self._ranks.broadcast(encode("close", {"cause": cause}))
+                self._ranks.broadcast(encode("close", {"cause": cause, "exit_code": exit_code}))
         self._ranks.close()
 
-    def follow(self) -> None:
+    def follow(self) -> int:
         """Execute rank 0's commands until rank 0 closes the engine. All ranks except rank 0 call this.
+
+        Returns the exit code that rank 0 chose for all ranks.
 
         Raises:
             TrainingError: a rank failed; the message is the first cause.
@@ -227,7 +229,7 @@ class FsdpEngine:
                 self._ranks.close()
                 if message.fields["cause"]:
                     raise TrainingError(f"rank 0: {message.fields['cause']}")
-                return
+                return int(message.fields["exit_code"])
             with self._ranks.together(message.type):
                 self._execute(message)
 

@@ -8,6 +8,8 @@ Errors reach the other ranks in two ways. A rank that fails writes the cause int
 closed gloo connections interrupt the collectives of the other ranks, which then read the first cause from the store. An
 error of rank 0 between two commands is sent with the ``close`` command.
 
+A signal that asks one rank to stop reaches rank 0 by the store, too. Rank 0 alone decides when all stop.
+
 Called by ``fsdp_engine.py`` and by the roles that start ranks. Without torchrun's environment there is one rank.
 """
 
@@ -36,6 +38,7 @@ JOIN_TIMEOUT_S = 300.0
 
 _FAILURE_KEY = "first_failure"
 _BUG = "this is a bug in async-rl, please report it"
+_STOP_KEY = "stop_signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +268,27 @@ class Ranks:
 
     def first_failure(self) -> str:
         """Return the first recorded cause; empty if there is none or the store can't be reached."""
+        return self._read(_FAILURE_KEY)
+
+    def pass_stop_on(self, signum: int) -> None:
+        """Notify rank 0 that this rank got the signal ``signum``. Any thread may call it."""
+        store = self._store
+        if store is None or self.world_size == 1:
+            return
+        try:
+            store.set(_STOP_KEY, str(signum))
+        except RuntimeError as error:
+            logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
+
+    def stop_signal(self) -> int:
+        """Return the signal that a rank passed on; 0 if there is none."""
+        return int(self._read(_STOP_KEY) or 0)
+
+    def _read(self, key: str) -> str:
         if self._store is None or self.world_size == 1:
             return ""
         try:
-            return self._store.get(_FAILURE_KEY).decode() if self._store.check([_FAILURE_KEY]) else ""
+            return self._store.get(key).decode() if self._store.check([key]) else ""
         except RuntimeError as error:
             logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
             return ""

@@ -1,0 +1,115 @@
+"""SIGTERM and SIGINT as a request to save and end, for a process that has something to lose.
+
+The first signal sets ``StopRequest.signum``; its owner ends at the next safe point. If it has not ended ``grace_s``
+seconds later, or a second signal arrives, the process exits at once.
+
+A thread reads the signals from a pipe, so they count at once, even while the main thread is in a call that does not
+return to Python for minutes, such as a collective with a rank that hangs. The learner uses it (``learner/start.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Self
+
+from async_rl.process.child import is_parent_gone
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_REQUEST_S = 2.0
+"""A signal this soon after the first belongs to the same request. Slurm, torchrun and terminals signal a process and
+its parent, which passes the signal on."""
+
+
+class StopRequest:
+    """A request of this process's signals, or of another process, to save and end. Use it as a context manager.
+
+    Args:
+        grace_s: seconds between the request and the exit at once.
+        on_request: called once, in another thread, with the signal that this process received.
+        exit_now: ends the process at once with the exit code 128 + signal.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        *,
+        on_request: Callable[[int], None] = lambda signum: None,
+        exit_now: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._grace_s, self._on_request, self._exit_now = grace_s, on_request, exit_now
+        self._signum, self._is_saved = 0, False
+        self._asked_at = 0.0
+
+    @property
+    def signum(self) -> int:
+        """The signal that asked this process to end; 0 if none did."""
+        return self._signum
+
+    def request(self, signum: int, source: str = "") -> None:
+        """Ask this process to save and end. Only the first request counts. ``source`` says who else got the signal."""
+        if self._signum:
+            return
+        self._signum, self._asked_at = signum, time.monotonic()
+        cause = f"not done after {self._grace_s:.0f} s (checkpoint.grace_s)"
+        timer = threading.Timer(self._grace_s, self._end_now, [cause])
+        timer.daemon = True
+        timer.start()
+        logger.warning(
+            "%s%s: saving, then ending, within %.0f s (checkpoint.grace_s); a second signal ends it at once",
+            signal.Signals(signum).name, source, self._grace_s,
+        )  # fmt: skip
+
+    def note_saved(self) -> None:
+        """Record that nothing would be lost by ending at once."""
+        self._is_saved = True
+
+    def __enter__(self) -> Self:
+        """Handle SIGTERM and SIGINT. Only the main thread may do so."""
+        self._reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._writer = writer
+        self._handlers = {signum: signal.signal(signum, _leave_an_orphan) for signum in SIGNALS}
+        self._wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._read, name="stop-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup_fd)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+
+    def _read(self) -> None:
+        """Read one byte, its number, per signal, until the pipe is closed."""
+        while received := self._reader.recv(1):
+            signum = received[0]
+            if signum not in SIGNALS or is_parent_gone():
+                continue
+            if not self._signum:
+                self.request(signum)
+                self._on_request(signum)
+            elif time.monotonic() - self._asked_at >= SAME_REQUEST_S:
+                self._end_now(f"a second signal, {signal.Signals(signum).name}")
+
+    def _end_now(self, cause: str) -> None:
+        rest = "everything is saved" if self._is_saved else "the same command resumes from the last whole checkpoint"
+        logger.error("ending at once: %s; %s", cause, rest)
+        self._exit_now(128 + self._signum)
+
+
+def _leave_an_orphan(signum: int, _frame: FrameType | None) -> None:
+    """End at once if the parent is gone: then so is the queue server, and nothing can be saved."""
+    if is_parent_gone():
+        raise SystemExit(128 + signum)
