@@ -24,7 +24,7 @@ from async_rl.config.loading import machine_overrides
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.preflight import check_launch
-from async_rl.launch.supervisor import Command, Outcome, Supervisor
+from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.process.child import module_command, package_path
@@ -35,6 +35,8 @@ from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible
 
 _DAY_S = 86400
+_MARGIN_S = 5.0
+"""Time after ``checkpoint.grace_s`` in which a learner ends by itself."""
 
 
 def launch(
@@ -67,7 +69,7 @@ def launch(
     with console.status("checking data, model and address"):  # seconds; shown on a terminal only
         preflight(config, insecure=insecure)
     with locked_run_dir(config, role="launch", fresh=fresh) as (run_dir, lock):
-        return _run(config, run_dir, lock, console, insecure=insecure)
+        return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh)
 
 
 def preflight(config: Config, *, insecure: bool) -> None:
@@ -115,7 +117,7 @@ def _has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
-def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, insecure: bool) -> int:
+def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, insecure: bool, fresh: bool) -> int:
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
@@ -128,7 +130,8 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
         # The roles read the resolved copy, so an edit of the source file can't affect a restarted process.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
         environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
-        supervisor = Supervisor(commands, run_dir, environment=environment, view=view, lock=lock)
+        timing = Timing(learner_grace_s=config.checkpoint.grace_s + _MARGIN_S)
+        supervisor = Supervisor(commands, run_dir, environment=environment, view=view, timing=timing, lock=lock)
         outcome = supervisor.run()
     finally:
         view.close()
@@ -137,7 +140,8 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
     for line in summary(run_dir, time.monotonic() - started):
         _print_line(console, line)
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{visible(line)}\n" for line in explain(outcome, checkpoint=run_dir.latest_checkpoint)))
+    why = explain(outcome, checkpoint=run_dir.latest_checkpoint, fresh=fresh)
+    sys.stderr.write("".join(f"{visible(line)}\n" for line in why))
     return outcome.exit_code
 
 
@@ -172,13 +176,14 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
     return f"groups: issued {groups['issued']} = {' + '.join(terms) or '0'}"
 
 
-def explain(outcome: Outcome, *, checkpoint: str | None = None) -> list[str]:
-    """Explain why the run stopped, the first cause last; empty if it finished. ``checkpoint`` is the latest's name."""
+def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = False) -> list[str]:
+    """Explain why the run stopped, the first cause last; empty if it ended by itself. ``checkpoint`` is the latest."""
     if outcome.exit_code == 0:
-        return []
+        return [f"async-rl: {outcome.stopped_by} came after the end of the run"] if outcome.stopped_by else []
     if outcome.exit_code > 128:
-        remedy = f"resumes from {checkpoint}" if checkpoint else "starts over, since there is no checkpoint yet"
-        return [f"async-rl: the run was stopped by {outcome.stopped_by}; the same command {remedy}"]
+        again = "the same command, without --fresh," if fresh else "the same command"
+        remedy = f"resumes from {checkpoint}" if checkpoint else "starts over, since no step is saved"
+        return [f"async-rl: the run was stopped by {outcome.stopped_by}; {again} {remedy}"]
     lines = [f"async-rl: the run stopped: {outcome.stopped_by}"]
     for number, death in enumerate(outcome.deaths, start=1):
         title = f"first cause: {death}" if number == len(outcome.deaths) else str(death)

@@ -48,6 +48,7 @@ class Timing:
     max_backoff_s: float = 30.0
     finish_s: float = 20.0
     grace_s: float = 10.0
+    learner_grace_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Outcome:
     """How the run ended.
 
     Attributes:
-        exit_code: 0 finished, 1 failed, 128 + N stopped by signal N.
+        exit_code: 0 finished, 1 failed, 128 + N stopped by signal N before it was finished.
         deaths: the death that stopped the run, then the first cause if that is another death.
     """
 
@@ -197,6 +198,7 @@ class Supervisor:
         self._parent_watch = ParentWatch()
         self._wake = threading.Event()
         self._signals: list[int] = []
+        self._num_heeded = 0
         self._address = ""
         self._bound_port: int | None = None
         self._checkpoint: str | None = None
@@ -210,7 +212,8 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start everything, keep it alive until the learner is done, end everything.
 
-        SIGINT or SIGTERM ends the processes in order; a second signal ends them at once.
+        SIGINT or SIGTERM ends the processes in order, the learner after it has saved its last step; a second signal
+        ends them at once.
         """
         with self._handle_signals():
             try:
@@ -222,7 +225,9 @@ class Supervisor:
                 return Outcome(0)
             except _Stop as stop:
                 self._view.note(f"stopping: {stop.outcome.stopped_by}")
-                return stop.outcome
+                # The learner has written everything, so a signal can interrupt nothing any more.
+                is_complete = self._signals and self._run_dir.is_finished
+                return Outcome(0, stop.outcome.stopped_by) if is_complete else stop.outcome
             finally:
                 self._stop_all()
                 self._parent_watch.close()
@@ -357,20 +362,26 @@ class Supervisor:
             self._pause()
 
     def _stop_all(self) -> None:
-        """End learner and generators first: their last messages still reach the queue server."""
-        others = [p for unit in (self._learner, *self._generators) for p in unit.processes]
-        self._end(others, self._timing.grace_s)
+        """End the learner first: it saves its last step with the help of the queue server, which ends last.
+
+        A further signal skips all waits.
+        """
+        self._num_heeded = len(self._signals)
+        can_save = self._learner.running() and self._queue.running()
+        if can_save:
+            self._view.note("the learner saves its last step; a second signal ends everything at once")
+        self._end(self._learner.processes, self._timing.learner_grace_s if can_save else 0.0)
+        self._end([p for unit in self._generators for p in unit.processes], self._timing.grace_s)
         self._end(self._queue.processes, self._timing.grace_s)
 
     def _end(self, processes: Sequence[_Process], grace_s: float) -> None:
-        """Send SIGTERM, wait ``grace_s``, kill whole process groups. A second signal to us skips the wait."""
+        """Send SIGTERM, wait ``grace_s``, kill whole process groups."""
         for process in processes:
             if process.popen.poll() is None:
                 process.popen.terminate()
         deadline = time.monotonic() + grace_s
-        asked = len(self._signals)
         while any(p.popen.poll() is None for p in processes):
-            if time.monotonic() >= deadline or len(self._signals) > asked:
+            if time.monotonic() >= deadline or len(self._signals) > self._num_heeded:
                 break
             self._wake.clear()
             self._wake.wait(min(0.05, self._timing.poll_s))

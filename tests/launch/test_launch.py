@@ -469,6 +469,76 @@ def test_a_signal_ends_everything_in_order(tmp_path: Path, signum: int, code: in
     assert at["learner-0"] <= at["queue"]
 
 
+@pytest.mark.parametrize("ends", ["waits", "is told"])
+def test_a_signal_after_the_end_of_the_run_interrupts_nothing(tmp_path: Path, ends: str):
+    # The learner has written its last file, and still notifies the others; or it has ended, and they have not.
+    then = WAIT if ends == "waits" else "pass"
+    commands = FakeCommands(tmp_path / "run", learner_codes=[FINISH + then], generator_codes=[WAIT])
+
+    def send(processes: Sequence[ProcessStatus]) -> None:
+        if (tmp_path / "run" / "finished.json").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = supervise(commands, FakeView(send), Timing(poll_s=0.02, finish_s=30.0, grace_s=5.0))
+    assert outcome == Outcome(0, "SIGTERM")
+    assert explain(outcome, checkpoint="step-000005") == ["async-rl: SIGTERM came after the end of the run"]
+
+
+def test_a_learner_has_a_grace_of_its_own_and_saves_while_generators_and_queue_serve(tmp_path: Path):
+    last_words = "import signal, sys\ndef leave(*_):\n    open(RUN + '/over', 'a').write('NAME\\n'); sys.exit(0)\n"
+    last_words += "signal.signal(15, leave)\n"
+    slow = "import signal, time\ndef save(*_):\n    time.sleep(0.6); assert not os.path.exists(RUN + '/over')\n"
+    slow += "    open(RUN + '/saved', 'w'); sys.exit(143)\n"
+    slow = f"import os, sys\n{slow}signal.signal(15, save)\nopen(RUN + '/up', 'w')\nsignal.pause()"
+    commands = FakeCommands(
+        tmp_path / "run",
+        queue_code=last_words.replace("NAME", "queue") + QUEUE,
+        learner_codes=[slow],
+        generator_codes=[last_words.replace("NAME", "generator") + "open(RUN + '/sampling', 'w')\nsignal.pause()"],
+    )
+
+    def send(processes: Sequence[ProcessStatus]) -> None:
+        if (tmp_path / "run" / "up").exists() and (tmp_path / "run" / "sampling").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    timing = Timing(poll_s=0.02, grace_s=20.0, learner_grace_s=40.0)
+    assert supervise(commands, FakeView(send), timing).exit_code == 143
+    assert (tmp_path / "run" / "saved").exists()
+    assert (tmp_path / "run" / "over").read_text() == "generator\nqueue\n"
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path: Path):
+    deaf = "import signal\nsignal.signal(15, signal.SIG_IGN)\n"
+    commands = FakeCommands(
+        tmp_path / "run",
+        queue_code=deaf + QUEUE,
+        learner_codes=[f"{deaf}open(RUN + '/up', 'w')\n" + "while True: signal.pause()"],
+    )
+
+    class Impatient(FakeView):
+        def note(self, line: str) -> None:
+            super().note(line)
+            if "a second signal" in line:
+                threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+    def send(processes: Sequence[ProcessStatus]) -> None:
+        if (tmp_path / "run" / "up").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # Without the second signal this test would not end in time.
+    timing = Timing(poll_s=0.02, grace_s=3600.0, learner_grace_s=3600.0)
+    assert supervise(commands, Impatient(send), timing).exit_code == 143
+
+
+def test_a_learner_without_a_queue_server_is_not_waited_for(tmp_path: Path):
+    # The queue server can't be started again; the learner is deaf.
+    deaf = "import signal\nsignal.signal(15, signal.SIG_IGN)\nopen(RUN + '/up', 'w')\nwhile True: signal.pause()"
+    queue = QUEUE.replace("signal.pause()", when_it_exists("up", "sys.exit(2)"))
+    commands = FakeCommands(tmp_path / "run", queue_code=queue, learner_codes=[deaf])
+    timing = Timing(poll_s=0.02, grace_s=5.0, learner_grace_s=3600.0)
+    assert supervise(commands, timing=timing).stopped_by == "queue exited with code 2"
+
+
 def test_a_deaf_child_is_killed_after_the_grace(tmp_path: Path):
     deaf = "import signal\nsignal.signal(15, signal.SIG_IGN)\nopen(RUN + '/up', 'w')\nwhile True: signal.pause()"
     commands = FakeCommands(

@@ -1,0 +1,94 @@
+"""SIGTERM: the learner saves its last step, and the same command trains what is left, every prompt once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.faults_harness import fault_config, judge, kill_all, trained_rows
+from tests.end_to_end.harness import Role, check_ledger, processes_of, queue_address, roles, wait_until
+from tests.end_to_end.test_roles import start_ranks
+
+NUM_ROWS = 24
+NUM_STEPS = NUM_ROWS // 2
+STOP_AFTER = 5
+
+
+def a_config(directory: Path, **changes: dict[str, object]) -> Path:
+    """Without a checkpoint before the last step."""
+    return fault_config(directory, num_rows=NUM_ROWS, checkpoint={"every": 0}, **changes)
+
+
+def await_steps(run_dir: Path, *alive: Role) -> None:
+    def are_done() -> bool:
+        for role in alive:
+            assert role.process.poll() is None, role.tail()
+        return len(trained_rows(run_dir)) >= STOP_AFTER
+
+    wait_until(f"{STOP_AFTER} steps", are_done)
+
+
+def saved_step(run_dir: Path) -> int:
+    """The step of the latest checkpoint. It is the last trained one, and not the end of the run."""
+    step = int((run_dir / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    assert STOP_AFTER <= step < NUM_STEPS
+    assert [row["step"] for row in trained_rows(run_dir)] == list(range(1, step + 1))
+    return step
+
+
+def check_resumed(run_dir: Path, step: int) -> None:
+    """The second learner began with ``step``: no step of the first was repeated."""
+    lineages = [row["lineage"] for row in trained_rows(run_dir)]
+    assert len(set(lineages[:step])) == 1
+    assert len(set(lineages[step:])) == 1
+    assert lineages[0] != lineages[-1]
+    print(f"stopped at step {step}:", judge(run_dir, num_rows=NUM_ROWS))
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Gives ``start(name, *arguments)``; no process of the test is left afterwards."""
+    environment = {"ASYNC_RL_TEST": str(tmp_path)}
+    with roles(tmp_path / "logs") as start_role:
+        try:
+            yield lambda name, *arguments, env=None: start_role(name, *arguments, env={**environment, **(env or {})})
+        finally:
+            kill_all(f"ASYNC_RL_TEST={tmp_path}")
+
+
+@pytest.mark.slow
+def test_a_launch_that_gets_sigterm_saves_and_the_same_command_resumes(tmp_path: Path, start: Callable[..., Role]):
+    config, run_dir = a_config(tmp_path), tmp_path / "run"
+    launch = start("launch", "launch", str(config))
+    await_steps(run_dir, launch)
+    launch.kill(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert processes_of(f"ASYNC_RL_TEST={tmp_path}") == []
+    step = saved_step(run_dir)
+    assert f"the run was stopped by SIGTERM; the same command resumes from step-{step:06d}" in launch.log
+    check_ledger(run_dir)
+    start("again", "launch", str(config)).succeed()
+    check_resumed(run_dir, step)
+
+
+@pytest.mark.slow
+def test_a_signal_at_one_of_two_ranks_saves_for_both_and_one_rank_resumes(tmp_path: Path, start: Callable[..., Role]):
+    config, run_dir = a_config(tmp_path), tmp_path / "run"
+    ranks = start_ranks(start, config, world_size=2)
+    address = wait_until("the queue server", lambda: queue_address(run_dir))
+    generator = start("generator", "generator", "--connect", address)
+    await_steps(run_dir, *ranks, generator)
+    os.kill(ranks[1].process.pid, signal.SIGTERM)
+    assert [rank.wait() for rank in ranks] == [143, 143]
+    step = saved_step(run_dir)
+    assert "SIGTERM at another rank: saving" in ranks[0].log
+    assert f"saved at step {step}" in ranks[0].log
+    assert not any("Traceback" in rank.log for rank in ranks)
+    # The generator holds groups that nobody asks for any more.
+    start("again", "learner", str(config)).succeed()
+    generator.succeed()
+    check_resumed(run_dir, step)
