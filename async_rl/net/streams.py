@@ -23,6 +23,8 @@ from async_rl.errors import WireError
 LENGTH_BYTES = 4
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 20
+_MANY_DESCRIPTORS = 10_240
+"""What macOS allows where its hard limit is infinite."""
 
 
 class StreamEndedError(ConnectionError):
@@ -114,11 +116,12 @@ class UnauthenticatedPeers(Generic[_C]):
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit on open files to the hard limit. Return that limit."""
+    """Raise this process's limit on open files to the hard limit. Return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, _MANY_DESCRIPTORS)
+    if soft != wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 def is_readable(fd: int, timeout_s: float) -> bool:
