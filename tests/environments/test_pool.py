@@ -253,7 +253,7 @@ def test_code_of_another_digest_is_refused(tmp_path):
 def test_code_that_is_not_allowed_is_refused_before_it_runs(tmp_path):
     path = tmp_path / "rude.py"
     path.write_text(f"open({str(tmp_path / 'was_here')!r}, 'w')\nasync def step(state, action, extra_info): ...\n")
-    with pytest.raises(ConfigError, match=r"not allowed; .* generator\.allow_code = \["):
+    with pytest.raises(ConfigError, match=r"does not allow it; .* generator\.allow_code = \["):
         EnvironmentPool(config(str(path)), allowed=["other.py"], digest=None)
     assert not (tmp_path / "was_here").exists()
 
