@@ -20,6 +20,7 @@ from async_rl.process.child import ParentWatch
 from async_rl.run import lock as lock_module
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import LOCK_FD, RunLock, locked_run_dir
+from tests.examples import some
 from tests.forked import Forked, preload
 
 preload("async_rl.run.lock")
@@ -96,7 +97,7 @@ def test_of_two_launches_one_wins_wherever_the_other_is_held(tmp_path: Path, not
 
 
 def test_launches_that_race_with_fresh_have_one_winner_each_time(tmp_path: Path):
-    for attempt in range(NUM_ATTEMPTS):
+    for attempt in some(range(NUM_ATTEMPTS)):
         notes = tmp_path / f"notes-{attempt}"
         notes.mkdir()
         several = [Forked(contend, tmp_path / "run", True, notes) for _ in range(CONTENDERS)]

@@ -13,6 +13,7 @@ FEW = "fork_bomb or outside or socket or killing or right_program"
 AGAIN = {"ordinary": f"{FEW} or parents_processes or shut", "container": FEW}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", AGAIN)
 def test_those_with_few_rights_can_confine_programs(who: str):
     command = [sys.executable, "-m", "tests.sandbox.unprivileged", who, "tests/sandbox/test_attacks.py"]
