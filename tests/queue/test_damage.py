@@ -99,7 +99,6 @@ def survive(killed: Killed, kind: Kind, number: int, *, restarts_learner: bool) 
         return "moved aside" if run.server._journal.damage else "groups sampled again" if num_damaged else "unnoticed"
     finally:
         run.close()
-        shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("kind", ["segment", "index", "wal"])

@@ -462,6 +462,20 @@ def test_a_record_that_another_program_changed_is_damage(tmp_path: Path):
             assert "is damaged" in journal.damage, statement
 
 
+def test_an_index_that_may_not_be_written_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with closing(Journal(tmp_path)) as journal:
+        journal.commit([Change("closed_lease", "a", {})], {})
+    data = bytearray((tmp_path / "index.sqlite").read_bytes())
+    data[18] = 3  # a "write version" that SQLite does not know: it then opens the file for reading only
+    (tmp_path / "index.sqlite").write_bytes(data)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(QueueError, match="readonly"):
+            Journal(tmp_path)
+    with closing(Journal(tmp_path)) as journal:
+        assert "is damaged (attempt to write a readonly database)" in journal.damage
+
+
 def test_a_journal_of_another_format_is_refused(tmp_path: Path):
     with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as index:
         index.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID")

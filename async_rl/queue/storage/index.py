@@ -10,6 +10,7 @@ payloads that were copied forward).
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -122,11 +123,15 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
         pass
     read_state(index)
     read_moved(index)
+    write_meta(index, "format", str(_FORMAT))  # fails if the file's header allows no writes
 
 
-def is_damage(error: Exception) -> bool:
+def is_damage(error: Exception, directory: Path) -> bool:
     """Whether this error of ``open_index`` says that the index is damaged."""
     code = getattr(error, "sqlite_errorcode", None)
+    if code is not None and code & 0xFF == sqlite3.SQLITE_READONLY:
+        # SQLite says so of a damaged header, too.
+        return os.access(directory / INDEX, os.W_OK) and os.access(directory, os.W_OK)
     return code is None or code & 0xFF not in _NO_DAMAGE
 
 

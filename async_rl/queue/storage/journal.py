@@ -132,7 +132,7 @@ class Journal:
                 try:
                     self._index = indexes.open_index(directory, identity)
                 except (sqlite3.Error, DamagedJournalError) as error:
-                    if not indexes.is_damage(error):
+                    if not indexes.is_damage(error, directory):
                         raise
                     self.damage = f"{indexes.move_aside(directory, str(error))}; {LOST}"
                     self._index = indexes.open_index(directory, identity)
