@@ -272,17 +272,24 @@ class Supervisor:
             unit.processes.append(_Process(command, popen, log, offset))
 
     def _await_queue(self) -> str:
-        """Wait for the new queue server to write ``queue.json``; its address."""
-        deadline = time.monotonic() + self._timing.queue_start_s
-        while time.monotonic() < deadline:
+        """Wait for the new queue server to write ``queue.json``; its address. Restart it if a signal killed it."""
+        unit = self._queue
+        while True:
             self._pause()
-            if ended := self._queue.ended():
-                raise self._failure(self._queue, ended[0].death())
-            if (record := self._queue_record()) is not None:
+            if unit.restart_at is not None:
+                self._start_if_due(unit)
+            elif ended := unit.ended():
+                death = ended[0].death()
+                if death.exit_code >= 0:  # it ended for a reason of its own, and would again
+                    raise self._failure(unit, death)
+                self._restart_later(unit)
+            elif (record := self._queue_record()) is not None:
                 _, self._bound_port = check_address(record.address)
                 return record.address
+            elif time.monotonic() - unit.started_at >= self._timing.queue_start_s:
+                break
         reason = f"the queue server did not write {self._run_dir.queue} within {self._timing.queue_start_s:.0f} s"
-        process = self._queue.processes[0]
+        process = unit.processes[0]
         kill_group(process.popen.pid, signal.SIGKILL)
         process.popen.wait()
         raise _Stop(Outcome(1, reason, (process.death(),)))
@@ -302,6 +309,9 @@ class Supervisor:
     def _check(self) -> None:
         """One round: find dead processes, decide what to do, start what is due."""
         self._pause()
+        if self._lock is not None and not self._lock.is_current:
+            # A queue server started now would write over the files of the other run.
+            raise _Stop(Outcome(1, f"another process has taken over {self._run_dir.path}"))
         # The queue first: if its death made others die, it is the first cause.
         for unit in (self._queue, *self._generators):
             # In this order: the file exists before the queue server tells anyone to end.
@@ -310,12 +320,15 @@ class Supervisor:
         if self._learner.dead():
             self._restart_learner()
         for unit in self._units():
-            if unit.restart_at is not None and time.monotonic() >= unit.restart_at:
-                if unit is self._learner and self._queue_record() is None:
-                    continue  # without a queue server the learner would start one that nobody here supervises
-                unit.num_restarts += 1
-                unit.recent_restarts += 1
-                self._start(unit)
+            if unit is self._learner and self._queue_record() is None:
+                continue  # without a queue server the learner would start one that nobody here supervises
+            self._start_if_due(unit)
+
+    def _start_if_due(self, unit: _Unit) -> None:
+        if unit.restart_at is not None and time.monotonic() >= unit.restart_at:
+            unit.num_restarts += 1
+            unit.recent_restarts += 1
+            self._start(unit)
 
     def _restart_later(self, unit: _Unit) -> None:
         process = unit.processes[0]

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.errors import AddressError, ConfigError
+from async_rl.errors import AddressError, ConfigError, RunError
+from async_rl.launch import launch as launch_module
 from async_rl.launch.launch import RunCommands, describe_commands, explain, ledger_line, summary
 from async_rl.launch.live_view import (
     LiveView,
@@ -34,6 +35,7 @@ from async_rl.launch.preflight import check_bindable
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import PACKAGE_ROOT, ParentWatch
 from async_rl.run.directory import RunDir, prepare_run_dir
+from async_rl.run.lock import RunLock, acquire
 from async_rl.run.step_log import StepLogTail
 
 DEADLINE_S = 60.0
@@ -445,6 +447,85 @@ def test_a_queue_server_that_does_not_come_up_stops_the_run_with_its_words(tmp_p
     outcome = supervise(silent, timing=Timing(poll_s=0.02, queue_start_s=0.2))
     assert "did not write" in outcome.stopped_by
     assert (bad.learner_starts, silent.learner_starts) == (0, 0)
+
+
+def killed_at_its_first_starts(number: int) -> str:
+    """A queue server that is killed before it writes its address."""
+    return (
+        "import os, signal\nwith open(RUN + '/starts', 'a+') as file:\n"
+        "    file.write('x'); file.seek(0); n = len(file.read())\n"
+        f"if n <= {number}: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+
+def test_a_queue_server_killed_before_it_is_ready_is_restarted(tmp_path: Path):
+    commands = FakeCommands(
+        tmp_path / "run", queue_code=killed_at_its_first_starts(3) + QUEUE, learner_codes=[FINISH], generator_codes=[]
+    )
+    view = FakeView()
+    assert supervise(commands, view) == Outcome(0)
+    assert (commands.ports, commands.learner_starts) == ([None] * 4, 1)
+    assert sum("queue was killed by SIGKILL; restarting" in note for note in view.notes) == 3
+
+
+def test_a_queue_server_that_is_always_killed_before_it_is_ready_stops_the_run(tmp_path: Path):
+    commands = FakeCommands(tmp_path / "run", queue_code=killed_at_its_first_starts(99), learner_codes=[WAIT])
+    outcome = supervise(commands)
+    assert outcome.stopped_by == "queue was killed by SIGKILL, after 5 restarts"
+    assert (len(commands.ports), commands.learner_starts) == (6, 0)
+
+
+def test_a_queue_server_that_ends_by_itself_after_a_kill_stops_the_run_with_both_causes(tmp_path: Path):
+    code = killed_at_its_first_starts(1) + "import sys; sys.exit('the journal is locked')"
+    commands = FakeCommands(tmp_path / "run", queue_code=code, learner_codes=[WAIT])
+    outcome = supervise(commands)
+    assert outcome.stopped_by == "queue exited with code 1"
+    assert any("the journal is locked" in line for line in explain(outcome))
+    assert len(commands.ports) == 2
+
+
+def test_a_launch_whose_run_directory_was_taken_over_ends_and_restarts_nothing(tmp_path: Path):
+    run_dir = prepare_run_dir(a_config(tmp_path / "run"))
+    older = acquire(run_dir, "launch")
+    commands = FakeCommands(tmp_path / "run", learner_codes=["open(RUN + '/up', 'w')\n" + WAIT], generator_codes=[WAIT])
+    newer: list[RunLock] = []
+
+    def take_over(processes: Sequence[ProcessStatus]) -> None:
+        if (tmp_path / "run" / "up").exists() and not newer:
+            newer.append(acquire(run_dir, "launch", takeover=True))
+            for process in processes:
+                if process.name == "queue":
+                    os.kill(read_pid(tmp_path / "run"), signal.SIGKILL)
+
+    supervisor = Supervisor(
+        commands, run_dir, environment=dict(os.environ), view=FakeView(take_over), timing=FAST, lock=older
+    )
+    assert supervisor.run().stopped_by == f"another process has taken over {run_dir.path}"
+    assert (commands.ports, commands.learner_starts) == ([None], 1)
+    for lock in (older, *newer):
+        lock.close()
+
+
+def test_a_launch_is_refused_a_run_directory_in_use_and_takes_it_over_when_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = a_config(tmp_path / "run")
+    started: list[RunLock] = []
+    monkeypatch.setattr(launch_module, "preflight", lambda config, *, insecure: None)
+    monkeypatch.setattr(launch_module, "_run", lambda config, run_dir, lock, *rest, **options: started.append(lock))
+    older = acquire(prepare_run_dir(config), "launch")
+    flags = {"fresh": False, "dry_run": False, "insecure": False}
+    with pytest.raises(RunError, match="`async-rl launch --takeover` takes the run over"):
+        launch_module.launch(config, Path("run.toml"), [], **flags)
+    assert started == []
+    launch_module.launch(config, Path("run.toml"), [], **flags, takeover=True)
+    assert len(started) == 1
+    assert not older.is_current
+    older.close()
+
+
+def read_pid(run: Path) -> int:
+    return json.loads((run / "queue.json").read_text())["pid"]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
