@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from async_rl import __version__
-from async_rl.cli.options import ConfigPath, Connect, Fresh, Insecure, Keys, Overrides
+from async_rl.cli.options import ConfigPath, Connect, Fresh, Insecure, Keys, Overrides, Takeover
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
@@ -60,6 +60,7 @@ def launch(
     ] = False,
     fresh: Fresh = False,
     insecure: Insecure = False,
+    takeover: Takeover = False,
 ) -> None:
     """Run everything that CONFIG describes on this machine: queue server, learner, generators. Show a live view.
 
@@ -74,7 +75,7 @@ def launch(
 
     chosen = overrides or []
     resolved = load_config(config, chosen)
-    code = launcher.launch(resolved, config, chosen, fresh=fresh, dry_run=dry_run, insecure=insecure)
+    code = launcher.launch(resolved, config, chosen, fresh=fresh, dry_run=dry_run, insecure=insecure, takeover=takeover)
     raise typer.Exit(code)
 
 
@@ -84,14 +85,7 @@ def learner(
     overrides: Overrides = None,
     fresh: Fresh = False,
     insecure: Insecure = False,
-    takeover: Annotated[
-        bool,
-        typer.Option(
-            "--takeover",
-            help="Take over a run whose learner holds its directory but does not answer any more. The old learner can "
-            "then write nothing to the run.",
-        ),
-    ] = False,
+    takeover: Takeover = False,
 ) -> None:
     """Train the model of CONFIG on the rollouts that generators send (one process, or every rank of torchrun).
 

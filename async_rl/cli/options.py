@@ -26,6 +26,14 @@ Insecure = Annotated[
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Start over. An existing run directory is moved aside, never deleted.")
 ]
+Takeover = Annotated[
+    bool,
+    typer.Option(
+        "--takeover",
+        help="Take the run over from a `learner` or `launch` that uses its directory and does not answer. That one can "
+        "write nothing to the run any more.",
+    ),
+]
 Keys = Annotated[
     Path | None,
     typer.Option("--keys", metavar="FILE", help="This client's key file, made by `async-rl keys new`."),

@@ -40,14 +40,16 @@ _MARGIN_S = 5.0
 
 
 def launch(
-    config: Config, config_path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool, insecure: bool
-) -> int:
+    config: Config, config_path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool, insecure: bool,
+    takeover: bool = False,
+) -> int:  # fmt: skip
     """Run ``config`` until the run is finished, has failed or is stopped. Returns the exit code.
 
     Args:
         config_path: the file that ``config`` was read from; ``dry_run`` prints commands with it.
         overrides: the ``--set`` values that ``config`` was read with.
         dry_run: print the commands and whether the launch would start here; write and start nothing.
+        takeover: supersede a process that uses the run directory.
 
     Raises:
         UserError: the run can't start for a reason that the user can fix; nothing was written or started.
@@ -68,7 +70,7 @@ def launch(
         return 0
     with console.status("checking data, model and address"):  # seconds; shown on a terminal only
         preflight(config, insecure=insecure)
-    with locked_run_dir(config, role="launch", fresh=fresh) as (run_dir, lock):
+    with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
         return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh)
 
 

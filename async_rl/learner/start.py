@@ -185,7 +185,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 
     queue = LearnerQueue(
         address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),
-        revive=revive if may_revive else None, while_waiting=engine.tick,
+        revive=revive if may_revive else None, while_waiting=engine.tick, check_lock=check_lock,
     )  # fmt: skip
     publisher = _publisher(config, address, context)
     written = ExitStack()

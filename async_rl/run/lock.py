@@ -1,9 +1,9 @@
 """The lock of a run directory: one ``launch`` or one ``learner`` at a time.
 
 flock locks ``run.lock``, which names the process that holds the lock. ``launch`` hands the locked descriptor to its
-learner, so the lock lasts as long as one of these two processes lives. The lock only helps the user: it shows early
-that another process uses the directory. The queue protects the files: it knows the newest lineage and refuses older
-ones.
+learner, so the lock lasts as long as one of these two processes lives. The lock shows the user early that
+another process uses the directory. The queue protects the files: it knows the newest lineage and refuses older ones.
+A learner asks both before it writes, because a ``launch --takeover`` starts another queue server.
 
 ``launch`` and the learner's rank 0 call ``locked_run_dir``; a learner of ``launch`` calls ``RunLock.inherit``.
 """
@@ -145,7 +145,7 @@ def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
                 continue
             raise RunError(
                 f"run.dir: {holder or 'another process'} uses {run_dir.path}; stop it, or choose another run.dir. If "
-                f"it is a learner that does not answer, `async-rl learner --takeover` takes the run over"
+                f"it does not answer, `async-rl {role} --takeover` takes the run over"
             )
     except OSError as error:
         raise RunError(f"run.dir: can't write to {run_dir.path}: {error}; choose another run.dir") from error

@@ -17,6 +17,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import LineageError, RunError
 from async_rl.process.child import ParentWatch
+from async_rl.queue.client.clients import LearnerQueue
 from async_rl.run import lock as lock_module
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import LOCK_FD, RunLock, locked_run_dir
@@ -121,6 +122,18 @@ def test_a_takeover_supersedes_a_holder_which_then_knows(tmp_path: Path):
                 lock_module.acquire(RunDir(tmp_path / "run"), "launch")
     with locked_run_dir(config, role="launch", fresh=False):
         pass
+
+
+def test_a_learner_whose_lock_was_taken_over_writes_nothing_whatever_its_queue_says(tmp_path: Path):
+    run_dir = RunDir(tmp_path / "run")
+    older = lock_module.acquire(run_dir, "launch")
+    newer = lock_module.acquire(run_dir, "launch", takeover=True)
+    queue = LearnerQueue("tcp://127.0.0.1:1", check_lock=older.check)  # nobody answers there
+    with pytest.raises(LineageError, match="has taken over"):
+        queue.confirm("line-a")
+    queue.close()
+    for lock in (older, newer):
+        lock.close()
 
 
 def test_a_lock_lasts_as_long_as_a_child_that_inherited_it_and_names_it(

@@ -95,7 +95,9 @@ class LearnerQueue:
     """The queue as the learner's rank 0 uses it. Methods block until answered.
 
     ``revive`` is called repeatedly while there is no connection to the server. It may restart a dead server; it returns
-    True if it did. ``while_waiting`` is called repeatedly while an answer is awaited.
+    True if it did. ``while_waiting`` is called repeatedly while an answer is awaited. ``check_lock`` raises
+    LineageError if another process has taken over the run directory: a ``launch`` that did so has another queue server,
+    and this queue does not know it.
 
     Raises (all methods): ``LineageError`` if a newer learner owns the queue. ``QueueError`` if the server refuses, or
     does not answer within ``timeout_s`` (plus the requested wait).
@@ -104,7 +106,9 @@ class LearnerQueue:
     def __init__(
         self, address: str, timeout_s: float = 60.0, keys: ClientKeys | None = None, *,
         revive: Callable[[], bool] | None = None, while_waiting: Callable[[], None] = lambda: None,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self._check_lock = check_lock
         self.address, self._keys, self._revive, self._while_waiting = address, keys, revive, while_waiting
         self._lost_at: float | None = None
         self._is_lost_logged = False
@@ -138,6 +142,7 @@ class LearnerQueue:
 
     def confirm(self, lineage: str) -> None:
         """Check that this learner still owns the queue. Call it right before writing files of the run."""
+        self._check_lock()
         self._call(messages.ConfirmLineage(lineage))
 
     def announce(self, announcement: Announcement) -> None:
