@@ -1,4 +1,4 @@
-"""``python -m async_rl ...`` is the ``async-rl`` command."""
+"""Run the ``async-rl`` command as ``python -m async_rl``."""
 
 from async_rl.cli.main import main
 

@@ -1,33 +1,33 @@
-"""Every error that async-rl raises on purpose, as one tree.
+"""Every exception class that async-rl raises on purpose. All of them derive from ``AsyncRLError``.
 
-The user can correct the cause of a ``UserError`` (a bad config, a missing file, a busy port): commands print it as one
-message and exit 2. The other errors stop a role, or become a counted record at a process boundary. Messages say what
-was expected, what was found, where, and what to do.
+The user can correct the cause of a ``UserError`` (a bad config, a missing file, a busy port). A command prints such an
+error as one message and exits with code 2. Any other error stops the process, or the process counts the error and
+continues. Each message says what was expected, what was found, where, and what to do.
 """
 
 
 class AsyncRLError(Exception):
-    """Root of the tree."""
+    """Base class of all errors that async-rl raises on purpose."""
 
 
 class UserError(AsyncRLError):
-    """The user can correct the cause. Commands print it without a traceback and exit 2."""
+    """An error whose cause the user can correct. Commands print its message and exit with code 2."""
 
 
 class ConfigError(UserError):
-    """The config file, or a ``--set``, is wrong; the message names the TOML key."""
+    """The config file or a ``--set`` option is wrong. The message names the TOML key."""
 
 
 class DataError(UserError):
-    """A dataset file or row is wrong; the message names file and line."""
+    """A dataset file or one of its rows is wrong. The message names the file and the line."""
 
 
 class ModelError(UserError):
-    """The model, its tokenizer or its chat template is missing or unfit."""
+    """The model, its tokenizer or its chat template is missing or can't be used."""
 
 
 class AddressError(UserError):
-    """An address is malformed, busy, unreachable, or refused for being open to the network."""
+    """A network address is malformed, busy or unreachable, or is open to the network without keys."""
 
 
 class KeyFileError(UserError):
@@ -35,11 +35,11 @@ class KeyFileError(UserError):
 
 
 class RunError(UserError):
-    """The run directory belongs to another config, or holds nothing to continue from."""
+    """The run directory can't be used: another config or process owns it, or there is no run to continue."""
 
 
 class WireError(AsyncRLError):
-    """A message on a socket is malformed. It is counted and answered, and its content is not used."""
+    """A message on a socket is malformed. The receiver ignores its content."""
 
 
 class QueueError(AsyncRLError):
@@ -47,11 +47,14 @@ class QueueError(AsyncRLError):
 
 
 class StorageError(QueueError):
-    """The queue's disk fails. The run stops with the cause."""
+    """The queue server can't read or write its files on disk. The run stops with this error as the cause."""
 
 
 class DamagedPayloadError(QueueError):
-    """A stored group can't be read back. It is given up, and its prompt is sampled again. ``file`` has the damage."""
+    """The stored bytes of a group are damaged, so the queue drops the group and its prompt is sampled again.
+
+    ``file`` is the path of the file that has the damage.
+    """
 
     def __init__(self, message: str, file: str) -> None:
         super().__init__(message)
@@ -59,60 +62,63 @@ class DamagedPayloadError(QueueError):
 
 
 class DamagedJournalError(QueueError):
-    """The records of the queue's journal are damaged. The journal is moved aside."""
+    """The records in the queue's journal (its log of changes on disk) are damaged. The journal is moved aside."""
 
 
 class StorageFullError(StorageError):
-    """The disk is full, or no file descriptor is left. The queue waits for room and tries again."""
+    """The disk is full, or the process can open no more files. The queue waits for room and tries again."""
 
 
 class LineageError(QueueError):
-    """A learner of an older lineage sent a request, but a newer learner owns the queue."""
+    """A learner sent a request after a newer learner had taken over its run. The request is refused."""
 
 
 class IdInUseError(QueueError):
-    """Another generator has this id, and was alive a short time ago. Its id is free when it is silent for longer."""
+    """A generator asked for an id that another generator still uses. The id is free after that one is silent."""
 
 
 class StaleRolloutError(AsyncRLError):
-    """A rollout is older than ``queue.max_staleness`` allows."""
+    """A rollout was sampled with weights that are older than ``queue.max_staleness`` allows."""
 
 
 class WeightsError(AsyncRLError):
-    """Weights did not arrive, or their digest does not match their manifest."""
+    """A version of the weights did not arrive, or its digest differs from the one in its manifest."""
 
 
 class EngineError(AsyncRLError):
-    """A third-party inference engine died, failed or gave an invalid answer. Its generator ends."""
+    """The inference engine of a generator (vLLM) died, failed or gave an invalid answer. The generator ends."""
 
 
 class CorruptWeightsError(WeightsError):
-    """The received bytes differ from those in the manifest."""
+    """The received bytes of the weights differ from those that the manifest describes."""
 
 
 class RewardError(AsyncRLError):
-    """A reward can't be computed: its verifier does not start, or its row has no answer. A wrong answer is no error."""
+    """A reward can't be computed, because its verifier does not start or the dataset row has no answer.
+
+    A wrong answer of the model is no error.
+    """
 
 
 class SandboxError(UserError):
-    """This machine can't isolate the model's programs, or their verifier can't be used."""
+    """This machine can't isolate programs that the model writes, or the configured verifier can't be used."""
 
 
 class SandboxFailedError(RewardError):
-    """The sandbox or the remote verifier failed to run a program, so the program is not judged."""
+    """The sandbox or the remote verifier failed to run a program, so it is unknown whether the program is correct."""
 
 
 class EnvironmentProcessError(AsyncRLError):
-    """An environment has no process to run in. Its rollout fails."""
+    """An environment's process can't be started or has ended, so the rollout that used the environment fails."""
 
 
 class TrainingError(AsyncRLError):
-    """The run can't go on (too many filtered groups, a step that can't be trained); the message is a diagnosis."""
+    """Training can't go on, for example because too many groups were filtered. The message explains the cause."""
 
 
 class StoppedError(AsyncRLError):
-    """A signal asked the learner to stop, and it has saved its last step. The message says what is saved."""
+    """The learner ended because a signal asked for it, after it saved its last step. The message says what is saved."""
 
 
 class ParityError(TrainingError):
-    """A generator's engine and the learner give the same tokens different log-probabilities at the same weights."""
+    """A generator and the learner compute different log-probabilities for the same tokens and the same weights."""

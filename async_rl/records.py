@@ -1,8 +1,9 @@
-"""The records that processes exchange: prompts and leases to generators, groups of rollouts back. No torch, no sockets.
+"""The records that processes send each other: prompts and leases to generators, groups of rollouts back.
 
-They hold facts only: tokens, masks, behavior logprobs, versions, reward parts. The learner computes advantages and
-losses. ``T`` is the number of tokens of one sequence, prompt and environment tokens included. The records are msgspec
-``Struct``s: these are constructed ten times as fast as dataclasses, and encoded and checked in C.
+They hold only facts, such as tokens, masks, log-probabilities, versions and rewards. The learner computes advantages
+and losses from them. ``T`` is the number of tokens of one sequence, prompt and environment tokens included. The records
+are msgspec ``Struct``s, because these are constructed ten times as fast as dataclasses, and encoded and checked in C.
+This module uses neither torch nor sockets.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 
 NO_VERSION = -1
-"""Version of a token that no policy sampled (prompt and environment tokens)."""
+"""The weights version of a token that no policy sampled, such as a prompt token or an environment's token."""
 
 
 TEXT_ROLE = "text"
-"""Role of a prompt's only message if the prompt is text to continue without a chat template."""
+"""The role of the only message of a prompt that is plain text, to be continued without a chat template."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One dataset row at its place in the stream.
+    """One dataset row, with its position in the order in which the run uses the rows.
 
-    ``position`` counts from 0 over all epochs and never repeats within a run; ``row`` is the row's index in its
-    file. ``reward_data`` is what the reward needs (``gt_answer``), opaque to everything else.
+    Attributes:
+        position: the number of prompts before this one, over all epochs. It never repeats within a run.
+        row: the row's index in its file.
+        epoch: the pass over the dataset, from 0.
+        messages: the chat messages, each with ``role`` and ``content``.
+        reward_data: what the reward needs, such as ``gt_answer``. Other code does not read it.
     """
 
     position: int
@@ -46,7 +51,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How to sample one rollout. ``temperature`` 0 is greedy decoding."""
+    """The settings with which a generator samples one rollout. ``temperature`` 0 means greedy decoding."""
 
     temperature: float
     top_p: float
@@ -57,15 +62,16 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every token can be sampled: top-p and top-k are off, or have no effect because decoding is greedy."""
+        """Whether any token of the vocabulary can be sampled: top-p and top-k are off, or decoding is greedy."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Permission, given to one generator, to sample one group.
+    """A generator's permission to sample one group of rollouts for one prompt.
 
-    ``min_version`` is the oldest version it may be sampled with; ``max_staleness`` the bound it was given under.
-    ``seed`` and the rollout's index determine every random number of the group, on any generator.
+    ``min_version`` is the oldest weights version that may sample the group. ``max_staleness`` is the limit of
+    staleness, in versions, that was in force when the lease was given. ``seed`` and a rollout's index in the group
+    determine all random numbers of that rollout, on any generator.
     """
 
     lease_id: str
@@ -81,20 +87,22 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def wants_sampling_mask(self) -> bool:
-        """Whether each sampled token needs its sampling mask. Only training needs it."""
+        """Whether the group needs sampling masks: the lease is for training, and top-p or top-k leaves tokens out."""
         return self.kind == "train" and not self.sampling.keeps_all
 
 
 class TokenSequence(msgspec.Struct, frozen=True, eq=False):
-    """One contiguous token sequence that the policy saw and continued.
+    """One contiguous sequence of tokens: the context that the policy saw and the tokens that it sampled.
 
     Attributes:
         token_ids: int32 [T].
         loss_mask: bool [T], True on tokens that the policy sampled.
-        behavior_logprobs: float32 [T], nats; 0 off the mask.
-        versions: int32 [T], the version that sampled each token; ``NO_VERSION`` off the mask.
-        sampling_mask: for each token under the loss mask, the ids that top-p and top-k kept; its behavior logprob is
-            renormalised over them. None if they kept all.
+        behavior_logprobs: float32 [T], log-probabilities of the sampled tokens in nats. They are 0 where ``loss_mask``
+            is False.
+        versions: int32 [T], the weights version that sampled each token. It is ``NO_VERSION`` where ``loss_mask`` is
+            False.
+        sampling_mask: for each sampled token, the set of token ids that top-p and top-k left; the behavior
+            log-probability is normalised over this set. None if top-p and top-k left every token.
     """
 
     token_ids: Int32Array
@@ -120,9 +128,9 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One answer in a rollout of several turns: the next ``num_tokens`` tokens under the mask, and what they earned.
+    """One answer of the policy in a rollout of several turns: its number of sampled tokens and what it earned.
 
-    ``reward`` belongs to the last of these tokens; ``score`` is only logged.
+    ``reward`` belongs to the last of these tokens. ``score`` is a figure of the environment that is only logged.
     """
 
     num_tokens: int
@@ -131,11 +139,16 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, eq=False):
-    """One scored trajectory.
+    """One complete answer to a prompt, with its rewards.
 
-    ``reward_parts`` are summed to the reward. ``accuracy`` is 1.0 or 0.0 (or a partial credit between) and never
-    includes shaping. ``num_sampled`` counts the tokens under the mask. ``turns`` is empty unless an environment played
-    the rollout.
+    Attributes:
+        sequences: the token sequences of the answer.
+        reward_parts: rewards by name. Their sum is ``reward``.
+        accuracy: 1.0 for a correct answer, 0.0 for a wrong one, or between for a partly correct one. Reward shaping
+            does not change it.
+        finish_reason: why sampling ended.
+        extracted: the final answer that was found in the text; None if none was found.
+        turns: the answers in their order if an environment played the rollout, else empty.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -147,7 +160,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def score(self) -> float:
-        """Sum of the turns' scores."""
+        """The sum of the turns' scores."""
         return float(sum(turn.score for turn in self.turns))
 
     @property
@@ -160,16 +173,17 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version among sampled tokens; ``NO_VERSION`` if nothing was sampled."""
+        """The oldest weights version that sampled a token of the rollout; ``NO_VERSION`` if no token was sampled."""
         oldest = [int(s.versions[s.loss_mask].min()) for s in self.sequences if s.loss_mask.any()]
         return min(oldest, default=NO_VERSION)
 
 
 class Group(msgspec.Struct, frozen=True, eq=False):
-    """The rollouts of one prompt under one lease: the unit of delivery, of advantage and of the ledger.
+    """All rollouts that a generator sampled for one prompt under one lease.
 
-    ``weights_digest`` maps every version that sampled here to the digest of its weights, as the generator
-    verified it; the learner refuses what it did not publish.
+    Groups are delivered whole, advantages are computed within a group, and the queue's ledger counts groups.
+    ``weights_digest`` maps each weights version that sampled tokens here to the digest of its weights, as the generator
+    verified it. The learner refuses a group with a digest that it did not publish.
     """
 
     lease_id: str
@@ -184,7 +198,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version among all sampled tokens of the group."""
+        """The oldest weights version that sampled a token of the group; ``NO_VERSION`` if no token was sampled."""
         known = [v for r in self.rollouts if (v := r.oldest_version) != NO_VERSION]
         return min(known, default=NO_VERSION)
 

@@ -1,9 +1,9 @@
-"""The sampling mask: for each sampled token, the set of ids that top-p and top-k kept. Numpy only.
+"""The sampling mask: for each sampled token, the set of token ids that top-p and top-k left. Numpy only.
 
-Backends make it, ``records.TokenSequence`` carries it, and the learner renormalises over it: without it, the
-distribution that a token was sampled from is unknown. The sets are exact. Each is stored in the shortest of three
-forms: it takes 4 bytes, and 4 more for each id, but at most one bit for each id of the vocabulary. Shape letters:
-N = sampled tokens, W = words, V = vocabulary.
+Generators record the mask, ``records.TokenSequence`` carries it, and the learner normalises its probabilities over each
+set. Without the mask, the distribution from which a token was sampled is unknown. The sets are exact. A set is stored
+as a list of ids, as one bit per id of the vocabulary, or as "all ids", whichever is shortest. Shape letters: N =
+sampled tokens, W = int32 words of all sets, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ BITS_PER_WORD = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMask:
-    """One set for each of N sampled tokens.
+    """A set of token ids for each of N sampled tokens.
 
     Attributes:
-        sizes: int32 [N]. ``n`` above 0: the set is ``n`` words, each a token id, ascending. Below 0: ``-n`` words of
-            bits, id ``i`` being bit ``i % 32`` of word ``i // 32``. 0: nothing was left out, the whole vocabulary.
-        words: int32 [W], set behind set; W is the sum of ``abs(sizes)``.
+        sizes: int32 [N]. A number ``n`` above 0 means that the set is stored as ``n`` words, each a token id, in
+            ascending order. Below 0, the set is stored as ``-n`` words of bits: id ``i`` is bit ``i % 32`` of word ``i
+            // 32``. 0 means that the set is the whole vocabulary and has no words.
+        words: int32 [W], the words of all sets, one set after the other. W is the sum of ``abs(sizes)``.
     """
 
     sizes: npt.NDArray[np.int32]
@@ -35,16 +36,21 @@ class SamplingMask:
 
 
 NOTHING_LEFT_OUT = SamplingMask(np.zeros(0, np.int32), np.zeros(0, np.int32))
-"""A mask of no tokens. It is used where neither top-p nor top-k is on."""
+"""A sampling mask for 0 tokens. It is used if neither top-p nor top-k is on."""
 
 
 def words_at_most(vocab_size: int) -> int:
-    """Return the number of words of the longest set."""
+    """Return the largest number of int32 words that one set can take, for a vocabulary of this size."""
     return -(-vocab_size // BITS_PER_WORD)
 
 
 def pack_ids(counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer], *, vocab_size: int) -> SamplingMask:
-    """Pack N sets. Set ``i`` has ``counts[i]`` ids, at least one, ascending; ``ids`` holds them set after set."""
+    """Build a sampling mask of N sets from their token ids.
+
+    Args:
+        counts: [N], the number of ids in each set, at least 1.
+        ids: the ids of all sets, one set after the other, in ascending order within a set.
+    """
     limit = words_at_most(vocab_size)
     sizes = np.where(counts < limit, counts, -limit)
     sizes[counts == vocab_size] = 0
@@ -62,12 +68,12 @@ def pack_ids(counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer], *, v
 
 
 def join(parts: Sequence[SamplingMask]) -> SamplingMask:
-    """Join the sets of all ``parts``, at least one, in order."""
+    """Concatenate the sampling masks ``parts`` (at least one) in their order."""
     return SamplingMask(np.concatenate([p.sizes for p in parts]), np.concatenate([p.words for p in parts]))
 
 
 def split(mask: SamplingMask, counts: Sequence[int]) -> list[SamplingMask]:
-    """Split ``mask``: part ``i`` is a view of the next ``counts[i]`` sets. The inverse of ``join``."""
+    """Split ``mask`` into consecutive parts, as views of it. Part ``i`` has the next ``counts[i]`` sets."""
     ends = np.cumsum(counts)
     word_ends = np.concatenate([[0], np.cumsum(np.abs(mask.sizes))])[ends]
     parts = zip(np.split(mask.sizes, ends), np.split(mask.words, word_ends), strict=True)
@@ -75,12 +81,12 @@ def split(mask: SamplingMask, counts: Sequence[int]) -> list[SamplingMask]:
 
 
 def select(mask: SamplingMask, chosen_N: npt.NDArray[np.bool_]) -> SamplingMask:
-    """Return the sets of the chosen tokens."""
+    """Return the mask with only those sets for which ``chosen_N`` (bool [N]) is True."""
     return SamplingMask(mask.sizes[chosen_N], mask.words[np.repeat(chosen_N, np.abs(mask.sizes))])
 
 
 def contains(mask: SamplingMask, token_ids_N: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Return bool [N]: whether each token is in its set."""
+    """Return bool [N]: whether token ``token_ids_N[i]`` is in set ``i`` of ``mask``."""
     sizes_W = np.repeat(mask.sizes, np.abs(mask.sizes))
     ids_W = np.repeat(token_ids_N, np.abs(mask.sizes))
     column_W = _columns(mask)
@@ -92,21 +98,27 @@ def contains(mask: SamplingMask, token_ids_N: npt.NDArray[np.int32]) -> npt.NDAr
 
 
 def _columns(mask: SamplingMask) -> npt.NDArray[np.integer]:
-    """Return int [W]: the index of each word within its set."""
+    """Return int [W]: the index of each word within its own set."""
     lengths = np.abs(mask.sizes)
     starts = np.cumsum(lengths) - lengths
     return np.arange(len(mask.words)) - np.repeat(starts, lengths)
 
 
 def largest_id(mask: SamplingMask) -> int:
-    """Return an upper bound of all ids; -1 without words. For a set of bits: the last id of its last word."""
+    """Return a number that no token id in ``mask`` exceeds by 32 or more; -1 if the mask has no words.
+
+    For sets of ids it is the largest id. For sets of bits it is the first id of the last word.
+    """
     is_id = np.repeat(mask.sizes > 0, np.abs(mask.sizes))
     last_column = int(_columns(mask)[~is_id].max(initial=-1))
     return max(int(mask.words[is_id].max(initial=-1)), BITS_PER_WORD * last_column if last_column >= 0 else -1)
 
 
 def why_malformed(sizes: npt.NDArray[np.int32], words: npt.NDArray[np.int32], num_sampled: int) -> str:
-    """Return the error in int32 arrays that should hold the sets of ``num_sampled`` tokens; empty if valid."""
+    """Check arrays (int32) that should be the sampling mask of ``num_sampled`` tokens.
+
+    Return a message that says what is wrong; empty if nothing is.
+    """
     if sizes.shape != (num_sampled,):
         return f"expected sizes of {num_sampled} sampling masks, got {list(sizes.shape)}"
     # Converted to a wider type first: the absolute value of the lowest int32 does not fit into int32.

@@ -1,7 +1,7 @@
-"""Makes text safe for a terminal: control characters are shown as escapes, so that none takes effect.
+"""Make text safe to print on a terminal: show control characters as escapes, so that they have no effect.
 
 Ids, host names and messages come from other machines, and logs quote what a model wrote. An escape sequence in them
-could move the cursor, hide lines or change the terminal's title. Called by everything that prints or logs.
+could move the cursor, hide lines or change the terminal's title. All code that prints or logs calls this module.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 _HARMLESS = frozenset("\n\t")
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode's categories of control and format characters (bidirectional overrides are among them), of surrogates, and
-of separators of lines and paragraphs."""
+"""Unicode categories whose characters ``visible`` escapes: control and format characters (such as bidirectional
+overrides), surrogates, and separators of lines and paragraphs."""
 
 
 def visible(text: str) -> str:
-    """Replace control characters, except line breaks and tabs, by their escapes (``\\x1b``, ``\\u202e``)."""
+    """Return ``text`` with control characters, except line breaks and tabs, as escapes (``\\x1b``, ``\\u202e``)."""
     if text.isprintable():
         return text
     return "".join(c if c in _HARMLESS or unicodedata.category(c) not in _HIDDEN else _escaped(c) for c in text)
 
 
 def visible_values(value: Any) -> Any:
-    """Apply ``visible`` to every text in plain data (maps, lists, text, numbers)."""
+    """Return a copy of plain data (maps, lists, text, numbers) in which ``visible`` has been applied to every text."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, Mapping):
@@ -36,14 +36,19 @@ def visible_values(value: Any) -> Any:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats a log record as text without control characters (see ``visible``)."""
+    """A logging formatter that shows control characters in a log line as escapes (see ``visible``)."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def log_visibly(level: int | str, form: str) -> None:
-    """Log to standard error from ``level`` on, in the form of ``logging.Formatter``, unless it is set up already."""
+    """Set up logging to standard error, with control characters escaped. Do nothing if logging is set up already.
+
+    Args:
+        level: the lowest level that is logged.
+        form: the format string for ``logging.Formatter``.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Checks ZeroMQ addresses, and refuses those that open a run to a network without keys or ``--insecure``."""
+"""Check network addresses, and refuse those that open a run to a network without keys or ``--insecure``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._*-]+):(?P<
 
 
 def check_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``tcp://HOST:PORT``. Port 0 (or ``*``) means any free port.
+    """Return (host, port) of an address ``tcp://HOST:PORT``. Port 0 stands for any free port; ``*`` is read as 0.
 
     Raises:
         AddressError: the address is malformed.
@@ -27,7 +27,10 @@ def check_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``. A name is resolved; if that fails, it is not loopback."""
+    """Return whether only this machine can reach ``host``.
+
+    A name is resolved first, and counts as False if that fails.
+    """
     if host == "*":
         return False
     try:
@@ -41,10 +44,10 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) -> None:
-    """Refuse to bind an address other than loopback without keys, unless ``--insecure`` is given.
+    """Refuse that a server without keys listens on an address that other machines can reach, except if ``insecure``.
 
     Raises:
-        AddressError: the address is open to a network.
+        AddressError: the server would be open to a network.
     """
     host, _ = check_address(address)
     if not insecure and not has_keys and not is_loopback(host):
@@ -55,10 +58,10 @@ def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) ->
 
 
 def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None:
-    """Refuse to join a queue on another machine without keys, unless ``--insecure`` is given.
+    """Refuse that a client without keys connects to a queue on another machine, unless ``insecure`` is set.
 
     Raises:
-        AddressError: the queue is not authenticated, so another server could replace it.
+        AddressError: the queue would not be authenticated, so another server could replace it.
     """
     host, _ = check_address(address)
     if not insecure and not has_keys and not is_loopback(host):
@@ -69,10 +72,10 @@ def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None
 
 
 def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
-    """Refuse to send or receive weights by collectives, except on loopback or a trusted network.
+    """Refuse to send or receive weights by NCCL or gloo at ``host``, except on loopback or on a trusted network.
 
     Raises:
-        AddressError: collectives would listen on a network that is not trusted.
+        AddressError: the collectives would use a network that is not trusted.
     """
     if not is_trusted and not is_loopback(host):
         raise AddressError(
@@ -83,10 +86,10 @@ def refuse_open_collectives(host: str, *, is_trusted: bool) -> None:
 
 
 def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
-    """Refuse to send or receive weights by ``tcp``, except with keys, on loopback or on a trusted network.
+    """Refuse to send or receive weights by ``tcp`` at ``host``, unless with keys, on loopback or on a trusted network.
 
     Raises:
-        AddressError: weights would be sent unencrypted and unauthenticated.
+        AddressError: the weights would be sent unencrypted and unauthenticated.
     """
     if not has_keys and not is_trusted and not is_loopback(host):
         raise AddressError(
@@ -97,7 +100,7 @@ def refuse_open_stream(host: str, *, has_keys: bool, is_trusted: bool) -> None:
 
 
 def local_host_towards(address: str) -> str:
-    """Return the address of this machine's interface that reaches ``address``. No packet is sent.
+    """Return the IP address of this machine from which packets to ``address`` are sent. No packet is sent.
 
     Raises:
         AddressError: this machine has no route to ``address``.

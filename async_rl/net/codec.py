@@ -1,4 +1,7 @@
-"""Encode records as messages, and decode them. Only this module defines the wire format of a ``Group``."""
+"""Encode a group of rollouts as a message, and decode it. Only this module defines the wire format of a ``Group``.
+
+``read_as`` and ``field`` convert and check the fields of other messages.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
-    """Return ``fields[key]``, which must be a ``kind``. An int is accepted as a float, but not a bool as an int.
+    """Return ``fields[key]`` after a check that its type is ``kind``.
+
+    An int is accepted as a float, but not a bool as an int.
 
     Raises:
         WireError: the key is missing, or its value has another type.
@@ -49,9 +54,9 @@ def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
 
 
 def read_as(plain: Any, kind: type[_T]) -> _T:
-    """Convert a message's plain data to a ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
+    """Convert the plain data of a message to ``kind``: a record (a msgspec ``Struct``) or a container of plain types.
 
-    The types are checked in C. Fields that a record does not have are ignored.
+    The types are checked in C. Fields that the record does not have are ignored.
 
     Raises:
         WireError: a field is missing or has the wrong type.
@@ -63,13 +68,13 @@ def read_as(plain: Any, kind: type[_T]) -> _T:
 
 
 class TurnFields(msgspec.Struct, frozen=True, gc=False):
-    """The U turns of a group's R rollouts, one rollout after the other.
+    """The turns of all rollouts of a group in its message, one rollout after the other. R = rollouts, U = turns.
 
     Attributes:
-        counts: [R], turns of each rollout; they add up to U.
-        num_tokens: [U], tokens under the mask.
-        rewards: [U].
-        scores: [U].
+        counts: [R], the number of turns of each rollout. The sum is U.
+        num_tokens: [U], the number of tokens that the policy sampled in each turn.
+        rewards: [U], the reward of each turn.
+        scores: [U], the score of each turn, a figure that is only logged.
     """
 
     counts: list[Count]
@@ -79,16 +84,17 @@ class TurnFields(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """The fields of a group's message, without its arrays. The group has R rollouts, S sequences and T tokens.
+    """A group's message without its arrays. The group has R rollouts, S token sequences and T tokens.
 
     Attributes:
-        num_sequences: [R], sequences of each rollout; they add up to S.
-        lengths: [S], tokens of each sequence; they add up to T.
-        reward_parts: for each name a list [R], with None for a rollout without that part.
-        accuracy: [R].
-        finish_reason: [R].
-        extracted: [R].
-        turns: None if the group was sampled without an environment.
+        num_sequences: [R], the number of sequences of each rollout. The sum is S.
+        lengths: [S], the number of tokens of each sequence. The sum is T.
+        reward_parts: for each name of a reward part a list [R]. None in the list means that the rollout has no such
+            part.
+        accuracy: [R], as in ``Rollout``.
+        finish_reason: [R], as in ``Rollout``.
+        extracted: [R], as in ``Rollout``.
+        turns: the turns of all rollouts. None if the group was sampled without an environment.
     """
 
     lease_id: str
@@ -109,10 +115,10 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def encode_group(group: Group) -> bytes:
-    """Encode the group as a separate frame, so that the queue can store and send its bytes without decoding them.
+    """Encode a group as the bytes of one message. The queue can store and forward these bytes without decoding them.
 
-    Rollouts are sent as columns, as in ``FlatGroup``: packing, checking and summing a fixed number of lists is much
-    faster than one map per rollout.
+    The message has one list or array for each field of a rollout, as in ``FlatGroup``. Packing, checking and summing a
+    fixed number of lists is much faster than doing so with one map for each rollout.
     """
     rollouts = group.rollouts
     sequences = [s for r in rollouts for s in r.sequences]
@@ -169,15 +175,15 @@ _READER = TypedReader("group", GroupFields)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatGroup:
-    """A received and checked message of a group. All arrays are views into the frame.
+    """A group's message after decoding and checking. Flat arrays, which are views of the message, have all tokens.
 
     Attributes:
-        fields: the fields without the arrays.
+        fields: the message without its arrays.
         token_ids: int32 [T], one sequence after the other.
-        loss_mask: bool [T].
-        behavior_logprobs: float32 [T].
-        versions: int32 [T].
-        sampling_mask: the sampling mask of the tokens under ``loss_mask``; None if top-p and top-k excluded no token.
+        loss_mask: bool [T], True on tokens that the policy sampled.
+        behavior_logprobs: float32 [T], log-probabilities in nats.
+        versions: int32 [T], the weights version of each token.
+        sampling_mask: the token sets of all sampled tokens. None if top-p and top-k left every token.
     """
 
     fields: GroupFields
@@ -193,10 +199,10 @@ class FlatGroup:
 
 
 def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> Group:
-    """Decode the group in ``frame``. Its arrays are views into the frame.
+    """Decode a group's message ``frame`` to a ``Group``. The arrays of the group are views of ``frame``.
 
     Raises:
-        WireError: the frame is malformed or its lengths, dtypes or values don't fit together.
+        WireError: the message is malformed, or its lengths, dtypes or values don't fit together.
     """
     flat = decode_flat_group(frame, limits)
     fields, rewards = flat.fields, flat.fields.reward_parts
@@ -252,7 +258,7 @@ def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
 
 
 def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
-    """Decode the group in ``frame`` as flat columns, for callers that need only a summary.
+    """Decode a group's message ``frame`` to flat arrays, for callers that need only sums or checks over all tokens.
 
     Raises:
         WireError: as for ``decode_group``.

@@ -1,13 +1,15 @@
-"""Limits on the connections of a ROUTER socket. libzmq accepts every connection, and each costs a descriptor.
+"""Limit the connections of a ZeroMQ ROUTER socket, because each connection uses a file descriptor of the process.
 
-A connection is unauthenticated until its first message. ``RouterConnections`` keeps only few of those, for a short
-time, and with keys it lets them send little more than a handshake: libzmq itself would read a handshake of any size up
-to the socket's ``MAXMSGSIZE``. The number of the others is limited too, so that descriptors are left for files.
+libzmq itself accepts every connection, and reads a handshake of any size up to the socket's ``MAXMSGSIZE``. Until its
+first message, a connection counts as unauthenticated. ``RouterConnections`` allows only a small number of
+unauthenticated connections, for a short time, and with keys only the bytes of a handshake. It also limits the number of
+the other connections, so that descriptors are left for files.
 
-A monitor of the socket reports the descriptor of each accepted connection. Connections above a limit are shut down by
-it, after a check that it still is the same connection; to libzmq, their peer is gone. The monitor's queue is
-short: libzmq accepts no further connection before its events are read, so the limits hold however long
-that takes. Called by the queue server and by the publisher of weights, from the thread that owns the socket.
+libzmq reports the descriptor of each accepted connection as an event of a monitor socket. To close a connection, this
+module shuts its descriptor down, after a check that the descriptor still is that connection. libzmq then sees that the
+peer is gone. The monitor's event queue is short, and libzmq accepts no further connection while the queue is full. So
+the limits hold even if the events are read late. The queue server and the publisher of weights use this module, in the
+thread that owns the socket.
 """
 
 from __future__ import annotations
@@ -30,21 +32,25 @@ from async_rl.net.streams import (
 )
 
 FIRST_MESSAGE_S = 15.0
-"""Time from a connection's begin to its first message. Clients of ours send one at once."""
+"""Seconds from the begin of a connection until its first message must have arrived. The clients of async-rl send a
+message at once."""
 MAX_CONNECTIONS = 4096
 BACKLOG = 1024
 _MONITOR_EVENTS = 1000
-"""libzmq's own limit of a monitor's queue, to which the reader's ``_READ_EVENTS`` is added."""
+"""libzmq's default length of a socket's send queue. The monitor's queue can hold this many events and ``_READ_EVENTS``
+more."""
 _READ_EVENTS = 100
 _RESERVED_DESCRIPTORS = 256
-"""Descriptors for files and for other sockets of the process."""
+"""Number of file descriptors that are kept free for files and other sockets of the process."""
 _CHECK_S = 0.05
-"""Time between two checks of what unauthenticated peers have sent."""
+"""Seconds between two checks of how many bytes unauthenticated peers have sent."""
 _LOOK_S = 1.0
 _SERVER_HANDSHAKE_BYTES = 64 + 170
-"""What a server with keys sends before it knows the client: ZMTP's greeting and CURVE's WELCOME."""
+"""Number of bytes that a server with keys sends before the client has authenticated itself: ZMTP's greeting and CURVE's
+WELCOME."""
 _CLIENT_HANDSHAKE_BYTES = 4096
-"""A client's greeting, HELLO and INITIATE have less than 1,000 bytes."""
+"""Number of bytes that an unauthenticated client may send. The handshake (greeting, HELLO and INITIATE) has less than
+1,000."""
 _TCP_INFO_BYTES = 256
 _ACKED_AND_RECEIVED = struct.Struct("=QQ")
 _ACKED_AT = 120
@@ -52,19 +58,24 @@ _ACKED_AT = 120
 _CLOSE_MS = 5000
 
 Peer = tuple[str, int]
-"""Address and port."""
+"""IP address and port of a connection's peer."""
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _EVENTS = _REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
 class RouterConnections:
-    """The connections of ``router``, which is not bound yet. The owner calls ``check`` in every turn of its loop.
+    """Counts the connections of ``router`` and shuts down those above a limit. Create it before ``router`` is bound.
 
-    ``has_keys``: the socket admits only clients with a listed key.
+    The owner calls ``check`` in every turn of its loop.
+
+    Args:
+        has_keys: whether ``router`` admits only clients with a listed key.
+        max_connections: limit on authenticated connections. None computes it from the limit on open files.
 
     Attributes:
-        num_refused: handshakes that were refused. ``num_closed``: connections that were shut down for a limit.
+        num_refused: number of handshakes that were refused.
+        num_closed: number of connections that were shut down because of a limit.
     """
 
     def __init__(self, router: zmq.Socket[bytes], *, has_keys: bool, max_connections: int | None = None) -> None:
@@ -84,24 +95,25 @@ class RouterConnections:
         self._monitor.connect(endpoint)
 
     def register(self, poller: zmq.Poller) -> None:
-        """Wake ``poller`` when connections begin or end."""
+        """Make ``poller`` wake up when a connection of the socket begins or ends."""
         poller.register(self._monitor, zmq.POLLIN)
 
     def is_among(self, ready: Iterable[object]) -> bool:
-        """Whether a poller returned the monitor."""
+        """Return whether ``ready``, the sockets that a poller returned, contains the monitor of ``register``."""
         return self._monitor in ready
 
     @property
     def check_within_s(self) -> float:
-        """Call ``check`` again after this time, even if nothing arrives."""
+        """Seconds until ``check`` must be called again even if nothing arrives; infinity if it need not be called."""
         if not self._unauthenticated:
             return float("inf")
         return _CHECK_S if self._has_keys else _LOOK_S
 
     def note_message(self, frame: zmq.Frame) -> bool:
-        """Note that a connection sent the message of this frame.
+        """Record that the connection from which ``frame`` came has sent a message, so that it counts as authenticated.
 
-        Return False if there are too many connections; it is shut down, and the message must be ignored.
+        Return False if there are too many connections. This connection is then shut down, and the caller must ignore
+        its message.
         """
         fd = int(frame.get("__fd"))
         if fd not in self._addresses:
@@ -114,7 +126,7 @@ class RouterConnections:
         return True
 
     def check(self) -> None:
-        """Read what has happened to connections, and shut down those above a limit."""
+        """Read the monitor's events, and shut down each connection that is above a limit."""
         self._read_events()
         now = time.monotonic()
         if now - self._checked_at < min(_CHECK_S, self.check_within_s):
@@ -128,7 +140,7 @@ class RouterConnections:
                     self._shut_down(fd)
 
     def close(self) -> None:
-        """Stop watching. The owner has closed the socket."""
+        """Stop the monitor. The owner must have closed the router socket before."""
         # libzmq may wait for a place in the monitor's queue until it is told to stop.
         while self._monitor.poll(_CLOSE_MS):
             if parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_MONITOR_STOPPED:
@@ -177,14 +189,21 @@ class RouterConnections:
 
 
 def most_connections(max_descriptors: int) -> int:
-    """The number of connections that leaves descriptors for everything else, however many more are accepted."""
+    """Return the limit on authenticated connections for a process that may open ``max_descriptors`` files.
+
+    The limit leaves descriptors for files and for connections that libzmq accepts before they are counted.
+    """
     others = _RESERVED_DESCRIPTORS + _MONITOR_EVENTS + _READ_EVENTS + MAX_UNAUTHENTICATED
     return min(MAX_CONNECTIONS, max(max_descriptors - others, max_descriptors // 4))
 
 
 @contextlib.contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """A socket object of libzmq's descriptor, which stays open. Raises OSError: it is none, or no socket."""
+    """Yield a socket object for a descriptor that libzmq owns. The descriptor stays open afterwards.
+
+    Raises:
+        OSError: the descriptor is closed, or is no socket.
+    """
     connection = socket.socket(fileno=fd)
     try:
         yield connection
@@ -193,9 +212,12 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _peer_of(connection: socket.socket, port: int) -> Peer | None:
-    """The address of the peer, if this is a connection to our ``port``.
+    """Return the address of the peer of ``connection``; None if it is not a connection to our ``port``.
 
-    Another part of the process may have got the descriptor meanwhile. Raises OSError: the connection has ended.
+    The check is needed because another part of the process may have got the descriptor after the connection ended.
+
+    Raises:
+        OSError: the connection has ended.
     """
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != port:
         return None
@@ -203,7 +225,7 @@ def _peer_of(connection: socket.socket, port: int) -> Peer | None:
 
 
 def _sends_too_much(fd: int) -> bool:
-    """Whether a peer sent more than a handshake before the server knew it."""
+    """Return whether the peer of descriptor ``fd`` sent more bytes than a handshake before it authenticated itself."""
     if sys.platform != "linux":
         return False
     try:

@@ -1,8 +1,8 @@
-"""CURVE keys. They define which clients may connect to a run's sockets, and encrypt the messages.
+"""CURVE keys: they decide which clients may connect to the sockets of a run, and they encrypt the messages.
 
-``async-rl keys new DIR`` makes a directory with ``queue.key`` (the server's key pair), one file for each client (the
+``async-rl keys new DIR`` makes a directory with ``queue.key`` (the server's key pair), a file for each client (the
 client's key pair and the server's public key) and ``allowed.txt`` (the public keys of admitted clients). A server calls
-``guard`` for its socket, and a client calls ``identify``.
+``ServerKeys.guard`` for its socket, and a client calls ``ClientKeys.identify``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ CLIENT_FILE = "client.key"
 ALLOWED_FILE = "allowed.txt"
 DEFAULT_CLIENT = "client"
 SECRET_VARIABLE = "ASYNC_RL_GENERATOR_SECRET"
-"""Environment variable with the secret that owns a generator's id on a queue without keys. If unset, it is random.
-
-``launch`` gives all its generators the same one, so that a restarted one can replace a dead one at once.
-"""
+"""Name of the environment variable with the secret by which a generator owns its id on a queue without keys. If the
+variable is unset, the secret is random. ``launch`` gives all its generators the same secret, so that a restarted
+generator can take over the id of a dead one at once."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -39,7 +38,7 @@ _NONE_FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A client's key pair and the public key of the server that it trusts, as z85 text."""
+    """The key pair of a client and the public key of the server that the client trusts, as z85 text."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -47,7 +46,7 @@ class ClientKeys:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a client's key file.
+        """Read the keys from a client's key file.
 
         Raises:
             KeyFileError: the file is missing, readable by other users, or not a client's key file.
@@ -56,18 +55,21 @@ class ClientKeys:
         return cls(plain["public"], plain["secret"], plain["server"])
 
     def for_server(self, public: bytes) -> ClientKeys:
-        """The same client's keys for another server."""
+        """Return this client's keys for another server, whose public key is ``public``."""
         return ClientKeys(self.public, self.secret, public)
 
     def identify(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the keys on ``socket``, before ``connect``. Nothing is sent to a server that can't prove its key."""
+        """Set the keys on ``socket``, before ``connect``.
+
+        Messages are then sent only to a server that proves its key.
+        """
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = self.server
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """A server's key pair, as z85 text, and the file that lists admitted clients."""
+    """The key pair of a server, as z85 text, and ``allowed``, the path of the file that lists the admitted clients."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -75,7 +77,7 @@ class ServerKeys:
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
-        """Read ``queue.key`` of a directory that ``keys new`` made.
+        """Read the server's key pair from ``queue.key`` of a directory that ``async-rl keys new`` made.
 
         Raises:
             KeyFileError: a file is missing, readable by other users, or not made by ``keys new``.
@@ -85,17 +87,19 @@ class ServerKeys:
 
     @classmethod
     def ephemeral(cls, directory: str | Path) -> Self:
-        """Make a key pair for this process only, with the allow-list of ``directory``. Clients get the public key.
+        """Make a new server key pair for this process only. It admits the clients in ``allowed.txt`` of ``directory``.
+
+        The server must send its public key to its clients.
 
         Raises:
-            KeyFileError: the allow-list is missing or malformed.
+            KeyFileError: ``allowed.txt`` is missing or malformed.
         """
         return cls(*zmq.curve_keypair(), _checked_list(directory))
 
     def guard(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> Guard:
-        """Set the keys on ``socket``, before ``bind``, so that it admits only listed clients.
+        """Make ``socket`` admit only the clients in ``allowed.txt``. Call it before ``bind``.
 
-        The caller stops the guard after it has closed the socket.
+        Return the thread that decides. The caller stops this guard after it has closed the socket.
         """
         guard = _start_guard(context, AllowList(self.allowed))
         # With a domain, libzmq admits a client only if the guard answers.
@@ -105,13 +109,13 @@ class ServerKeys:
 
 
 class Guard(Protocol):
-    """The thread that decides which clients the sockets of a context admit."""
+    """The thread that decides which clients the sockets of a ZeroMQ context admit."""
 
     def stop(self) -> None: ...
 
 
 class AllowList:
-    """The public keys of ``allowed.txt``. The file is read again whenever it has changed. Thread-safe."""
+    """The public keys in ``allowed.txt``. The file is read again whenever it has changed. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -119,11 +123,11 @@ class AllowList:
         self._names: Mapping[bytes, str] = {}
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether this public key (z85) is admitted. pyzmq defines the name of this method."""
+        """Return whether the client with the public key ``key`` (z85) is admitted. pyzmq calls this method."""
         return self.name_of(key) is not None
 
     def name_of(self, key: bytes) -> str | None:
-        """The name of the client with this public key; None if the key is not listed, or the list can't be read."""
+        """Return the name of the client with the public key ``key``; None if the list lacks it or can't be read."""
         with self._lock:
             self._refresh()
             return self._names.get(key)
@@ -149,7 +153,7 @@ def _start_guard(context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList)
 
 
 def client_keys_of(directory: str | None) -> ClientKeys | None:
-    """The keys of ``client.key`` in the directory ``queue.keys``; None if that is unset.
+    """Read ``client.key`` in ``directory``, the value of ``queue.keys``. Return None if ``directory`` is None.
 
     Raises:
         KeyFileError: see ``ClientKeys.load``.
@@ -158,7 +162,7 @@ def client_keys_of(directory: str | None) -> ClientKeys | None:
 
 
 def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
-    """Make the missing keys of ``directory``: the server's, ``client.key`` and those of ``clients``.
+    """Make the keys that are missing in ``directory``: the server's, those of ``client.key`` and those of ``clients``.
 
     Existing keys are never replaced. Return one line of text for each file that was made or kept.
 
@@ -212,10 +216,11 @@ def _make_client(directory: Path, name: str, server: bytes) -> str:
 
 
 def read_allowed(path: Path) -> dict[bytes, str]:
-    """Return the names of clients by public key. A key without a name is ``unnamed``.
+    """Read the file ``allowed.txt``. Return the client names by public key; a key without a name is called ``unnamed``.
 
     Raises:
-        KeyFileError: other users may write the file, or a line is malformed. OSError: the file can't be read.
+        KeyFileError: other users may write the file, or a line is malformed.
+        OSError: the file can't be read.
     """
     text, mode = _read(path)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -238,7 +243,11 @@ def read_allowed(path: Path) -> dict[bytes, str]:
 
 
 def _checked_list(directory: str | Path) -> Path:
-    """Return the path of the allow-list of ``directory``. Read it once, to report a mistake at the start."""
+    """Return the path of ``allowed.txt`` in ``directory``, after a check that the file can be read.
+
+    Raises:
+        KeyFileError: the file is missing or malformed.
+    """
     path = Path(directory) / ALLOWED_FILE
     try:
         read_allowed(path)
@@ -273,7 +282,10 @@ def _read_secret(path: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """Return the text and the mode of the file, both from one open descriptor."""
+    """Return the text and the permission bits of a file.
+
+    Both are read from one open descriptor, so they fit together.
+    """
     with path.open("rb") as file:
         return file.read(1 << 20).decode("utf-8", errors="replace"), os.fstat(file.fileno()).st_mode
 
@@ -286,7 +298,7 @@ def _refuse_open(path: Path, mode: int, wanted: str) -> None:
 
 
 def _write_secret(path: Path, title: str, keys: Mapping[str, bytes]) -> None:
-    """Write a file that other users can never read, not even while it is being written."""
+    """Write ``keys`` to a new file that other users can never read, not even while it is being written."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(f"# async-rl: {title}. Secret.\n".encode())
         file.writelines(b'%s = "%s"\n' % (name.encode(), key) for name, key in keys.items())

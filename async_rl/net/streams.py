@@ -1,8 +1,9 @@
-"""Streams of bytes between processes: TCP sockets and pipes. Read exactly n bytes, and send messages as frames.
+"""Byte streams between processes (TCP sockets and pipes): read exactly n bytes, send and receive frames. No ZeroMQ.
 
-A frame is a little-endian uint32 length, followed by that many bytes. Functions here get a function ``read(size)`` that
-returns 1 to ``size`` bytes, or ``b""`` at the end of the stream: ``socket.recv``, or the result of ``until``, which has
-a deadline. Called by environments, rewards, doctor and the weights' transports. No torch, no ZeroMQ.
+A frame is a little-endian uint32 length, followed by that many bytes. The functions that read get a function
+``read(size)`` as an argument. It returns 1 to ``size`` bytes, or ``b""`` at the end of the stream. ``socket.recv`` is
+such a function, and ``until`` returns one with a deadline. Environments, rewards, doctor and the weights' transports
+use this module.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ LENGTH_BYTES = 4
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 20
 _MANY_DESCRIPTORS = 10_240
-"""What macOS allows where its hard limit is infinite."""
+"""The largest limit on open files that macOS accepts if its hard limit is infinite."""
 
 
 class StreamEndedError(ConnectionError):
-    """The stream ended before all expected bytes arrived."""
+    """A stream ended before all expected bytes arrived."""
 
 
 def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = False) -> bytes:
-    """Read ``size`` bytes. With ``may_end``, return ``b""`` if the stream ends before the first byte.
+    """Read and return ``size`` bytes. With ``may_end``, return ``b""`` if the stream ends before the first byte.
 
     Raises:
         StreamEndedError: the stream ended before the last byte.
@@ -49,9 +50,10 @@ def read_exactly(read: Callable[[int], bytes], size: int, *, may_end: bool = Fal
 
 
 def until(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
-    """Return a ``read`` function that waits for bytes until ``deadline`` (``time.monotonic``), over all calls.
+    """Return a function ``read(size)`` that reads from ``connection`` until ``deadline``, a time of ``time.monotonic``.
 
-    It changes the connection's timeout. It raises TimeoutError (an OSError) after the deadline.
+    The deadline holds for all calls together. ``read`` changes the timeout of ``connection``, and raises TimeoutError
+    (an OSError) after the deadline.
     """
 
     def read(size: int) -> bytes:
@@ -70,9 +72,14 @@ _C = TypeVar("_C", bound=Hashable)
 
 
 class UnauthenticatedPeers(Generic[_C]):
-    """Connections that have not authenticated themselves yet: a limited number, in total and by address.
+    """The connections whose peers have not authenticated themselves yet.
 
-    A connection above a limit takes the place of the oldest, so that many slow peers keep nobody out. Not thread-safe.
+    Their number is limited, in total and by address. A new connection above a limit replaces the oldest one, so that
+    many slow peers can't keep others out. Not thread-safe.
+
+    Args:
+        most: limit on all of these connections.
+        most_of_address: limit on those from one IP address.
     """
 
     def __init__(self, *, most: int, most_of_address: int) -> None:
@@ -84,7 +91,10 @@ class UnauthenticatedPeers(Generic[_C]):
         return len(self._begun)
 
     def add(self, connection: _C, address: str, now: float) -> list[_C]:
-        """Count a new connection. Return the connections to close: the oldest, if there are too many."""
+        """Add a new connection.
+
+        Return the connections that the caller must close: the oldest one if a limit is exceeded.
+        """
         self._begun[connection] = address, now
         self._counts[address] += 1
         closed: list[_C] = []
@@ -97,7 +107,7 @@ class UnauthenticatedPeers(Generic[_C]):
         return closed
 
     def remove(self, connection: _C) -> bool:
-        """Stop counting a connection, which has authenticated itself or ended. Return whether it was counted."""
+        """Remove a connection that has authenticated itself or ended. Return whether it was present."""
         begun = self._begun.pop(connection, None)
         if begun is None:
             return False
@@ -107,16 +117,16 @@ class UnauthenticatedPeers(Generic[_C]):
         return True
 
     def connections(self) -> list[_C]:
-        """All of them, oldest first."""
+        """Return all unauthenticated connections, the oldest first."""
         return list(self._begun)
 
     def overdue(self, begun_before: float) -> list[_C]:
-        """Those that began before this time."""
+        """Return the unauthenticated connections that began before the time ``begun_before``."""
         return [connection for connection, (_, begun) in self._begun.items() if begun < begun_before]
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit on open files to the hard limit. Return the limit."""
+    """Raise this process's limit on open files to the hard limit. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, _MANY_DESCRIPTORS)
     if soft != wanted:
@@ -125,9 +135,9 @@ def raise_descriptor_limit() -> int:
 
 
 def is_readable(fd: int, timeout_s: float) -> bool:
-    """Whether this descriptor is readable, or its other end closed, within ``timeout_s``.
+    """Wait until descriptor ``fd`` is readable or its other end is closed. Return False if ``timeout_s`` passes first.
 
-    Unlike ``select.select`` it takes descriptors above 1023 too.
+    Unlike ``select.select``, it also accepts descriptors above 1023.
     """
     poller = select.poll()
     poller.register(fd, select.POLLIN)
@@ -135,12 +145,12 @@ def is_readable(fd: int, timeout_s: float) -> bool:
 
 
 def is_out_of_resources(error: OSError) -> bool:
-    """Whether ``accept`` failed because the process or machine has no room for another connection right now."""
+    """Return whether ``accept`` failed only because the process or machine has no room for another connection now."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def receive_into(connection: socket.socket, into: memoryview) -> None:
-    """Fill ``into`` with the next bytes of ``connection``, without a copy.
+    """Fill the buffer ``into`` with the next bytes of ``connection``, without a copy.
 
     Raises:
         StreamEndedError: the stream ended before the last byte.
@@ -154,12 +164,12 @@ def receive_into(connection: socket.socket, into: memoryview) -> None:
 
 
 def pack_frame(body: bytes) -> bytes:
-    """Return ``body`` as a frame."""
+    """Return ``body`` as a frame: its length, then its bytes."""
     return _LENGTH.pack(len(body)) + body
 
 
 def read_frame(read: Callable[[int], bytes], *, max_bytes: int) -> bytes | None:
-    """Read the body of the next frame; None if the stream ends before it.
+    """Read a frame and return its body; None if the stream ends before the frame.
 
     Raises:
         WireError: the frame is longer than ``max_bytes``.
@@ -170,10 +180,11 @@ def read_frame(read: Callable[[int], bytes], *, max_bytes: int) -> bytes | None:
 
 
 def read_body(read: Callable[[int], bytes], header: bytes, *, max_bytes: int) -> bytes:
-    """Read the body of the frame whose first ``LENGTH_BYTES`` are ``header``.
+    """Read and return the body of a frame whose length, ``header``, was already read (``LENGTH_BYTES`` bytes).
 
     Raises:
-        WireError, StreamEndedError: see ``read_frame``.
+        WireError: the frame is longer than ``max_bytes``.
+        StreamEndedError: the stream ended inside the frame.
     """
     return read_exactly(read, _checked_length(header, max_bytes))
 
@@ -205,7 +216,7 @@ def _checked_length(header: bytes | bytearray, max_bytes: int) -> int:
 
 
 def listening_socket(host: str) -> socket.socket:
-    """Return a socket that listens on any free port of ``host``."""
+    """Return a TCP socket that listens on any free port of ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -214,6 +225,6 @@ def listening_socket(host: str) -> socket.socket:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """End a connection for both sides, even during a read or write. Its descriptor stays open."""
+    """End a connection in both directions, even while a thread reads or writes it. Its descriptor stays open."""
     with contextlib.suppress(OSError):  # it may be closed already, by either side
         connection.shutdown(socket.SHUT_RDWR)

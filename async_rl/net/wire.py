@@ -1,16 +1,18 @@
-"""The wire format. A message is a frame (one byte string, whose arrays are read without a copy) and its parts.
+"""The wire format of all messages: a message is one frame (a byte string) and may have further byte strings, its parts.
 
-Layout (little-endian)::
+Layout of a frame (little-endian)::
 
     magic "ARL1" | uint32 header length | msgpack header | padding | array 0 | padding | array 1 ...
 
-The header is ``[schema, type, fields, [[dtype, shape, offset], ...], number of parts]``; offsets count from the end of
-the padded header and are multiples of ``ALIGNMENT``. Everything read from a frame is checked against ``Limits``, and
-against the size of the frame, before memory is allocated. A ``TypedReader`` reads messages of one frequent type and
-checks their fields in C. Arrays are read-only views into the frame.
-*Parts* are byte strings that follow the frame as separate frames, so that a process can forward them without a copy or
-decoding. This module only counts parts; the code that sends and receives frames handles them.
-Error messages quote data with ``reprlib``, because it may be huge, or nested more deeply than ``repr`` supports.
+The header is ``[schema, type, fields, [[dtype, shape, offset], ...], number of parts]``. Offsets count from the end of
+the padded header and are multiples of ``ALIGNMENT``. The contents of a frame are checked against ``Limits`` and against
+the frame's size before memory is allocated. Decoded arrays are read-only views of the frame. A ``TypedReader`` decodes
+messages of one frequent type and checks their fields in C.
+
+*Parts* follow the frame as separate ZeroMQ frames, so that a process can forward them without copying or decoding. This
+module only counts parts. The code that sends and receives frames handles them.
+
+Error messages quote data with ``reprlib``, because the data may be huge, or nested more deeply than ``repr`` supports.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ _F = TypeVar("_F")
 class Limits:
     """Limits on the contents of a frame.
 
-    ``max_items`` limits the length of every list and map of its fields; ``max_depth`` limits their nesting, including
-    the header's outer list. If ``max_depth`` is None, the sender is trusted: neither these two limits nor the types of
-    its fields are checked.
+    ``max_items`` limits the length of every list and map in the fields. ``max_depth`` limits their nesting, the
+    header's outer list included. If ``max_depth`` is None, the sender is trusted: these two limits and the types of the
+    fields are not checked.
     """
 
     max_bytes: int = 1 << 30
@@ -61,7 +63,15 @@ Frame = bytes | bytearray | memoryview
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):
-    """A decoded frame; ``arrays`` are read-only views into it, ``parts`` the ``num_parts`` frames that follow it."""
+    """A decoded message.
+
+    Attributes:
+        type: the name of the message's type.
+        fields: the plain data of the message.
+        arrays: read-only views of the frame.
+        num_parts: the number of parts that follow the frame.
+        parts: these parts; empty until ``with_parts`` adds them.
+    """
 
     type: str
     fields: Mapping[str, Any]
@@ -70,7 +80,7 @@ class Message(msgspec.Struct, frozen=True, eq=False):
     parts: tuple[Frame, ...] = ()
 
     def with_parts(self, parts: Iterable[Frame]) -> Message:
-        """Return this message with its parts.
+        """Return a copy of this message that has ``parts``.
 
         Raises:
             WireError: the number of parts is not ``num_parts``.
@@ -84,14 +94,15 @@ class Message(msgspec.Struct, frozen=True, eq=False):
 
 
 Piece = bytes | memoryview
-"""A piece of a frame. A memoryview must have items of one byte, so that ``len`` is its number of bytes."""
+"""Some bytes of a frame. A memoryview must have items of one byte, so that ``len`` is its number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """One flat array of ``dtype`` (numpy's ``str``), in contiguous pieces.
+    """A flat array for ``encode``, given as contiguous pieces of bytes that follow each other.
 
-    ``encode`` joins the pieces in the frame. Joining them earlier would cost another copy.
+    ``encode`` copies the pieces into the frame. Joining them before would cost another copy. ``dtype`` is numpy's
+    ``str`` of the dtype.
     """
 
     dtype: str
@@ -117,11 +128,11 @@ _DECODER = msgspec.msgpack.Decoder()
 
 
 def pack_plain(data: Any) -> bytes:
-    """Pack maps, lists, text, bytes and numbers (also numpy's) as msgpack. Tuples become lists.
+    """Return maps, lists, text, bytes and numbers (also those of numpy) as msgpack bytes. Tuples become lists.
 
     Raises:
-        TypeError: the data contains another type. OverflowError, ValueError, RecursionError: it is too large, or nested
-            too deeply.
+        TypeError: the data contains another type.
+        OverflowError, ValueError, RecursionError: the data is too large, or nested too deeply.
     """
     return _ENCODER.encode(data)
 
@@ -133,9 +144,10 @@ def encode(
     *,
     num_parts: int = 0,
 ) -> bytes:
-    """Encode one frame, which ``num_parts`` parts will follow.
+    """Encode a message of the type ``type_`` as one frame.
 
-    Arrays are written C-contiguous and little-endian. Numbers of numpy are written as plain numbers.
+    ``num_parts`` is the number of parts that will follow the frame. Arrays are written C-contiguous and little-endian.
+    Numbers of numpy are written as plain numbers.
 
     Raises:
         WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64; or the fields are not
@@ -173,7 +185,7 @@ def _itemsize(dtype: str, type_: str) -> int:
 
 
 def decode(frame: Frame, limits: Limits = DEFAULT_LIMITS) -> Message:
-    """Decode the message in ``frame``.
+    """Decode the message in ``frame``, without its parts.
 
     Raises:
         WireError: the frame is malformed, oversized, nested too deeply, of another schema, or a length in it is wrong.
@@ -198,17 +210,17 @@ class _TypedHeader(msgspec.Struct, Generic[_F], array_like=True, gc=False):
 
 
 class TypedReader(Generic[_F]):
-    """Reads frames of one type, without parts, whose fields are a msgspec ``Struct``."""
+    """Decodes messages of one type that have no parts. Their fields must fit the msgspec ``Struct`` ``fields``."""
 
     def __init__(self, type_: str, fields: type[_F]) -> None:
         self._type = type_
         self._decoder = msgspec.msgpack.Decoder(_TypedHeader[fields])
 
     def read(self, frame: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[_F, Arrays]:
-        """Return the fields and arrays in ``frame``.
+        """Return the fields and the arrays of the message in ``frame``.
 
         Raises:
-            WireError: as for ``decode``; or the frame is of another type, has parts, or has unfit fields.
+            WireError: as for ``decode``; or the message is of another type, has parts, or has fields of other types.
         """
         view = memoryview(frame).toreadonly()
         raw, start = _raw_header(view, limits)
@@ -230,7 +242,7 @@ class TypedReader(Generic[_F]):
 
 
 def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
-    """Return the header's bytes and the offset of the first array."""
+    """Return the bytes of a frame's msgpack header, and the offset of the first array in the frame."""
     if len(view) > limits.max_bytes:
         raise WireError(f"expected a message of at most {limits.max_bytes} bytes, got one of {len(view)} bytes")
     if len(view) < _PREFIX.size:
@@ -272,7 +284,7 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
 
 
 def _unpacked(raw: memoryview) -> Any:
-    """Unpack msgpack. The decoder limits the nesting, and allocates no memory for items that the data lacks."""
+    """Decode msgpack. msgspec limits the nesting, and allocates no memory for items that the data does not contain."""
     try:
         return _DECODER.decode(raw)
     except (ValueError, TypeError, RecursionError) as error:
@@ -280,9 +292,9 @@ def _unpacked(raw: memoryview) -> Any:
 
 
 def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None:
-    """Check that the fields are plain data within the limits.
+    """Check that a message's fields are plain data within the limits on length and nesting.
 
-    It checks level by level, mostly in C, because it reads every item of every message.
+    The function handles one level of nesting at a time, mostly in C, because it reads every item of every message.
     """
     level: list[Any] = [fields]
     for _ in range(max_depth - 1):

@@ -1,5 +1,5 @@
-"""Helpers for every process of a run: start children, end with the parent, import the user's code.
+"""Tools for every process of a run: start children, end with the parent, stop on signals, import the user's code.
 
-It also has the fault points of tests, and checks that imported code has the expected digest. Every folder of a higher
-layer calls this one.
+The folder also compares the versions of installed packages and the source of user code between machines, and has points
+at which tests can stop a process. All roles (learner, queue, generators) use it.
 """

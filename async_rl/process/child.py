@@ -1,11 +1,10 @@
-"""Start processes of a run, end them with their parent, and let them reuse freed memory.
+"""Start the child processes of a run, end them when their parent dies, and let them reuse freed memory.
 
-``module_command`` and ``package_environment`` start a module of the same copy of this package.
-
-``ParentWatch`` is a pipe that closes when the parent dies. ``launch`` holds the write end and never writes. Every child
-inherits the read end, whose number is in ``ASYNC_RL_PARENT_WATCH_FD``; every role's command calls ``watch_parent``
-first. When the parent dies, by SIGKILL too, the kernel closes the pipe, and the child ends itself and its process
-group.
+``module_command`` and ``package_environment`` make a child run a module of this copy of async-rl. ``ParentWatch`` ends
+children with their parent. It is a pipe whose write end only the parent (``launch``) holds, and nothing is written to
+it. Each child inherits the read end, and the environment variable ``ASYNC_RL_PARENT_WATCH_FD`` has its descriptor
+number. The child calls ``watch_parent`` first. When the parent dies, even by SIGKILL, the kernel closes the pipe, and
+the child ends itself and its process group.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from pathlib import Path
 from types import FrameType
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-"""The directory that holds the package ``async_rl``."""
+"""The path of the directory that contains the package ``async_rl``."""
 
 PARENT_WATCH_FD = "ASYNC_RL_PARENT_WATCH_FD"
 GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds that a process has to end after SIGTERM, before SIGKILL."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK_BYTES = 32 << 20
@@ -35,30 +34,31 @@ _parent_is_gone = threading.Event()
 
 
 def module_command(module: str, *arguments: str, flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """The command that runs ``module`` in this interpreter.
+    """Return the command line that runs ``module`` with this Python interpreter.
 
     Args:
-        flags: for the interpreter; ``-P`` keeps the working directory off the child's import path.
+        arguments: the module's command-line arguments.
+        flags: options of the interpreter. ``-P`` keeps the working directory off the child's import path.
     """
     return (sys.executable, *flags, "-m", module, *arguments)
 
 
 def package_path(inherited: Mapping[str, str]) -> str:
-    """Return a ``PYTHONPATH`` with this package first, then the folders in ``inherited``."""
+    """Return a value for ``PYTHONPATH``: this package's folder, then the folders of ``PYTHONPATH`` in ``inherited``."""
     others = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", PACKAGE_ROOT)]
     return os.pathsep.join([PACKAGE_ROOT, *others])
 
 
 def package_environment() -> dict[str, str]:
-    """Return a copy of this process's environment in which a child finds this package first."""
+    """Return a copy of this process's environment with this package's folder first in ``PYTHONPATH``."""
     return {**os.environ, "PYTHONPATH": package_path(os.environ)}
 
 
 def reuse_freed_memory() -> None:
-    """Keep up to 128 MiB of freed memory in the process instead of returning it at once.
+    """Make the C library keep up to 128 MiB of freed memory in this process instead of returning it to the system.
 
-    By default glibc returns a freed block of a few hundred KiB to the system, so every message causes page faults
-    again: up to half of a process's time for a 256 KiB group. With other C libraries this does nothing.
+    By default glibc returns each freed block of a few hundred KiB. Every message then causes page faults again, which
+    cost up to half of a process's time with groups of 256 KiB. With other C libraries this function does nothing.
     """
     import ctypes
 
@@ -69,7 +69,10 @@ def reuse_freed_memory() -> None:
 
 
 class ParentWatch:
-    """The parent's side of the pipe: open as long as the parent lives."""
+    """The pipe by which child processes notice that this process has died. This process holds its write end.
+
+    ``read_fd`` is the descriptor that children inherit.
+    """
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()  # both close on exec, so only ``spawn`` passes one to a child
@@ -77,9 +80,13 @@ class ParentWatch:
     def spawn(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
-        """Start ``command`` in a new process group and append its output to ``log``. It ends when this process ends.
+        """Start ``command`` in a new process group, append its output to ``log`` and return its process.
 
-        It inherits the descriptors ``pass_fds``.
+        If ``command`` calls ``watch_parent``, it ends when this process ends.
+
+        Args:
+            environment: all environment variables of the child.
+            pass_fds: more descriptors that the child inherits.
 
         Raises:
             OSError: the command can't be started.
@@ -96,16 +103,16 @@ class ParentWatch:
             )
 
     def close(self) -> None:
-        """Close the pipe. Children that still live end themselves."""
+        """Close the pipe. Children that are still alive end themselves."""
         os.close(self.read_fd)
         os.close(self._write_fd)
 
 
 def watch_parent() -> bool:
-    """End this process (and the group it leads) when the parent dies.
+    """Start a thread that ends this process, and the process group that it leads, when the parent dies.
 
-    Return False, and do nothing, if the environment variable is not set. Remove the variable, because the children of
-    this process don't inherit the descriptor.
+    Return False, and start nothing, if ``ASYNC_RL_PARENT_WATCH_FD`` is not set. The variable is removed, because this
+    process's own children don't inherit the descriptor.
     """
     value = os.environ.pop(PARENT_WATCH_FD, None)
     if value is None:
@@ -129,12 +136,15 @@ def _wait_for_end(fd: int) -> None:
 
 
 def is_parent_gone() -> bool:
-    """Whether the parent that ``watch_parent`` watches has died. SIGTERM then comes from ``watch_parent``."""
+    """Return whether the parent has died. In that case ``watch_parent`` itself has sent SIGTERM to this process."""
     return _parent_is_gone.is_set()
 
 
 def _kill_group_and_exit(grace_s: float) -> None:
-    """Wait for the main thread, at most ``grace_s``; then kill the group that this process leads, and exit."""
+    """Wait up to ``grace_s`` seconds for the end of the main thread.
+
+    Then exit, and kill the group that this process leads.
+    """
     threading.main_thread().join(grace_s)
     if os.getpgrp() == os.getpid():
         kill_group(os.getpid(), signal.SIGKILL)
@@ -142,7 +152,7 @@ def _kill_group_and_exit(grace_s: float) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM raise ``SystemExit`` in the main thread, so that ``finally`` blocks run; exit code 143."""
+    """Make SIGTERM raise ``SystemExit`` (code 143) in the main thread, so that ``finally`` blocks run."""
 
     def leave(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
@@ -151,7 +161,7 @@ def exit_on_sigterm() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine lives. A zombie (dead, but not yet waited for) does not live."""
+    """Return whether process ``pid`` of this machine is alive. A zombie (ended, but not yet waited for) is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -165,6 +175,6 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_group(leader: int, signum: int) -> None:
-    """Send ``signum`` to the process group that ``leader`` leads; do nothing if the group is gone."""
+    """Send the signal ``signum`` to the process group that ``leader`` leads. Do nothing if the group has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signum)

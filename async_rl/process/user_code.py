@@ -1,14 +1,17 @@
-"""Import user code that a config names. The code is never sent: every machine that runs it must have a copy.
+"""Import the Python code (rewards, environments) that a config names, if this machine's operator allows it.
 
-A name is ``module:attribute`` (the working directory is searched last) or ``file.py:attribute``. An environment's name
-may omit the attribute; it is then the module itself. A machine runs only code that its operator allowed by name
-(``generator.allow_code``) and whose source has the same digest as the learner's. The learner sends the digests with the
-handshake; callers of ``load_code`` compare them. The source is the named file and the modules in its folder that it
-imports.
+A name is ``module:attribute`` or ``file.py:attribute``. The name of an environment may omit the attribute, and then
+means the module. The working directory is the last place where modules are searched. Code is never sent to other
+machines: each machine that runs it needs a copy.
 
-Local modules are those in the outermost package that the module is part of, or else in the folder of its file and
-below. The search reads ``import`` statements, also in functions, and those of the imported modules; it runs nothing. It
-does not find modules imported by a computed name, opened files, packages installed elsewhere and async-rl itself.
+A machine imports only code that its operator listed in ``generator.allow_code`` and whose source has the same digest as
+on the learner's machine. The learner sends its digests when a generator connects. The digest covers the named file and
+the local modules that it imports.
+
+A module is local if it is in the same outermost package as the named file or, without a package, in the file's folder
+or below. Imported modules are found by reading ``import`` statements, also those in functions and in imported modules,
+without running code. Modules that are imported by a computed name, files that the code opens, packages installed
+elsewhere and async-rl itself are not covered.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from async_rl.errors import ConfigError, QueueError
 logger = logging.getLogger(__name__)
 
 DIGESTS_FILE = "code_digests.json"
-"""A file of the handshake and of the run directory: name -> SHA-256, in hex, of its source."""
+"""The name of a JSON file in the run directory and of a file that the learner sends to generators. It maps each name of
+user code to the SHA-256 of its source, in hex."""
 
 _NAME = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]+\.py)(?::(?P<attribute>[A-Za-z_]\w*))?")
 
@@ -41,13 +45,16 @@ _OWN = "async_rl"
 
 
 def is_code_name(text: str, *, needs_attribute: bool = True) -> bool:
-    """Whether ``text`` has the form of a name of code."""
+    """Return whether ``text`` has the form ``module:attribute`` or ``file.py:attribute``.
+
+    The attribute may be missing if ``needs_attribute`` is False.
+    """
     found = _NAME.fullmatch(text)
     return found is not None and (not needs_attribute or found["attribute"] is not None)
 
 
 def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
-    """Check that this machine allows the modules and files of all ``names``.
+    """Check that the modules and files of all ``names`` are in ``allowed``, this machine's list.
 
     Raises:
         ConfigError: a module or file is not allowed.
@@ -63,10 +70,10 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
 
 
 def code_digests(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to the SHA-256, in hex, of its source.
+    """Return the SHA-256 of each name's source, in hex.
 
-    For a single file it is the file's SHA-256. For several files it is the SHA-256 of the lines ``path  SHA-256``, in
-    order, with paths relative to the folder of the top-level modules.
+    If the source is a single file, this is the file's SHA-256. If it is several files, it is the SHA-256 of the sorted
+    lines ``path  SHA-256``, with paths relative to the folder of the top-level modules.
 
     Raises:
         ConfigError: there is no such module or file, or it has no source.
@@ -75,10 +82,10 @@ def code_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
-    """Return the digest that the source of ``name`` must have; None if any source is accepted.
+    """Return the SHA-256 that the source of ``name`` must have; None if any source is accepted.
 
     Args:
-        digests: the learner's digests; None if the caller itself named the code.
+        digests: the learner's digests. None if the code was named on this machine, so that any source is accepted.
 
     Raises:
         ConfigError: the learner sent no digest for ``name``.
@@ -94,11 +101,11 @@ def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
 
 
 def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any:
-    """Import the attribute or module that ``name`` names.
+    """Import the user code ``name`` and return its attribute, or the module if ``name`` has no attribute.
 
     Args:
-        allowed: modules and files that this machine may import.
-        digest: expected digest of the source, from ``digest_of``; None to skip the comparison.
+        allowed: the modules and files that this machine may import.
+        digest: the SHA-256 that the source must have, from ``digest_of``. None accepts any source.
 
     Raises:
         ConfigError: the code is not allowed or missing, its source has another digest, or its import fails.
@@ -143,7 +150,10 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
 
 
 def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
-    """Write the digests of ``names`` into the run directory as JSON; return it. Log changes since an earlier start.
+    """Write the digests of the user code ``names`` into the run directory, as JSON, and return the written bytes.
+
+    The file is not written if ``names`` is empty. A warning is logged for each source that has changed since the run's
+    earlier start.
 
     Raises:
         ConfigError: as ``code_digests``.
@@ -164,7 +174,7 @@ def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
 
 
 def read_digests(content: bytes | None) -> Mapping[str, str]:
-    """Parse what ``write_digests`` wrote; None gives no digests.
+    """Return the digests, by name of the code, from JSON that ``write_digests`` made; empty if ``content`` is None.
 
     Raises:
         QueueError: the content, which came over a socket, is malformed.
@@ -184,7 +194,7 @@ def read_digests(content: bytes | None) -> Mapping[str, str]:
 
 
 def _parts(name: str) -> tuple[str, str | None]:
-    """Split a name into its module or file, and its attribute."""
+    """Split the name of user code into its module or file and its attribute. The attribute is None if it is missing."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise ConfigError(f"expected the name of user code as module:attribute or file.py:attribute, got {name!r}")
@@ -221,7 +231,6 @@ def _spec(name: str) -> ModuleSpec:
 
 
 def _sources(spec: ModuleSpec, name: str) -> dict[str, Path]:
-    """Return the result of ``source_files``, with the named file first."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise ConfigError(
             f"{name}: expected a module with a Python source file, got {spec.origin or 'none'}; give a module "
@@ -242,10 +251,10 @@ def _digest(sources: Mapping[str, Path]) -> str:
 
 
 def _check_origins(sources: Mapping[str, Path], name: str) -> None:
-    """Check that imported modules come from the files that the digest covers: a process has one module per name.
+    """Check that modules which are already imported come from the files in ``sources``, which the digest covers.
 
     Raises:
-        ConfigError: a module of the same name was imported from elsewhere before.
+        ConfigError: another file was imported under one of these module names before.
     """
     for module_name, path in sources.items():
         loaded = getattr(sys.modules.get(module_name), "__file__", None)
@@ -257,15 +266,18 @@ def _check_origins(sources: Mapping[str, Path], name: str) -> None:
 
 
 class LocalFolder(str):
-    """An entry of ``sys.path`` that was added for one module of the user. Searches for other modules skip it."""
+    """A folder on ``sys.path`` that was added so that one user module can import the modules next to it.
+
+    The class marks such folders: the search for local modules of other user code skips them (``_find``).
+    """
 
     __slots__ = ()
 
 
 def search_folder(source: Path) -> Path:
-    """The folder in which the top-level imports of ``source`` are looked up.
+    """Return the folder in which Python finds the modules that ``source`` imports by their full names.
 
-    It is the module's own folder, or the one that contains its outermost package.
+    It is the folder of the file ``source``, or the one that contains its outermost package.
     """
     folder = source.resolve().parent
     while (folder / _PACKAGE_FILE).is_file():
@@ -274,7 +286,10 @@ def search_folder(source: Path) -> Path:
 
 
 def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
-    """Map module names to files, the module of ``spec`` first. Imports nothing."""
+    """Return the file of the user module ``spec`` (``source``) and those of the local modules that it imports.
+
+    The keys are module names, and the user module comes first. Nothing is imported.
+    """
     source = source.resolve()
     folder = search_folder(source)
     found = {spec.name: source}
@@ -297,9 +312,9 @@ def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
 
 
 def _find(name: str, folder: Path) -> Path | None:
-    """Return the file in ``folder`` that Python would import as ``name`` if ``folder`` were the only ``LocalFolder``.
+    """Return the file from which Python would import module ``name`` if ``folder`` were the only ``LocalFolder``.
 
-    Return None if there is no such file, or if an earlier entry of ``sys.path`` has the module.
+    Return None if ``folder`` has no such file, or if an earlier entry of ``sys.path`` has the module.
     """
     first, *rest = name.split(".")
     places = [*(place for place in sys.path if not isinstance(place, LocalFolder)), str(folder)]
@@ -315,10 +330,10 @@ def _find(name: str, folder: Path) -> Path | None:
 
 
 def _imported(source: Path, package: str) -> set[str]:
-    """Return every dotted name that ``source``, a module in ``package``, may import, and the packages that contain it.
+    """Return the dotted names of all modules that the file ``source`` may import, and of the packages that hold them.
 
-    A name that is imported *from* a module may be a module itself, so it is included. The result is empty if ``source``
-    is not Python.
+    ``package`` is the package of ``source``; relative imports start there. A name after ``from module import`` may be a
+    module, so it is included. The result is empty if ``source`` is not valid Python.
     """
     try:
         tree = ast.parse(source.read_bytes())

@@ -1,4 +1,4 @@
-"""Draw ``curve.png``, a picture of one run's metrics, when the learner or ``launch`` ends."""
+"""Draw ``curve.png``, a picture of a run's metrics. It is drawn when the learner or ``launch`` ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def write_curve(run_dir: RunDir) -> bool:
-    """Draw accuracy, evaluations, reward and staleness over steps. The file is written completely or not at all.
+    """Draw a run's accuracy, evaluations, reward and staleness over its steps, into ``curve.png``.
+
+    The file is written completely or not at all.
 
     Returns:
-        False, without writing a file, if there is no row to draw.
+        False, without writing a file, if the run has no metrics yet.
     """
     rows = read_rows(run_dir.metrics)
     if not rows:
@@ -74,7 +76,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:
-    """Draw the raw series in a pale colour, and its running mean over a twentieth of the run in full colour."""
+    """Draw the metric ``key`` in a pale colour, and its running mean over a twentieth of the run in full colour."""
     steps, values = _series(rows, key)
     if not values:
         return

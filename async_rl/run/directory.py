@@ -1,7 +1,8 @@
-"""The run directory: its paths, whether its run is finished, and whether a config may use it.
+"""The run directory: the paths of its files, whether its run is finished, and whether a config may use it.
 
-``launch`` and ``learner`` prepare it, in either order. Every other module asks ``RunDir`` for paths. The same config
-resumes the run, a changed one is refused with the keys that differ, and ``fresh`` moves the old directory aside.
+``launch`` and ``learner`` prepare the directory, in either order. All other modules get paths from ``RunDir``. The same
+config resumes a run. A changed config is refused with a list of the keys that differ. ``fresh`` renames the old
+directory and starts a new run.
 """
 
 from __future__ import annotations
@@ -33,35 +34,39 @@ MAY_DIFFER: tuple[str, ...] = (
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
     "experimental.sft_checkpoint_every", "sft",
 )  # fmt: skip
-"""Keys (and one section) that may change when a run is resumed. They change where and how fast the run computes and
-what it records, but not what it learns."""
+"""Keys (and one section) of the config that may change when a run is resumed. They change where and how fast the run
+computes and what it records, but not what it learns."""
 
 _ENTRIES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
     "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "run_id", "sft",
 })  # fmt: skip
-"""Names that may exist in a run directory before ``config.toml``, because the queue server may start first."""
+"""Names of files and folders that may exist in a run directory without ``config.toml``, because the queue server may
+start before the config is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run's files. The constructor does not access the disk."""
+    """The paths of a run's files. The constructor does not access the disk."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved config, TOML."""
+        """Path of ``config.toml``, which has the config with all defaults and options filled in."""
         return self.path / "config.toml"
 
     @property
     def run_id(self) -> str:
-        """The run's id among all runs: generated when the directory is prepared, the same after every restart."""
+        """The run's id, which no other run has.
+
+        It is generated when the directory is prepared, and is kept over restarts.
+        """
         return (self.path / "run_id").read_text(encoding="utf-8").strip()
 
     @property
     def queue(self) -> Path:
-        """The queue server's run id, pid and address, JSON."""
+        """Path of ``queue.json``, which has the queue server's run id, process id and address."""
         return self.path / "queue.json"
 
     @property
@@ -90,7 +95,7 @@ class RunDir:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The content of ``checkpoints/latest``, not validated; None before the first checkpoint."""
+        """The name of the newest checkpoint, from ``checkpoints/latest``, not validated; None if there is none."""
         latest = self.checkpoints / "latest"
         return latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
 
@@ -112,31 +117,36 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Lock file, locked by the ``launch`` or ``learner`` that uses the directory (``lock.py``)."""
+        """Path of ``run.lock``, which the ``launch`` or ``learner`` that uses the directory has locked."""
         return self.path / "run.lock"
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has trained its last step and written everything."""
+        """Whether the run has trained its last step and written all its files."""
         return self.finished_marker.exists()
 
     def mark_finished(self, facts: Mapping[str, Any]) -> None:
-        """Write the run's last file, which marks it as finished. ``facts`` is plain data: steps, seconds."""
+        """Write ``finished.json``, which marks the run as finished.
+
+        ``facts`` is its content, such as steps and seconds.
+        """
         write_atomically(self.finished_marker, json.dumps(dict(facts), indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``. Readers see the whole old file or the whole new one."""
+    """Write ``text`` to the file ``path``. Readers see the whole old file or the whole new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that files can be written to ``path``, by creating a temporary directory. It may not exist yet.
+    """Check that files can be written in the directory ``path`` or, if it does not exist yet, in its nearest parent.
+
+    The check creates and removes a temporary directory.
 
     Raises:
-        RunError: ``path`` can't be written; the message names the config ``key``.
+        RunError: files can't be written there. The message names the config ``key`` of the path.
     """
     place = path.absolute()
     while not place.exists():
@@ -153,7 +163,9 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
-    """Make the checks of ``prepare_run_dir``, but write nothing. Returns the run directory.
+    """Check that ``config`` may use its ``run.dir``, as ``prepare_run_dir`` does, but write nothing.
+
+    Return the directory.
 
     Raises:
         RunError: as in ``prepare_run_dir``.
@@ -177,14 +189,14 @@ def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
 
 
 def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
-    """Create or reuse ``run.dir`` and write the resolved config there. A second call changes nothing.
+    """Create or reuse ``run.dir``, and write the complete config into it. A second call changes nothing.
 
-    It accepts a finished run; callers check ``is_finished``. With ``fresh`` it first moves an existing run aside to
-    ``NAME.old-N``.
+    The directory may have a finished run; callers check ``is_finished``. With ``fresh``, the directory of an existing
+    run is first renamed to ``NAME.old-N``.
 
     Raises:
-        RunError: the directory holds a run with another config (the message names the keys that differ outside
-            ``MAY_DIFFER``), holds other files but no run, or can't be written.
+        RunError: the directory has a run with another config (the message names the keys that differ outside
+            ``MAY_DIFFER``), has other files but no run, or can't be written.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     try:
@@ -229,7 +241,7 @@ def _may_differ(key: str) -> bool:
 
 
 def move_aside(path: Path) -> None:
-    """Rename a directory to the first free ``NAME.old-N`` next to it."""
+    """Rename a directory to ``NAME.old-N``, with the first number N that is free."""
     path = path.resolve()
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():

@@ -1,11 +1,11 @@
-"""The records of an evaluation: figures, and answers as lines of a JSONL file.
+"""Compute the figures of an evaluation from its groups, and write its answers as JSON lines.
 
-The functions take the groups of one data set, one group per row. They return a flat mapping of figures, or JSON
-objects. They are called during training (``learner``) and offline (``evaluation``). Trained rollouts are logged in the
-same form.
+The functions get the groups of one data set, one group for each row of the set. They return figures by name, or JSON
+objects. The learner calls them during training, and ``evaluation`` calls them offline. The learner logs trained
+rollouts in the same form.
 
-A row that could not be sampled (its prompt is too long, or every attempt failed) is a group without rollouts. It counts
-as wrong in every figure of accuracy, so a set's figures always have the same denominator; ``unanswered`` is the number
+A row that could not be sampled (its prompt is too long, or every attempt failed) has a group without rollouts. Such a
+row counts as wrong in all figures of accuracy, so these always have the same denominator. ``unanswered`` is the number
 of such rows. Lengths, rewards and scores are means over the answers that exist.
 """
 
@@ -25,7 +25,9 @@ from async_rl.rewards.answers import VoteKey, majority
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Estimate, without bias, the probability that ``k`` tries solve a problem (Chen et al. 2021, eq. 1).
+    """Return an unbiased estimate of the probability that at least one of ``k`` tries solves a problem.
+
+    ``num_correct`` of ``num_samples`` tries were correct. The formula is eq. 1 of Chen et al. 2021.
 
     Raises:
         ValueError: k is not in 1..num_samples.
@@ -38,18 +40,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def eval_metrics(
     dataset: str, groups: Sequence[tuple[Prompt, Group]], *, vote_key: VoteKey | None = None
 ) -> dict[str, float]:
-    """``eval_figures`` of one set, under the keys of ``metrics.jsonl``."""
+    """Return the figures of the set ``dataset`` under their keys in ``metrics.jsonl``, ``eval/<dataset>/<figure>``."""
     found = eval_figures([group.rollouts for _, group in groups], vote_key=vote_key)
     return {f"eval/{dataset}/{key}": value for key, value in found.items()}
 
 
 def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None = None) -> dict[str, float]:
-    """Return the figures of a set; ``metrics.EVAL_FIGURES`` describes them.
+    """Return the figures of an evaluation set by name. ``metrics.EVAL_FIGURES`` describes them.
 
     Args:
-        rows: each row's rollouts, in the order of their index.
-        vote_key: answers with the same key count as one in the majority vote. There is no majority figure if
-            ``vote_key`` is None, or if no rollout has an extracted answer.
+        rows: the rollouts of each row, in the order of their index.
+        vote_key: maps an answer to a key. In the majority vote, answers with the same key count as the same answer.
+            There is no majority figure if ``vote_key`` is None, or if no rollout has an extracted answer.
     """
     if not rows:
         return {"rows": 0}
@@ -69,9 +71,9 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
 
 
 def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[str, float]:
-    """Return ``pass_at_k``, with k the number of samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to k.
+    """Return ``pass_at_k``, where k is the number of samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to k.
 
-    An answer with partial accuracy does not solve a row.
+    A row counts as solved by an answer only if the answer's accuracy is 1.
     """
     if not answered:
         return {"pass_at_k": 0.0}
@@ -107,11 +109,11 @@ def _answer_figures(answered: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 Decode = Callable[[np.ndarray], str]
-"""Token ids, int32 [T], to text without special tokens."""
+"""A function that converts token ids, int32 [T], to text without special tokens."""
 
 
 def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, Any]]:
-    """Return one record per answer to a row of an evaluation. A row without answers gets one record, too."""
+    """Return a JSON object for each answer to one row of an evaluation, or one object if the row has no answer."""
     if not group.rollouts:
         asked = {"row": prompt.row, "messages": [dict(m) for m in prompt.messages], **_expected(prompt)}
         return [{**asked, "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}]
@@ -122,9 +124,9 @@ def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, 
 
 
 def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Convert one answer to a JSON object: prompt, response, extracted and expected answer, scores, sampling versions.
+    """Return one answer as a JSON object: prompt, response, extracted and expected answer, scores, sampling versions.
 
-    ``expected`` is the row's answer; a row with tests has ``num_tests`` instead.
+    A row with test cases has ``num_tests``, their number, instead of ``expected``.
     """
     versions = [v for s in rollout.sequences for v in s.versions.tolist() if v != NO_VERSION]
     return {
@@ -150,7 +152,7 @@ def _expected(prompt: Prompt) -> dict[str, Any]:
 
 
 def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Return, for a rollout of an environment, its turns and each sequence's text, with the environment's text."""
+    """Return the turns of a rollout and each sequence's text, environment tokens included; empty without turns."""
     if not rollout.turns:
         return {}
     return {
@@ -161,7 +163,7 @@ def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
 
 
 def append_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append one object per line."""
+    """Append ``records`` to a file, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as out:
         for record in records:
@@ -169,7 +171,7 @@ def append_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write one object per line. The file is written completely or not at all."""
+    """Write ``records`` to a file, one JSON object per line. The file is written completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as out:

@@ -1,11 +1,13 @@
-"""The lock of a run directory: one ``launch`` or one ``learner`` at a time.
+"""The lock of a run directory: only one ``launch`` or one ``learner`` may use the directory at a time.
 
-flock locks ``run.lock``, which names the process that holds the lock. ``launch`` hands the locked descriptor to its
-learner, so the lock lasts as long as one of these two processes lives. The lock shows the user early that
-another process uses the directory. The queue protects the files: it knows the newest lineage and refuses older ones.
-A learner asks both before it writes, because a ``launch --takeover`` starts another queue server.
+The lock is a flock of the file ``run.lock``, which also names the processes that hold the lock. ``launch`` passes the
+locked descriptor to its learner, so the lock lasts as long as one of these two processes is alive. The lock tells a
+user early that another process uses the directory. The queue protects the files: it refuses requests of an older
+learner after a newer one has attached. A learner asks both before it writes files, because ``launch --takeover`` starts
+another queue server.
 
-``launch`` and the learner's rank 0 call ``locked_run_dir``; a learner of ``launch`` calls ``RunLock.inherit``.
+``launch`` and the learner's rank 0 call ``locked_run_dir``. A learner that ``launch`` started calls
+``RunLock.inherit``.
 """
 
 from __future__ import annotations
@@ -30,16 +32,20 @@ from async_rl.run.directory import RunDir, check_run_dir, move_aside, prepare_ru
 logger = logging.getLogger(__name__)
 
 LOCK_FD = "ASYNC_RL_RUN_LOCK_FD"
-"""Environment variable with the number of the descriptor that ``launch`` hands to its learner."""
+"""Name of the environment variable with the number of the locked descriptor that ``launch`` passes to its learner."""
 ENDING_S = 10.0
-"""Longest wait, in seconds, for the children of a dead holder, which end soon after it."""
+"""Longest wait, in seconds, for the lock of a process that has died. Its children hold the lock until they end, soon
+after it."""
 _LOOK_AGAIN_S = 0.05
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that holds the lock. ``role`` is its command."""
+    """A process that holds the lock of a run directory.
+
+    ``role`` is its subcommand of async-rl, ``launch``, ``learner`` or ``sft``.
+    """
 
     pid: int
     host: str
@@ -51,7 +57,7 @@ class Holder:
 
     @property
     def may_live(self) -> bool:
-        """Whether the process may still live, as far as this machine can tell."""
+        """Whether the process may still be alive. True if it is on another machine, because that can't be checked."""
         return not self.is_local or is_alive(self.pid)
 
     def __str__(self) -> str:
@@ -59,14 +65,16 @@ class Holder:
 
 
 class RunLock:
-    """A lock that this process holds. ``fd`` is the descriptor of the lock file."""
+    """The lock of a run directory, held by this process. ``path`` is the lock file, ``fd`` its open descriptor."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
 
     @classmethod
     def inherit(cls, run_dir: RunDir, role: str) -> RunLock | None:
-        """Take over the descriptor that ``launch`` handed to this process; None if it handed none.
+        """Return the lock that ``launch`` passed to this process; None if there is none.
+
+        Record this process as a holder.
 
         Raises:
             RunError: another process has taken over the run directory in the meantime.
@@ -85,7 +93,10 @@ class RunLock:
 
     @property
     def is_current(self) -> bool:
-        """Whether the directory's lock file is still this one. It is not after a takeover or a move."""
+        """Whether ``run.lock`` in the directory is still the file that this process has locked.
+
+        It is not after another process has taken over the directory or moved it.
+        """
         try:
             found, own = os.stat(self.path), os.fstat(self.fd)
         except FileNotFoundError:
@@ -102,19 +113,20 @@ class RunLock:
             raise LineageError(f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}")
 
     def record(self, role: str) -> None:
-        """Add this process to the holders named in the lock file."""
+        """Append this process to the holders that the lock file names."""
         line = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), role))) + "\n"
         os.pwrite(self.fd, line.encode(), os.fstat(self.fd).st_size)
 
     def close(self) -> None:
-        """Close this process's descriptor. The lock ends when the last process has closed it."""
+        """Close this process's descriptor. The lock ends when every process has closed its descriptor."""
         os.close(self.fd)
 
 
 def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
-    """Lock ``run_dir``, and create it if it does not exist. Write nothing else.
+    """Lock ``run_dir`` and return the lock. Create the directory if it does not exist, but write no other file there.
 
-    With ``takeover`` supersede a holder: the old holder keeps the old lock file, which has no effect any more.
+    With ``takeover``, the lock is also taken from a process that holds it: a new lock file replaces the old one, and a
+    lock of the old file has no effect any more.
 
     Raises:
         RunError: another process holds the lock, or the directory can't be written.
@@ -155,9 +167,9 @@ def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
 def locked_run_dir(
     config: Config, *, role: str, fresh: bool, takeover: bool = False
 ) -> Iterator[tuple[RunDir, RunLock]]:
-    """Lock the run directory, then prepare it. The lock is held until the block ends.
+    """Lock and prepare the run directory of ``config``, and yield the directory and its lock.
 
-    With ``fresh`` the lock of the old directory is held until the new directory is locked.
+    The block's end unlocks it. With ``fresh``, the lock of the old directory is held until the new directory is locked.
 
     Raises:
         RunError: another process uses the directory, or as in ``prepare_run_dir``.
@@ -192,7 +204,7 @@ def _try_lock(fd: int, run_dir: RunDir) -> bool:
 
 
 def _take_over(run_dir: RunDir, role: str) -> RunLock:
-    """Replace the lock file by a new one that this process has locked."""
+    """Replace the lock file by a new one that this process has locked. Return the new lock."""
     partial = run_dir.lock.with_name(f".{run_dir.lock.name}.{os.getpid()}.partial")
     lock = RunLock(run_dir.lock, os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
     _try_lock(lock.fd, run_dir)
@@ -208,7 +220,7 @@ def _holder_of(path: Path) -> Holder | None:
 
 
 def _read_holder(fd: int) -> Holder | None:
-    """Return the first named holder that may live, or else the first named; None if no holder is named yet."""
+    """Return the first process in the lock file that may be alive, or else the first one; None if there is none."""
     *lines, _ = os.pread(fd, 1 << 16, 0).decode("utf-8", errors="replace").split("\n")
     holders = [Holder(**json.loads(line)) for line in lines]
     return next((holder for holder in holders if holder.may_live), holders[0] if holders else None)

@@ -1,9 +1,9 @@
-"""Metrics: every key with its meaning and unit, and the writer of ``metrics.jsonl`` and Weights & Biases.
+"""The keys of all metrics with their meanings and units, and the writer of ``metrics.jsonl`` and Weights & Biases.
 
-The file holds one JSON object per line. The learner writes a *step row* with keys of ``METRIC_KEYS`` after every
-optimizer step (without ``loss/policy`` if nothing could be trained), and an *eval row* after every finished evaluation,
-with ``step`` (the step that requested it), ``time_s`` and ``eval/<dataset>/...``. Values that are not finite become
-null, since JSON has no NaN.
+``metrics.jsonl`` has one JSON object per line. After every optimizer step the learner writes a *step row* with keys of
+``METRIC_KEYS``, without ``loss/policy`` if there was nothing to train. After every finished evaluation the learner
+writes an *eval row* with ``step`` (the step that requested the evaluation), ``time_s`` and ``eval/<dataset>/...``.
+Values that are not finite become null, because JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EVAL_FIGURES: dict[str, str] = {
     "version_min": "Oldest version of the weights that answered.",
     "version_max": "Newest version of the weights that answered.",
 }
-"""Figure of an evaluation of one set -> its meaning."""
+"""Meaning of each figure of an evaluation, by name."""
 
 METRIC_KEYS: dict[str, str] = {
     "step": "Optimizer steps so far, skipped ones included.",
@@ -144,14 +144,15 @@ METRIC_KEYS: dict[str, str] = {
     "seconds of the newest difference).",
     **{f"eval/<dataset>/{name}": meaning for name, meaning in EVAL_FIGURES.items()},
 }
-"""Key of ``metrics.jsonl`` -> its meaning, with its unit. ``N``, ``<name>`` and the like stand for what varies."""
+"""Meaning and unit of each key of ``metrics.jsonl``. ``N``, ``<name>`` and the like stand for parts of a key that
+vary."""
 
 
 class MetricsWriter:
-    """Append rows to ``metrics.jsonl``, flush each, and send them to Weights & Biases. A run has one writer."""
+    """Writes rows to ``metrics.jsonl``, one at a time, and sends them to Weights & Biases. A run has one writer."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """Open for appending; cut off a last line that a dying process left incomplete.
+        """Open ``metrics.jsonl`` for appending, and remove an incomplete last line, which a dying process may leave.
 
         Raises:
             ConfigError: ``log.wandb`` is on, but wandb can't start.
@@ -160,29 +161,29 @@ class MetricsWriter:
         self._log = StepLog(RunDir(run_dir).metrics)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row; it must hold ``step``."""
+        """Append one row, which must have the key ``step``."""
         plain = {key: _finite(value) for key, value in row.items()}
         self._log.write(plain)
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in plain.items() if value is not None})
 
     def rewind_to(self, step: int, *, evals_to_come: Collection[tuple[str, int]] = ()) -> int:
-        """Move rows aside as ``StepLog.rewind_to`` does.
+        """Move the rows after ``step`` to another file, as ``StepLog.rewind_to`` does. Return their number.
 
         Args:
-            evals_to_come: (dataset, step) of evaluations that will run again; their rows are moved aside too.
+            evals_to_come: pairs (dataset, step) of evaluations that will run again. Their rows are moved, too.
         """
         return self._log.rewind_to(step, is_gone=lambda row: _is_eval_of(row, evals_to_come))
 
     def close(self) -> None:
-        """Close the file and finish the Weights & Biases run."""
+        """Close ``metrics.jsonl`` and finish the run in Weights & Biases."""
         self._log.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
 def _finite(value: Any) -> Any:
-    """Convert to plain JSON data: unwrap NumPy scalars, replace NaN and infinities by None."""
+    """Return ``value`` as JSON data: a NumPy scalar as a plain number, NaN and infinities as None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -194,7 +195,7 @@ def _is_eval_of(row: Row, evals: Collection[tuple[str, int]]) -> bool:
 
 
 def check_wandb(config: Config) -> None:
-    """Check that ``log.wandb = "online"`` has an API key, so that wandb does not prompt for one.
+    """Check that there is an API key if ``log.wandb`` is ``"online"``, because wandb would otherwise ask for one.
 
     Raises:
         ConfigError: there is neither ``WANDB_API_KEY`` nor an entry in the netrc file.
@@ -218,7 +219,7 @@ def check_wandb(config: Config) -> None:
 
 
 def _start_wandb(run_dir: Path, config: Config) -> Any:
-    """Start the Weights & Biases run, under the same id if the run is resumed; None if ``log.wandb`` is off."""
+    """Start the run in Weights & Biases and return it; None if ``log.wandb`` is off. A resumed run keeps its id."""
     check_wandb(config)
     mode = config.log.wandb
     if mode == "off":

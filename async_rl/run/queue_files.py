@@ -1,4 +1,7 @@
-"""The queue server's files in the run directory: ``queue.json`` and ``ledger.json``. Both are replaced atomically."""
+"""The queue server's files in the run directory, ``queue.json`` and ``ledger.json``. Both are replaced atomically.
+
+``queue.json`` says where the server is. ``ledger.json`` has the queue's counts of groups, rollouts and tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ from async_rl.run.directory import write_atomically
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
-"""Shortest time between two writes of the ledger, in seconds. Faster steps share one write."""
+"""Shortest time between two writes of ``ledger.json``, in seconds. Shorter steps share one write."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRecord:
-    """A run's queue server. ``run_id`` is empty until the first learner attaches, unless an option set it."""
+    """The content of ``queue.json``: the run id, process id and address of a run's queue server.
+
+    ``run_id`` is empty until the first learner attaches, unless a command-line option set it.
+    """
 
     run_id: str
     pid: int
@@ -31,7 +37,7 @@ class QueueRecord:
 
 
 def read_record(run_dir: Path) -> QueueRecord | None:
-    """Return the recorded server; None if no server is recorded, or the file has another format."""
+    """Return the content of ``queue.json`` in ``run_dir``; None if there is no such file, or it has another format."""
     try:
         plain = json.loads((run_dir / "queue.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -44,7 +50,11 @@ def read_record(run_dir: Path) -> QueueRecord | None:
 
 
 def last_port(run_dir: Path, run_id: str) -> int | None:
-    """Return the port of this run's last server, to which generators still connect; None if none is recorded."""
+    """Return the port of the last queue server of run ``run_id``, from ``queue.json``; None if there is no such server.
+
+    A restarted server uses the same port, because generators still connect to it. An empty ``run_id`` stands for any
+    run.
+    """
     record = read_record(run_dir)
     if record is None or (run_id and record.run_id != run_id):
         return None
@@ -56,7 +66,7 @@ def _write_json(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 class BackgroundFile:
-    """A JSON file that a thread rewrites, because a slow disk must not block the server.
+    """A JSON file that is written in a separate thread, because a slow disk must not block the server.
 
     ``write`` and ``close`` raise the OSError of the previous write if it failed.
     """
@@ -72,21 +82,21 @@ class BackgroundFile:
         return self._writing is not None and not self._writing.done()
 
     def write(self, plain: Mapping[str, Any]) -> None:
-        """Start to write in the background. Do not call it while ``is_busy``."""
+        """Start to write ``plain`` as JSON in the background. Do not call it while ``is_busy``."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
         self._writing = self._thread.submit(_write_json, self._path, plain)
 
     def close(self) -> None:
-        """Return when the last write is done."""
+        """Wait until the last write is done."""
         self._thread.shutdown()
         if self._writing is not None:
             self._writing.result()
 
 
 class RunFiles:
-    """Keeps both files of the server at ``address`` up to date."""
+    """Keeps ``queue.json`` and ``ledger.json`` of the queue server at ``address`` up to date."""
 
     def __init__(self, run_dir: Path, address: str) -> None:
         self._run_dir, self._address = run_dir, address
@@ -95,7 +105,7 @@ class RunFiles:
         self._written_revision, self._written_at, self._written_step = -1, 0.0, -1
 
     def record(self, run_id: str) -> None:
-        """Write ``queue.json``."""
+        """Write ``queue.json`` with this run id, this process and the server's address."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
         self._recorded_run_id = run_id
@@ -103,7 +113,15 @@ class RunFiles:
     def write(
         self, run_id: str, ledger: Callable[[], Mapping[str, Any]], now: float, *, revision: int, step: int
     ) -> None:
-        """Write what has changed, unless the last write is too recent. ``revision`` grows with every change."""
+        """Write both files if their content has changed.
+
+        ``ledger.json`` waits if its last write is too recent or still running.
+
+        Args:
+            ledger: returns the content of ``ledger.json``.
+            revision: a number that grows with every change of the ledger.
+            step: the learner's step. After a new step the ledger is written sooner.
+        """
         if self._recorded_run_id != run_id:
             self.record(run_id)
         is_due = now - self._written_at >= (_LEDGER_GAP_S if step != self._written_step else LEDGER_EVERY_S)
@@ -114,6 +132,6 @@ class RunFiles:
         self._written_revision = revision
 
     def write_last(self, run_id: str, ledger: Mapping[str, Any]) -> None:
-        """Write the final ledger."""
+        """Write the final ``ledger.json``, after a write in the background has ended."""
         self._ledger.close()
         _write_json(self._run_dir / "ledger.json", {"run_id": run_id, **ledger})

@@ -1,6 +1,7 @@
-"""A file of rows by step, one JSON object per line. It can be appended, read, followed, and rewound to a checkpoint.
+"""A file of rows, one JSON object per line, each with the number of its optimizer step (``step``).
 
-The learner writes ``metrics.jsonl`` and ``trained.jsonl`` with it; launch, status and evaluation read them.
+The file can be appended to, read, followed while it grows, and rewound to a checkpoint. The learner writes
+``metrics.jsonl`` and ``trained.jsonl`` this way. Launch, status and evaluation read them.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ Row = dict[str, Any]
 
 
 class StepLog:
-    """Appends rows, each flushed when ``write`` returns. A file has one writer.
+    """Appends rows to a file. Each row is in the file when ``write`` returns. A file must have only one writer.
 
-    ``rewind_to`` replaces the file by a new one. An older learner that still has the old file open writes only to that,
-    so it can add no row.
+    ``rewind_to`` replaces the file by a new one. An older learner that still has the old file open can add no row to
+    the new file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open for appending; cut off a last line that a dying process left incomplete."""
+        """Open the file for appending, and remove an incomplete last line, which a process may leave when it dies."""
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row, which must hold an integer ``step`` and only finite numbers."""
+        """Append one row, which must have an integer ``step`` and only finite numbers."""
         if not isinstance(row.get("step"), int):
             raise ValueError(
                 f"{self._path.name}: expected a row with an integer 'step', got {row.get('step')!r}; this is a bug in "
@@ -44,12 +45,13 @@ class StepLog:
         self._file.flush()
 
     def rewind_to(self, step: int, *, is_gone: Callable[[Row], bool] = lambda row: False) -> int:
-        """Move rows beyond ``step``, and rows for which ``is_gone`` is true, to ``NAME.rolled_back-N.jsonl``.
+        """Move the rows after ``step``, and those for which ``is_gone`` is true, to ``NAME.rolled_back-N.jsonl``.
 
-        These rows belong to steps that were rolled back. A start without a checkpoint passes -1, which moves all rows.
+        These rows belong to steps that the run will train again. A start without a checkpoint passes -1, which moves
+        all rows.
 
         Returns:
-            The number of rows moved.
+            The number of rows that were moved.
         """
         gone: list[Row] = []
         kept: list[Row] = []
@@ -72,10 +74,13 @@ class StepLog:
 
 
 class StepLogTail:
-    """Follows a file that another process appends to and may replace by a shorter one (a rollback)."""
+    """Reads the rows that another process appends to a file. The other process may replace the file by a shorter one.
+
+    ``history`` has the rows that were in the file at the start.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read the existing rows into ``history``; ``poll`` returns only later ones."""
+        """Read the existing rows into ``history``. ``poll`` returns only later rows."""
         self._path = path
         self._inode: int | None = None
         self._offset = 0
@@ -85,7 +90,7 @@ class StepLogTail:
             self.history = self._read()
 
     def poll(self) -> list[Row]:
-        """Rows completed since the last call."""
+        """Return the rows that were completed since the last call."""
         try:
             inode = self._path.stat().st_ino
         except FileNotFoundError:
@@ -108,7 +113,7 @@ class StepLogTail:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all rows of a file, without an incomplete last line; no rows if the file does not exist.
+    """Return all rows of a file, without an incomplete last line; an empty list if the file does not exist.
 
     Raises:
         ValueError: a line before the last is not a JSON object.
