@@ -31,6 +31,8 @@ _LABELS = {
     "filtered_since_step": "filtered since the last step",
     "stop": "why the run stops",
     "storage_full": "waits for room",
+    "damaged_groups": "damaged groups, sampled again",
+    "journal_damage": "damage of the journal",
     "finished": "finished",
     "address": "queue server",
     "pid": "its process id",
@@ -41,9 +43,10 @@ _LABELS = {
     "closed_connections": "connections above a limit",
 }
 """Key of the answer -> what the table calls it, in this order. ``--json`` shows the keys."""
-_ONLY_IF_ANY = frozenset(
-    {"prompts_too_long", "filtered_since_step", "malformed", "limited", "refused_handshakes", "closed_connections"}
-)
+_ONLY_IF_ANY = frozenset({
+    "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
+    "closed_connections",
+})  # fmt: skip
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 """Type of a pending request -> what its sender waits for."""
 

@@ -120,8 +120,12 @@ class FaultRun:
 
     def launch(self) -> None:
         """Start all roles by ``async-rl launch``, which keeps them alive, and wait for the first step."""
-        self._begin_role("launch", "launch", str(self._config))
+        self.begin_launch()
         self.await_step(1)
+
+    def begin_launch(self) -> None:
+        """Start all roles by ``async-rl launch``, and do not wait."""
+        self._begin_role("launch", "launch", str(self._config))
 
     def await_step(self, step: int) -> None:
         wait_until(f"step {step}", self.tended(lambda: self.last_step() >= step))
