@@ -1,13 +1,14 @@
-"""The transports ``nccl`` and ``gloo``: one broadcast of a version to all members of an epoch.
+"""The transports ``nccl`` and ``gloo``: broadcast a version of the weights to several generators at once.
 
 ``CollectiveSender`` (at the learner) and ``CollectiveReceiver`` (at each generator) implement the protocols of
-``weights.transport``. Each has one rank of the epoch's ``Communicator``: rank 0 (the learner) broadcasts byte buckets
-to the other ranks (generators). Collectives authenticate nobody, so they are for trusted networks only.
+``weights.transport``. A ``Communicator`` connects them: rank 0 is the learner and broadcasts byte buckets, the other
+ranks are generators. An epoch is the number of a communicator. Collectives authenticate nobody, so they are for
+trusted networks only.
 
-gloo (host memory) and NCCL (through one device buffer of ``chunk_bytes``) share this code. It never touches torch's
-default process group. Every wait has a deadline. gloo can't be interrupted: a collective with a frozen peer ends after
-``stall_s``, one with a dead peer at once. The NCCL branch has never been run: no machine with two devices was
-available.
+gloo (through host memory) and NCCL (through a device buffer of ``chunk_bytes``) share this code. torch's default
+process group is never used. Every wait has a deadline. gloo can't be interrupted: a collective with a frozen peer ends
+after ``stall_s``, a collective with a dead peer ends at once. The NCCL branch has never been run, because no machine
+with two devices was available.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _NCCL_GROUP_TIMEOUT = timedelta(days=1)
 
 
 class CollectiveSender:
-    """Rank 0 of every communicator. See ``transport.TransportSender``."""
+    """The learner's side of ``nccl`` and ``gloo``: rank 0 of every communicator. Implements
+    ``transport.TransportSender``.
+    """
 
     def __init__(self, settings: CollectiveSettings) -> None:
         self._settings = settings
@@ -57,7 +60,9 @@ class CollectiveSender:
         self._jobs = JobThread("weights-send")
 
     def deliver(self, delivery: Delivery, send: Send) -> None:
-        """Broadcast to all members at once, in the background."""
+        """Tell each member to receive the version, and start a background thread's broadcast of it to all of them
+        at once.
+        """
         port = self._listen() if delivery.build else 0
         size = len(delivery.members) + 1
         manifest = manifest_fields(delivery.staged.manifest) if delivery.skips_prepare else {}
@@ -91,7 +96,9 @@ class CollectiveSender:
         self._jobs.close(self._disconnect, timeout_s)
 
     def _listen(self) -> int:
-        """Return the port of a new store, over which the next send creates a communicator."""
+        """Open a listening socket for a new rendezvous store, and return its port. The next send uses it to
+        connect the ranks.
+        """
         if self._listener is not None:
             self._listener.close()
         self._listener = listening_socket(self._settings.bind_host)
@@ -135,7 +142,10 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """See ``transport.TransportReceiver``. ``device`` is this generator's CUDA device, for ``nccl``."""
+    """The generator's side of ``nccl`` and ``gloo``. Implements ``transport.TransportReceiver``.
+
+    ``device`` is this generator's CUDA device, which ``nccl`` needs.
+    """
 
     def __init__(self, device: str | None) -> None:
         self._device = device
@@ -145,7 +155,9 @@ class CollectiveReceiver:
     def receive(
         self, order: ReceiveOrder[StartCollective], buffer: ReceiveBuffer, buffers: ReceiveBuffers
     ) -> ReceiveResult:
-        """Receive every bucket through the epoch's communicator. Create the communicator first if the epoch is new."""
+        """Receive every bucket of the version from the learner, and verify the digests. Create the communicator
+        if it is new.
+        """
         start = order.message
         communicator = self._connect(order)
         digests: list[str] = []
@@ -203,7 +215,9 @@ def _check_digests(digests: Sequence[str], manifest: Manifest) -> None:
 
 
 class Communicator:
-    """One rank of a collective. One thread uses it at a time."""
+    """A connection between the learner (rank 0) and some generators that carries broadcasts. One thread uses it
+    at a time.
+    """
 
     def __init__(self, process_group: Any, *, device: torch.device | None, stall_s: float) -> None:
         self._process_group: Any = process_group
@@ -225,12 +239,17 @@ class Communicator:
         listener: socket.socket | None = None,
         device: str | None = None,
     ) -> Communicator:
-        """Connect to the other ranks through the rendezvous store, which rank 0 serves from ``listener``.
+        """Connect to the other ranks through a rendezvous store, and return the communicator of this rank.
 
         Args:
             backend: ``gloo`` or ``nccl``.
-            local_host: the address at which the other ranks reach this one; it is never derived from the host's name.
-            stall_s: bound on connecting, and on every later collective.
+            store_host: the learner's host, where the store is.
+            store_port: port of the store.
+            rank: this process's rank.
+            size: number of ranks.
+            stall_s: how long connecting, and every later collective, may take.
+            local_host: the address at which the other ranks reach this one. It is never derived from the host's name.
+            listener: the socket at which rank 0 serves the store. None for the other ranks.
             device: the CUDA device, for NCCL.
 
         Raises:
@@ -257,14 +276,15 @@ class Communicator:
     def broadcast(
         self, bucket: Tensor, *, chunk_bytes: int, deadline: float, on_chunk: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Copy rank 0's bytes into every rank's ``bucket``: uint8 [N], host memory.
+        """Copy rank 0's ``bucket`` (uint8 [N], host memory) into the ``bucket`` of every other rank.
 
         Args:
-            deadline: on the monotonic clock.
-            on_chunk: called with each chunk when it has arrived, in order; over gloo the next chunk is sent meanwhile.
+            chunk_bytes: largest number of bytes to send at once.
+            deadline: when the broadcast must have ended, on the monotonic clock.
+            on_chunk: called with each chunk after it has arrived, in their order. gloo sends the next chunk meanwhile.
 
         Raises:
-            WeightsError: a peer died or stalled, or the deadline passed; the communicator can't be used again.
+            WeightsError: a peer died or stalled, or the deadline passed. The communicator can't be used again.
         """
         in_flight: deque[tuple[Any, Tensor]] = deque()
         try:
@@ -315,7 +335,7 @@ class Communicator:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Close all connections, so that ranks that wait for this one fail at once."""
+        """Close all connections, so that ranks that wait for this rank fail at once."""
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             process_group.abort()

@@ -1,13 +1,14 @@
-"""The control channel between publisher and receivers: its messages and its two sockets. Weights are not sent here.
+"""The control channel between the learner's publisher and the generators' receivers: messages and sockets.
 
-A receiver sends ``Join``, then ``Heartbeat`` every second. The publisher answers each with ``Ping``, or with
-``NotMember`` if it does not know the sender. A version goes out in one of two ways:
+The weights themselves are not sent over this channel. A receiver sends ``Join``, then ``Heartbeat`` every second. The
+publisher answers each with ``Ping``, or with ``NotMember`` if it does not know the sender. A version is sent in one of
+two ways:
 
 - by a collective: ``PrepareCollective`` -> ``Ready`` -> ``StartCollective`` -> (broadcast) -> ``Ack`` or ``Failed``;
-- by a pull: ``Pull`` -> (pull) -> ``Ack`` or ``Failed``.
+- by a pull: ``Pull`` -> (the generator fetches the version) -> ``Ack`` or ``Failed``.
 
-An epoch names a communicator, which is kept while the members stay the same. Within an epoch an ``Ack`` also means
-``Ready`` for the next attempt, which then begins with ``StartCollective``.
+An epoch is the number of a communicator, which is kept while the members stay the same. Within an epoch an ``Ack`` also
+means ``Ready`` for the next attempt, which then begins with ``StartCollective``.
 
 One thread uses a socket at a time. Another thread wakes it with ``Wake``.
 """
@@ -41,10 +42,14 @@ _LINGER_MS = 500
 
 
 class Join(msgspec.Struct, frozen=True):
-    """This generator asks for every version.
+    """A generator asks the publisher for every version of the weights from now on.
 
-    Its collectives listen at ``host``. It can take part in the collectives named in ``collectives``. ``digest`` is the
-    digest of the newest weights that it holds, or empty.
+    Attributes:
+        generator_id: the id with which the generator is known to the queue.
+        host: the address at which the generator's collectives listen.
+        pid: the generator's process id.
+        collectives: names of the collectives that the generator can take part in.
+        digest: digest of the newest weights that the generator holds. Empty if there are none.
     """
 
     generator_id: str
@@ -55,23 +60,30 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """This member is alive."""
+    """A member tells the publisher that it is alive."""
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """This member ends; do not wait for it."""
+    """A member tells the publisher that it ends, so that the publisher does not wait for it."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """This member has allocated memory for the attempt; ``StartCollective`` may follow."""
+    """A member tells the publisher that it has allocated memory for the attempt, so that ``StartCollective`` may
+    follow.
+    """
 
     attempt: int
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """This member holds the whole version, verified. It may have held the version before the attempt.
+    """A member tells the publisher that it holds the whole version and has verified it.
 
-    It received ``wire_bytes`` for it, and received ``num_corrupt`` buckets again because their digests did not match.
+    Attributes:
+        attempt: the collective or the pull that is answered.
+        version: number of the version.
+        digest: digest of the weights that the member holds.
+        wire_bytes: bytes that were transferred. 0 if the member held the version before.
+        num_corrupt: buckets that were transferred again, because they did not match their digests.
     """
 
     attempt: int
@@ -82,7 +94,10 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """This member did not receive the version. ``corrupt``: the received bytes do not match the manifest."""
+    """A member tells the publisher that it did not receive the version, and the reason.
+
+    ``corrupt`` is true if the received bytes, or the offered digest, do not match the expected digests.
+    """
 
     attempt: int
     reason: str
@@ -90,34 +105,47 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Ping(msgspec.Struct, frozen=True):
-    """The publisher is alive and knows this member."""
+    """The publisher tells a member that it is alive and knows this member."""
 
 
 class NotMember(msgspec.Struct, frozen=True):
-    """The publisher does not know the sender; it must send ``Join``."""
+    """The publisher tells a sender that it is not a member. The sender must send ``Join``."""
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """This generator is no longer a member; it may send ``Join`` again after ``retry_s``."""
+    """The publisher tells a generator that it is no longer a member. It may send ``Join`` again after ``retry_s``."""
 
     reason: str
     retry_s: float
 
 
 class PrepareCollective(msgspec.Struct, frozen=True):
-    """Allocate memory for the version of ``manifest``, which has the form of ``manifest_fields``."""
+    """The publisher asks a member to allocate memory for the version of ``manifest``, which a collective will bring.
+
+    ``manifest`` has the form that ``manifest_fields`` returns.
+    """
 
     attempt: int
     manifest: Mapping[str, Any]
 
 
 class StartCollective(msgspec.Struct, frozen=True):
-    """Receive now, as ``rank`` of ``size``, using the collective ``transport``.
+    """The publisher tells a member to receive a version by a collective now.
 
-    The ranks of a new ``epoch`` connect through the store at ``store_port`` of the publisher's host. If the port is 0,
-    they use the existing communicator. ``stall_s`` limits each collective, ``deadline_s`` all of them. Buckets are sent
-    in chunks of ``chunk_bytes``. If ``manifest`` is not empty, no ``PrepareCollective`` came before. A member that does
-    not take part closes its communicator, so that the others fail at once.
+    A member that does not take part closes its communicator, so that the other ranks fail at once.
+
+    Attributes:
+        attempt: number of this collective.
+        epoch: number of the communicator.
+        rank: the member's rank.
+        size: number of ranks.
+        store_port: port at the publisher's host through which the ranks of a new communicator connect. 0: use the
+            existing communicator.
+        stall_s: how long one collective may take.
+        deadline_s: how long the whole version may take.
+        chunk_bytes: the buckets are sent in chunks of this size.
+        transport: name of the collective.
+        manifest: manifest of the version. Empty if ``PrepareCollective`` brought it before.
     """
 
     attempt: int
@@ -133,11 +161,23 @@ class StartCollective(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Pull this version using ``transport`` from ``port`` of the publisher's host, within ``deadline_s``.
+    """The publisher offers a version to a member, which shall pull it from ``port`` of the publisher's host.
 
-    ``token`` authenticates the pull. If ``key`` is not empty, the stream is encrypted with it. ``delta_sizes[l][b]``
-    is the size of the delta of bucket b in link l of a chain that starts at the weights with digest ``base`` (-1: no
-    delta). If ``base`` is empty there is no chain. A chain without links means that ``base`` is this version.
+    A delta holds the difference of a bucket between two consecutive versions. A list of such deltas leads from the
+    weights
+    with digest ``base`` to this version.
+
+    Attributes:
+        attempt: number of this pull.
+        transport: name of the transport.
+        manifest: manifest of the version.
+        port: port of the stream server.
+        token: authenticates the pull.
+        key: the stream is encrypted with this key. Empty: it is not encrypted.
+        base: digest of the weights that the deltas start from. Empty: there are no deltas.
+        delta_sizes: ``delta_sizes[l][b]`` is the size in bytes of the delta of bucket b in step l, or -1 if there is
+            none. An empty list means that ``base`` is the digest of this version.
+        deadline_s: how long the pull may take.
     """
 
     attempt: int
@@ -157,18 +197,23 @@ def seconds_until(deadline: float) -> float:
 
 
 def channel(address: str, public_key: bytes | None) -> str:
-    """Return ``Announcement.channel``: the publisher's address and the public key (z85) that it must prove, if any."""
+    """Return the text of ``Announcement.channel``: the publisher's address, and its public key (z85) if there is
+    one.
+    """
     return address if public_key is None else f"{address} {public_key.decode()}"
 
 
 def parse_channel(text: str) -> tuple[str, bytes | None]:
-    """Return the address and the key of a channel. The address is not checked."""
+    """Return the publisher's address and public key that ``channel`` wrote. The key is None if there is none.
+
+    The address is not checked.
+    """
     address, _, key = text.partition(" ")
     return address, key.encode() if key else None
 
 
 def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKeys | None:
-    """Return a generator's ``keys`` for the publisher with ``server_key``.
+    """Return a generator's ``keys`` for the connection to the publisher with ``server_key``. None if neither has keys.
 
     Raises:
         WeightsError: one side has keys and the other has none.
@@ -190,17 +235,17 @@ _T = TypeVar("_T")
 
 
 def encode_message(message: MemberMessage | PublisherMessage) -> bytes:
-    """Return the message as one frame."""
+    """Return the message as bytes. A long ``reason`` is cut off."""
     if isinstance(message, Failed | Dropped):
         message = msgspec.structs.replace(message, reason=message.reason[:_MAX_REASON])
     return encode(type(message).__name__, message)
 
 
 def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limits: Limits) -> _T:
-    """Return the message in ``frame``, which must be one of ``expected``.
+    """Return the message in ``frame``. Its type must be one of ``expected``.
 
     Raises:
-        WireError: it is malformed, or of another type.
+        WireError: the message is malformed, or of another type.
     """
     message = decode(frame, limits)
     for record in expected:
@@ -212,9 +257,9 @@ def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limi
 
 
 class MemberSocket:
-    """The publisher's socket: receives messages of members and sends to one of them.
+    """The publisher's socket, over which it exchanges messages with the members.
 
-    It listens at any port of ``bind_host``, which generators reach as ``host``.
+    It listens at ``bind_host`` and at any free port. Generators reach ``bind_host`` under the name ``host``.
 
     Raises:
         AddressError: ``bind_host`` is not an address of this machine, or no port is free.
@@ -245,13 +290,14 @@ class MemberSocket:
         self._connections.register(poller)
 
     def count_in(self, ready: Mapping[Any, int]) -> int:
-        """How many of the descriptors that a poller returned are this socket's."""
+        """Return how many entries of ``ready``, which a poller returned, belong to this socket."""
         return (self._socket in ready) + self._connections.is_among(ready)
 
     def receive(self) -> Iterator[tuple[bytes, MemberMessage]]:
-        """Return all messages that have come, each with its sender. Malformed ones are counted.
+        """Yield all messages that have arrived, as pairs (member id, message). Malformed messages are counted and
+        skipped.
 
-        Call it in every turn of the loop: it also closes connections above a limit.
+        Call this in every turn of the loop, because it also closes connections above the limits.
         """
         self._connections.check()
         while True:
@@ -269,7 +315,10 @@ class MemberSocket:
                 self.num_malformed += 1
 
     def send(self, member_id: bytes, message: PublisherMessage) -> bool:
-        """Send, or discard the message if the member does not read. Return whether the member is connected."""
+        """Send ``message`` to a member. Return whether the member is connected.
+
+        The message is discarded if the member does not read its messages.
+        """
         try:
             self._socket.send_multipart([member_id, encode_message(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -288,9 +337,10 @@ class MemberSocket:
 
 
 class PublisherSocket:
-    """A generator's socket. It connects to the publisher at ``address`` in the background, and reconnects.
+    """A generator's socket, over which it exchanges messages with the publisher at ``address``.
 
-    ``is_ipv6``: the address names an IPv6 host.
+    It connects in the background, and again if the connection breaks. ``is_ipv6`` is true if the address names an IPv6
+    host.
     """
 
     def __init__(
@@ -310,7 +360,9 @@ class PublisherSocket:
         poller.register(self._socket, zmq.POLLIN)
 
     def send(self, message: MemberMessage) -> bool:
-        """Send the message. Return False while not connected."""
+        """Send ``message`` to the publisher. Return False if there is no connection, so that the message was not
+        sent.
+        """
         try:
             self._socket.send(encode_message(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -318,10 +370,10 @@ class PublisherSocket:
         return True
 
     def receive(self) -> PublisherMessage | None:
-        """Return the next message; None if none has come.
+        """Return the next message of the publisher. None if no message has arrived.
 
         Raises:
-            WireError: it is malformed.
+            WireError: the message is malformed.
         """
         try:
             frame = self._socket.recv(zmq.NOBLOCK)
@@ -330,7 +382,7 @@ class PublisherSocket:
         return decode_message(frame, TO_MEMBER, TO_MEMBER_LIMITS)
 
     def leave(self, poller: zmq.Poller | None = None) -> None:
-        """Send ``Leave`` and close."""
+        """Send ``Leave`` to the publisher and close the socket. Remove it from ``poller`` if given."""
         self.send(Leave())
         if poller is not None:
             poller.unregister(self._socket)
@@ -342,7 +394,7 @@ def _url_host(host: str) -> str:
 
 
 class Wake:
-    """A flag with a file descriptor that is readable while the flag is set. Any thread may set, clear or wait."""
+    """A flag with which one thread wakes another. Its file descriptor is readable while the flag is set."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -363,5 +415,5 @@ class Wake:
                 pass
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it was set within ``timeout_s``. Does not clear it."""
+        """Wait until the flag is set. Return whether that happened within ``timeout_s``. The flag stays set."""
         return is_readable(self._reader.fileno(), timeout_s)

@@ -1,8 +1,9 @@
-"""The manifest of one version of the weights: its tensors, layout and digests. No torch.
+"""The manifest of one version of the weights: its tensors, their layout in memory, and digests. No torch.
 
-A version is a list of buckets: flat byte strings of about ``bucket_bytes`` each. They hold the tensors one after
-the other, aligned to ``ALIGNMENT``, with zeros between. Staging writes manifests; receivers verify what they received
-against them. Digests are xxh3_128 in hex: they detect accidents, not attackers.
+A version is a list of buckets. A bucket is a flat byte string of about ``bucket_bytes``. It holds tensors one after
+the other. Each tensor begins at a multiple of ``ALIGNMENT`` bytes, and zeros fill the gaps. The learner's staging
+writes manifests. Receivers verify the bytes that they received against the manifest. Digests are xxh3_128 in hex:
+they detect accidents, not attackers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ITEM_SIZES: Mapping[str, int] = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor and its place: ``size_bytes`` bytes at ``offset`` of bucket number ``bucket``."""
+    """The name, dtype and shape of a tensor, and its place: it begins at byte ``offset`` of bucket ``bucket``."""
 
     name: str
     dtype: str
@@ -47,7 +48,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The place of every tensor. It is the same for all versions of a run."""
+    """The places of all tensors, and the size of each bucket in bytes. All versions of a run have the same layout."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_sizes: tuple[int, ...]
@@ -59,10 +60,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version's layout and digests. ``bucket_digests[i]`` covers all ``bucket_sizes[i]`` bytes of bucket ``i``.
+    """The layout and the digests of one version of the weights.
 
-    ``digest`` covers the weights as a whole: names, dtypes, shapes, layout and bytes. It does not cover lineage and
-    version, so equal weights have equal digests after a restart of the learner.
+    Attributes:
+        lineage: identifies the series of versions that one start of a run publishes.
+        version: number of the version.
+        tensors: the name, dtype, shape and place of each tensor.
+        bucket_sizes: bytes of each bucket.
+        bucket_digests: ``bucket_digests[i]`` is the digest of all bytes of bucket ``i``.
+        digest: digest of the weights as a whole: names, dtypes, shapes, layout and bytes. It does not cover ``lineage``
+            and ``version``, so equal weights have equal digests after a restart of the learner.
     """
 
     lineage: str
@@ -82,7 +89,7 @@ class Manifest:
 
 
 class LayoutPlan:
-    """Places tensors one by one, in their order."""
+    """Builds a ``Layout``: gives each tensor a place in a bucket, in the order of the calls of ``place``."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -92,7 +99,8 @@ class LayoutPlan:
         self._end = 0
 
     def place(self, name: str, dtype: str, shape: Sequence[int]) -> TensorSpec:
-        """Return the place of the next tensor. A tensor larger than a bucket gets a larger bucket for itself.
+        """Add a tensor to the layout and return its place. A tensor larger than ``bucket_bytes`` gets a bucket for
+        itself.
 
         Raises:
             WeightsError: the dtype is not in ``ITEM_SIZES``.
@@ -116,7 +124,7 @@ class LayoutPlan:
         return self._closed_bytes + self._end
 
     def bucket_size(self, bucket: int) -> int:
-        """Return the bytes of a bucket that is full."""
+        """Return the size in bytes of a bucket that gets no further tensors."""
         return self._closed_sizes[bucket]
 
     @property
@@ -127,7 +135,7 @@ class LayoutPlan:
 
 
 def digest_bytes(data: memoryview | bytes) -> str:
-    """Return the xxh3_128 of ``data`` in hex, computed in pieces, so that other threads run in between."""
+    """Return the xxh3_128 of ``data`` in hex. It is computed in pieces, so that other threads run in between."""
     hasher = xxhash.xxh3_128()
     view = memoryview(data)
     for start in range(0, len(view), _DIGEST_PIECE_BYTES):
@@ -136,7 +144,7 @@ def digest_bytes(data: memoryview | bytes) -> str:
 
 
 def manifest_fields(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest as plain data for the wire."""
+    """Return the manifest as a dict that can be encoded in a message. ``manifest_from_fields`` reads it."""
     return {
         "lineage": manifest.lineage,
         "version": manifest.version,
@@ -147,10 +155,10 @@ def manifest_fields(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
-    """Return the manifest in ``fields``, checked before buffers are allocated for it.
+    """Return the manifest that ``manifest_fields`` wrote. All values are checked, because they come over the network.
 
     Raises:
-        WireError: a field is missing or of another type, or tensors and buckets do not match.
+        WireError: a field is missing or has another type, or the tensors do not fit into the buckets.
     """
     sizes = read_as(fields.get("bucket_sizes"), tuple[Count, ...])
     digests = read_as(fields.get("bucket_digests"), tuple[str, ...])

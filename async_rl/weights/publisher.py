@@ -1,9 +1,9 @@
-"""The learner's side of the weights channel: sends every version to the generators that joined.
+"""The learner's side of the weights channel: sends every version of the weights to the generators that joined.
 
-``Publisher`` lives in learner rank 0. ``publish`` only queues the newest staged version. A background thread serves the
-control socket, asks ``SyncScheduler`` what to do, and lets ``TransferManager`` do it with the run's transports: the
-collective, if it has one, and the pull transport, which every run has. A dead or frozen generator delays the others by
-at most ``deadline_s``, and the training step not at all.
+``Publisher`` lives in learner rank 0. ``publish`` only queues the newest staged version. A background thread serves
+the control socket, asks ``SyncScheduler`` what to do next, and lets ``TransferManager`` do it. Two transports can be
+in use: the collective, if the run has one, and the pull transport, which every run has. A dead or frozen generator
+delays other generators by at most ``deadline_s``. It never delays the training step.
 """
 
 from __future__ import annotations
@@ -47,18 +47,30 @@ _JOIN_THREAD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Counters, cumulative except ``members``, ``outdated``, ``wanted`` and ``last_transfer_s``.
+    """Counters of the publisher. All are sums since its start, except ``members``, ``outdated``, ``wanted``,
+    ``last_transfer_s``, ``delta_bytes``, ``delta_s`` and ``last_drop``.
 
     Attributes:
+        members: generators that are members of the weights channel now.
         outdated: members that do not hold the wanted version yet.
-        transfer_s: time spent in collectives.
-        last_transfer_s: time of the last collective, or of the last pull from its offer to its end.
-        sent_bytes: bytes sent in collectives; a broadcast counts once for any number of members.
-        attempts: collectives. ``pulls``: pulls that were offered.
-        pulled_bytes: transferred by pulls, where full copies would have been ``pulled_full_bytes``.
-        delta_bytes: size of the newest delta. ``delta_s``: time to compute it.
-        superseded: versions that a newer one replaced before every member had them.
+        wanted: number of the newest published version. None before the first one.
+        transfer_s: seconds spent in collectives.
+        last_transfer_s: seconds of the last transfer. A pull is measured from its offer to its end.
+        sent_bytes: bytes sent in collectives. A broadcast counts once for any number of members.
+        attempts: number of collectives.
+        pulls: number of pulls that were offered.
+        pulled_bytes: bytes that pulls transferred.
+        pulled_full_bytes: bytes that the same pulls would have transferred without deltas.
+        delta_bytes: size of the newest delta.
+        delta_s: seconds that the newest delta took to compute.
+        server_starts: how often the stream server process was started.
+        failures: failed sends and failed receptions.
+        corrupt: receptions whose bytes did not match their digests.
+        joined: how often a generator joined.
+        dropped: how often a generator lost its membership because of an error or a timeout.
+        superseded: versions that a newer version replaced before every member had them.
         malformed: messages of members that could not be read.
+        last_drop: why the last dropped member was dropped. Empty if there was none.
     """
 
     members: int = 0
@@ -84,22 +96,26 @@ class PublisherStats:
 
 
 class Publisher:
-    """Sends the newest staged version to every generator that joined, and to those that join later.
+    """Sends the newest staged version to every generator that is a member of the weights channel, or becomes one.
 
     Args:
-        bind_host: where the control socket, the stream server, the store and the collectives listen.
-        advertise_host: the name under which generators reach ``bind_host``; needed if that is a wildcard.
-        deadline_s: drop a generator that has not received a version this long after the offer (it may join again).
-        insecure: the network is trusted: allow collectives beyond loopback, and an unencrypted stream.
-        keys: for the control channel, which then admits listed clients only. None: it is not encrypted.
-        transport: sends versions to the members that can use it; the other members pull.
-        device: rank 0's CUDA device, if it has one.
-        chunk_bytes: bytes of one collective, at most (gloo's are smaller); also the size of NCCL's device buffer.
-        has_deltas: with ``tcp``, send the difference to members that hold the version before. None: beyond loopback.
-        is_encrypted: encrypt the stream (needs ``keys``). None: beyond loopback with keys, unless ``insecure``.
+        bind_host: the address at which the control socket, the stream server and the collectives listen.
+        advertise_host: the address under which generators reach ``bind_host``. Needed if ``bind_host`` is a wildcard.
+        deadline_s: a generator is dropped if it has not received a version this long after the offer. It may join
+            again.
+        insecure: the user trusts the network: allow collectives beyond loopback, and an unencrypted stream.
+        keys: the learner's keys and the admitted clients of the control channel. None: no encryption, all are admitted.
+        transport: sends versions to the members that can use this transport. The other members pull.
+        device: rank 0's CUDA device. None if there is no CUDA device.
+        chunk_bytes: largest number of bytes in one collective (gloo may use fewer), and the size of NCCL's device
+            buffer.
+        has_deltas: with ``tcp``, send only the difference to members that hold the previous version. None: do so
+            beyond loopback.
+        is_encrypted: encrypt the stream (needs ``keys``). None: do so beyond loopback if there are keys and not
+            ``insecure``.
 
     Raises:
-        AddressError: the address is open to an untrusted network, in use, or can't be advertised.
+        AddressError: the address is open to an untrusted network, is in use, or can't be advertised.
     """
 
     def __init__(
@@ -183,16 +199,18 @@ class Publisher:
 
     @property
     def are_all_pulled(self) -> bool:
-        """Whether members pull every version, each at its own pace."""
+        """Whether members pull every version (transport ``tcp``), so that each receives it at its own pace."""
         return self._transport is PULL
 
     @property
     def address(self) -> str:
-        """The value of ``Announcement.channel``."""
+        """The control socket's address and public key, as announced to generators in ``Announcement.channel``."""
         return self._socket.address
 
     def publish(self, staged: StagedVersion) -> None:
-        """Send this version to every member from now on. Returns at once; the version before is retired.
+        """Make ``staged`` the version that every member gets from now on. Return at once.
+
+        The memory of the previous version may be reused when no transfer reads it any more.
 
         Raises:
             WeightsError: the publisher's thread has failed.
@@ -202,9 +220,10 @@ class Publisher:
         self._wake.set()
 
     def wait(self, version: int, timeout_s: float, *, num_members: int = 0) -> bool:
-        """Wait until every member, and at least ``num_members``, hold ``version`` or a newer one.
+        """Wait until every member holds ``version`` or a newer one, and at least ``num_members`` generators are
+        members.
 
-        Returns False after ``timeout_s``.
+        Return whether that happened within ``timeout_s``.
 
         Raises:
             WeightsError: the publisher's thread has failed.
@@ -221,11 +240,11 @@ class Publisher:
         return done
 
     def stats(self) -> PublisherStats:
-        """Return the counters as of the last turn of the publisher's thread."""
+        """Return the counters. The publisher's thread updates them in every turn of its loop."""
         return self._stats
 
     def close(self) -> None:
-        """Stop serving. A transfer in progress is given up."""
+        """Stop the publisher's thread and close its sockets. Transfers in progress are abandoned."""
         self._closing = True
         self._wake.set()
         self._thread.join(_JOIN_THREAD_S)
@@ -237,7 +256,7 @@ class Publisher:
             ) from self._error
 
     def _on_collective_sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
-        """Called in the collective's thread."""
+        """Hand the result of a collective to the publisher's thread. The collective's thread calls this."""
         self._sends.append((delivery, elapsed_s, error))
         self._wake.set()
 
@@ -329,7 +348,9 @@ class Publisher:
         self._scheduler.mark_sent(delivery.attempt, ok=error is None)
 
     def _ping_awaited(self) -> None:
-        """Send ``Ping`` to every member whose answer is awaited: if its connection is gone, the send fails at once."""
+        """Send ``Ping`` to every member that must still answer. If a member's connection is gone, this send fails at
+        once.
+        """
         now = time.monotonic()
         if now >= self._next_ping:
             self._next_ping = now + _PING_S
@@ -343,7 +364,7 @@ class Publisher:
             self._scheduler.leave(member_id)
 
     def _update_stats(self) -> None:
-        """Update the counters that other threads read."""
+        """Copy the counters into ``_stats``, which other threads read."""
         pull = self._pull.stats
         stats = PublisherStats(
             members=len(self._scheduler.members),

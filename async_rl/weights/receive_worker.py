@@ -1,12 +1,13 @@
-"""The generator's transfer thread and its host memory: receives one version at a time, using the order's transport.
+"""The generator's transfer thread, and the host memory into which it receives versions of the weights.
 
-``ReceiveWorker`` is the thread. The receiver's control thread submits orders. Every order ends with one call of its
-``reply``, with the message for the publisher. Only the transfer thread writes to the buffers.
+``ReceiveWorker`` is the thread. It receives one version at a time. The receiver's control thread submits orders. Every
+order ends with one call of its ``reply``, whose argument is the message for the publisher.
 
-``ReceiveBuffers`` holds versions: one in use, one verified and waiting, one being received. The main thread and the
-transfer thread both call it; a lock guards the states. A buffer that ``newest`` returned or that is in use
-(``activated``) is never written to. Buffers are allocated when first needed: two in the common case, three when
-versions come faster than they are activated. torch is imported with the first buffer.
+``ReceiveBuffers`` is the memory. It holds up to three versions: one in use, one verified and waiting, one being
+received. The main thread and the transfer thread both call it, and a lock guards its state. Only the transfer thread
+writes to buffers. A buffer that ``newest`` returned, or that is in use, is never written to. Buffers are allocated when
+first needed: usually two, and a third if versions come faster than they are activated. torch is imported with the
+first buffer.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ Reply = Callable[[control.MemberMessage], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceivedWeights:
-    """A verified version in host memory. ``tensors`` are views, valid until a later version is ``activated``.
+    """A verified version of the weights in host memory.
 
-    ``receive_s`` is the duration of its transfer, during which decoding continued.
+    Attributes:
+        lineage: the lineage of the version, as in ``Manifest``.
+        version: number of the version.
+        digest: digest of the weights, as in ``Manifest``.
+        tensors: the tensors by name. They are views into a buffer, valid until a later version is ``activated``.
+        manifest: the manifest against which the bytes were verified.
+        receive_s: seconds that the transfer took. Decoding continued during that time.
     """
 
     lineage: str
@@ -46,9 +53,13 @@ class ReceivedWeights:
 
 @dataclass(slots=True, eq=False)
 class ReceiveBuffer:
-    """Flat byte buckets, uint8 [N] each. ``manifest`` describes the version in them, once it is complete.
+    """Memory for one version of the weights.
 
-    ``tensors`` are views into them, laid out by ``specs``; versions that share a layout share the views.
+    Attributes:
+        buckets: the bytes, one uint8 [N] tensor for each bucket of the layout.
+        manifest: manifest of the version that the buckets hold. None while no complete version is in them.
+        specs: the layout for which ``tensors`` was made. None before the first version.
+        tensors: tensors by name, as views into ``buckets``. Versions with the same layout share the views.
     """
 
     buckets: list[Tensor]
@@ -58,7 +69,7 @@ class ReceiveBuffer:
 
 
 class ReceiveBuffers:
-    """All buffers. At most ``MAX_BUFFERS`` versions are in memory."""
+    """The generator's memory for received versions. It holds at most ``MAX_BUFFERS`` versions."""
 
     MAX_BUFFERS = 3
 
@@ -72,9 +83,10 @@ class ReceiveBuffers:
         self._in_use: ReceivedWeights | None = None
 
     def reserve(self, manifest: Manifest) -> ReceiveBuffer:
-        """Return a buffer to receive this version into, until the next ``reserve`` or ``commit``.
+        """Return the buffer into which the transfer thread may receive the version of ``manifest``.
 
-        If no other is free, it is the buffer of the version that waits and was not handed out.
+        The buffer stays reserved until the next ``commit``. If all buffers are taken, the version that waits and that
+        ``newest`` has not returned is overwritten.
         """
         with self._lock:
             buffer = self._pick()
@@ -110,10 +122,12 @@ class ReceiveBuffers:
         return waiting._buffer
 
     def commit(self, buffer: ReceiveBuffer, manifest: Manifest, receive_s: float) -> ReceivedWeights:
-        """Record that ``buffer`` holds the whole version, verified. It now waits to be activated.
+        """Record that ``buffer`` now holds the complete, verified version of ``manifest``. Return that version.
+
+        It is the one that ``newest`` returns next.
 
         Raises:
-            WeightsError: the buffer is not the reserved one.
+            WeightsError: ``buffer`` is not the one that ``reserve`` returned.
         """
         staged = ReceivedWeights(
             manifest.lineage, manifest.version, manifest.digest, buffer.tensors, manifest, receive_s, buffer
@@ -130,7 +144,10 @@ class ReceiveBuffers:
         return staged
 
     def newest(self, lineage: str) -> ReceivedWeights | None:
-        """Return the newest verified version of this lineage that is not in use. Its bytes are not overwritten."""
+        """Return the newest verified version of this lineage that is not in use yet. None if there is none.
+
+        The version's buffer is not overwritten until a newer version is returned.
+        """
         with self._lock:
             if self._waiting is not None and self._waiting.lineage == lineage:
                 self._handed_out, self._waiting = self._waiting, None
@@ -139,10 +156,11 @@ class ReceiveBuffers:
             return None
 
     def activated(self, received: ReceivedWeights) -> None:
-        """Record that ``received`` is in use now. The buffer of the version before is free.
+        """Record that the engine uses ``received`` now. The buffer of the version that was in use before becomes free.
 
         Raises:
-            WeightsError: ``newest`` returned another version later, so the bytes may be overwritten already.
+            WeightsError: ``newest`` has returned another version since, so the bytes of ``received`` may be
+                overwritten.
         """
         with self._lock:
             if received is self._in_use:
@@ -155,20 +173,23 @@ class ReceiveBuffers:
             self._in_use, self._handed_out = received, None
 
     def holds(self, manifest: Manifest) -> bool:
-        """Whether this very version is in memory, verified."""
+        """Return whether the version with this lineage, number and digest is in memory and verified."""
         key = (manifest.lineage, manifest.version, manifest.digest)
         return any((s.lineage, s.version, s.digest) == key for s in self._held())
 
     def newest_digest(self) -> str:
-        """Return the digest of the newest version in memory; empty if there is none."""
+        """Return the digest of the newest version in memory. Empty if there is none."""
         return next((staged.digest for staged in self._held()), "")
 
     def find(self, digest: str) -> list[Tensor] | None:
-        """Return the buckets of the version with this digest, which the transfer thread may read until ``reserve``."""
+        """Return the buckets of the version with this digest. None if it is not in memory.
+
+        The transfer thread may read them until its next ``reserve``.
+        """
         return next((staged._buffer.buckets for staged in self._held() if staged.digest == digest), None)
 
     def _held(self) -> list[ReceivedWeights]:
-        """Newest first."""
+        """Return the versions in memory, the newest first."""
         with self._lock:
             return [s for s in (self._waiting, self._handed_out, self._in_use) if s is not None]
 
@@ -186,10 +207,16 @@ def tensor_views(manifest: Manifest, buckets: Sequence[Tensor]) -> dict[str, Ten
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStats:
-    """Cumulative counters.
+    """Counters of a generator's receiver. All are sums since its start.
 
-    ``failed`` includes ``corrupt``: transfers whose bytes did not match their digests. ``corrupt_buckets`` were
-    received again within a transfer. ``wire_bytes`` were transferred for ``received_bytes``.
+    Attributes:
+        received: versions that were received.
+        failed: transfers that failed, including the corrupt ones.
+        corrupt: transfers that failed because the bytes did not match their digests.
+        corrupt_buckets: buckets that were received again within a transfer, because they did not match their digests.
+        receive_s: seconds spent in successful transfers.
+        received_bytes: size of the received versions.
+        wire_bytes: bytes that were transferred for them. Smaller than ``received_bytes`` if deltas were used.
     """
 
     received: int = 0
@@ -202,11 +229,12 @@ class ReceiverStats:
 
 
 class ReceiveWorker:
-    """Receives into ``buffers``.
+    """The generator's transfer thread. It receives versions of the weights into ``buffers``, one after the other.
 
     Args:
+        buffers: the memory for versions.
         on_received: called in the transfer thread for every version that is complete.
-        device: this generator's CUDA device.
+        device: this generator's CUDA device. None if there is no CUDA device.
     """
 
     def __init__(self, buffers: ReceiveBuffers, on_received: Callable[[], None], device: str | None) -> None:
@@ -219,19 +247,28 @@ class ReceiveWorker:
         self.error: str | None = None
 
     def prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
-        """Allocate memory for a version that a collective will bring."""
+        """Let the transfer thread allocate memory for the version of ``manifest``, which a collective will bring.
+
+        ``reply`` gets ``Ready`` or ``Failed``.
+        """
         self._jobs.submit(lambda: self._prepare(manifest, attempt, reply))
 
     def receive(self, order: ReceiveOrder[control.StartCollective | control.Pull], reply: Reply) -> None:
-        """Receive a version."""
+        """Let the transfer thread receive the version of ``order``. ``reply`` gets ``Ack`` or ``Failed``."""
         self._jobs.submit(lambda: self._receive(order, reply))
 
     def disconnect(self) -> None:
-        """Close all connections: the communicator belongs to an epoch that is over (epoch numbers may repeat)."""
+        """Let the transfer thread close all its connections, because this generator is no longer a member.
+
+        The existing communicator must not be used again: a restarted learner may use the same epoch number for another
+        one.
+        """
         self._jobs.submit(self._disconnect)
 
     def close(self, timeout_s: float) -> None:
-        """Finish the orders that are left, close all connections, and end; wait for that at most ``timeout_s``."""
+        """Finish the orders that were submitted, close all connections and end the thread. Wait at most ``timeout_s``
+        for that.
+        """
         self._jobs.close(self._disconnect, timeout_s)
 
     # The transfer thread. Jobs report their result and raise nothing.

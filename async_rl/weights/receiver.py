@@ -1,9 +1,10 @@
-"""The generator's side of the weights channel: receives versions while the engine goes on decoding.
+"""The generator's side of the weights channel: receives new versions of the weights while the engine goes on decoding.
 
-The worker's loop calls ``follow`` with each announcement, ``poll`` between two decode steps, and ``activated`` when
-the backend uses what ``poll`` returned. Two background threads do the rest: the control thread here exchanges messages
-with the publisher, and the transfer thread (``receive_worker``) receives the bytes, mostly outside the interpreter's
-lock. torch is imported by the first of them that needs it.
+The worker's loop calls ``Receiver.follow`` with each announcement of a learner. Between two decode steps it calls
+``poll``, which returns a version that has arrived. When the backend uses that version, it calls ``activated``. Two
+background threads do the rest. The control thread in this module exchanges messages with the publisher. The transfer
+thread (``receive_worker``) receives the bytes, mostly without holding the interpreter's lock. torch is imported by the
+first thread that needs it.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _CLOSE_S = 5.0
 
 
 class Receiver:
-    """Receives the versions of the learner that was announced last.
+    """Receives versions of the weights from the learner that was announced last.
 
     Args:
-        generator_id: as in the generator's handshake with the queue.
-        insecure: the network is trusted: take part in collectives beyond loopback (they authenticate nobody), and
+        generator_id: the id with which the generator is known to the queue.
+        insecure: the user trusts the network: take part in collectives beyond loopback, which authenticate nobody, and
             pull weights unencrypted.
-        device: this generator's CUDA device, needed for NCCL.
-        keys: this generator's keys; needed if the publisher has keys.
+        device: this generator's CUDA device, needed for NCCL. None if there is no CUDA device.
+        keys: this generator's keys. Needed if the publisher has keys.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class Receiver:
         self._worker = ReceiveWorker(self._buffers, self._received.set, device)
 
     def follow(self, announcement: Announcement) -> None:
-        """Receive from this learner. Returns at once; a new channel or lineage opens a new connection."""
+        """Receive versions from the learner in ``announcement``. Return at once.
+
+        If its channel or its lineage is new, the control thread connects to it and leaves the learner before.
+        """
         self._announced = announcement
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weights-receive", daemon=True)
@@ -81,9 +85,12 @@ class Receiver:
         self._wake.set()
 
     def poll(self) -> ReceivedWeights | None:
-        """Return the newest verified version of the lineage that is followed, unless the engine uses it already.
+        """Return the newest verified version of the announced lineage. None if there is none, or the engine already
+        uses it.
 
-        Return the same version again until a newer one has come; that frees the buffer of the older version.
+        Until a newer version has arrived, every call returns the same version. When a call returns a newer version, the
+        memory
+        of the one returned before is freed.
 
         Raises:
             WeightsError: the receiver's thread has failed, so no version will come.
@@ -97,31 +104,35 @@ class Receiver:
         return None if announced is None else self._buffers.newest(announced.lineage)
 
     def activated(self, received: ReceivedWeights) -> None:
-        """Record that the engine uses this version now; buffers of older ones may be overwritten.
+        """Record that the engine uses ``received`` now. The memory of older versions may be overwritten.
 
         Raises:
-            WeightsError: ``poll`` has returned a newer one since.
+            WeightsError: ``poll`` has returned a newer version in the meantime.
         """
         self._buffers.activated(received)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a version that the next ``poll`` may return. Returns whether one came within ``timeout_s``."""
+        """Wait until a version has arrived that ``poll`` has not returned. Return whether one arrived within
+        ``timeout_s``.
+        """
         return self._received.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a version came since the last ``poll``."""
+        """Return a file descriptor that becomes readable when a version arrives. ``poll`` makes it unreadable again."""
         return self._received.fileno()
 
     @property
     def error(self) -> str | None:
-        """The reason why no version can be received now; None if there is no error. The receiver keeps trying."""
+        """The reason why no version can be received now. None if there is no error. The receiver keeps trying."""
         return self._channel_error or self._offer_error or self._worker.error
 
     def stats(self) -> ReceiverStats:
         return self._worker.stats
 
     def close(self) -> None:
-        """Leave, and end the threads. Waits a few seconds for a transfer in progress."""
+        """Tell the publisher that this generator leaves, and end both threads. Wait a few seconds for a transfer in
+        progress.
+        """
         self._closing = True
         self._wake.set()
         if self._thread is not None:
@@ -156,7 +167,7 @@ class Receiver:
                 context.term()
 
     def _reconnect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> None:
-        """Connect to the publisher that was announced last, if it is another one than before."""
+        """Connect to the announced publisher if its channel or lineage differs from the connected one's."""
         announced = self._announced
         assert announced is not None
         if (announced.channel, announced.lineage) == (self._channel, self._joined_lineage):
@@ -191,7 +202,7 @@ class Receiver:
                 self._socket.send(message)
 
     def _send_heartbeat(self) -> None:
-        """Send ``Join`` or ``Heartbeat`` when it is due."""
+        """Send ``Heartbeat`` (``Join`` while this generator is no member), unless the next one is not due yet."""
         now = time.monotonic()
         if now - self._last_seen > _SILENT_S and self._socket is not None:
             self._channel_error = f"the learner at {self._channel} was silent for {now - self._last_seen:.0f} s"
@@ -273,7 +284,11 @@ class Receiver:
         self._worker.receive(order, self._replying())
 
     def _needs(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:
-        """Whether to receive the version that is offered; if not, reply why."""
+        """Return whether the offered version must be received.
+
+        If it must not, reply to the publisher: ``Ack`` if this generator holds the version already, ``Failed`` if the
+        version's digest differs from the announced one.
+        """
         announced = self._announced
         offered = (manifest.lineage, manifest.version)
         self._offer_error = None
@@ -291,7 +306,10 @@ class Receiver:
         return True
 
     def _replying(self) -> Reply:
-        """Return a function that replies to the present publisher, from any thread. No reply if that has changed."""
+        """Return a function that sends a message to the publisher that is connected now. Any thread may call it.
+
+        If the receiver has connected to another publisher in the meantime, the message is discarded.
+        """
         channel = self._channel
 
         def reply(message: control.MemberMessage) -> None:

@@ -1,18 +1,20 @@
-"""Decides which members receive which version, when, and by which transport. Pure: no sockets, threads or clock.
+"""Decides which members receive which version of the weights, when, and by which transport.
 
-The publisher reports events (``join``, ``ack``, ...) and carries out the actions that ``advance`` returns. A member
-(a generator that joined the weights channel) gets the wanted version in one of two ways:
+A member is a generator that joined the weights channel. The publisher reports events to ``SyncScheduler`` (``join``,
+``ack``, ...) and carries out the actions that ``advance`` returns. The code here is pure: it has no sockets, threads
+or clock. A member gets the wanted version in one of two ways:
 
-- *Collective.* One attempt at a time. ``PrepareAction`` asks the members that need the version to prepare. When all
-  are ready, or after ``ready_s`` without the others, ``StartAction`` starts the broadcast. The attempt ends with
-  ``FinishAction``, when the sender has finished and every participant has answered or is gone. A communicator (an
-  *epoch*) is kept while attempts succeed with the same participants. An acknowledgement also means that the member is
-  ready for the next attempt, so that one starts without ``PrepareAction``.
-- *Pull.* ``PullAction`` offers one member a pull, independently of the others.
+- *Collective.* The learner broadcasts the version to several members at once. There is one attempt at a time.
+  ``PrepareAction`` asks the members that need the version to prepare. ``StartAction`` starts the broadcast when all are
+  ready, or after ``ready_s`` with those that are. ``FinishAction`` ends the attempt when the sender has finished and
+  every participant has answered or is gone. The communicator (its number is the *epoch*) is kept while attempts succeed
+  with the same participants. An acknowledgement also means that the member is ready for the next attempt, so that
+  attempt starts without ``PrepareAction``.
+- *Pull.* ``PullAction`` offers the version to one member, which fetches it independently of the others.
 
-In a run with a collective, a member pulls its first version, and also the versions that it was too slow for or whose
-attempt failed. It takes part in the collective again from the next version on. In a run without a collective,
-members pull every version.
+In a run with a collective, a member pulls its first version. It also pulls a version that it was too slow for, or whose
+attempt failed. From the next version on it takes part in the collective again. In a run without a collective, members
+pull every version.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _PULLED_VERSIONS = 32
 
 @dataclass(frozen=True, slots=True)
 class PrepareAction:
-    """Ask ``member_ids`` to allocate memory for ``version``."""
+    """Instructs the publisher to ask ``member_ids`` to allocate memory for ``version``, because a collective will bring
+    it.
+    """
 
     attempt: int
     version: int
@@ -37,10 +41,16 @@ class PrepareAction:
 
 @dataclass(frozen=True, slots=True)
 class StartAction:
-    """Send ``version`` to ``participants`` (rank 1, 2, ...) until ``deadline``.
+    """Instructs the publisher to broadcast ``version`` to ``participants``.
 
-    ``build``: create a communicator first. ``skips_prepare``: no ``PrepareAction`` came before, so the participants
-    do not know of the version yet.
+    Attributes:
+        attempt: number of the attempt.
+        version: number of the version.
+        epoch: number of the communicator.
+        build: create the communicator first.
+        participants: member ids. Their ranks are 1, 2, ...
+        deadline: when the attempt must have ended, in seconds of the scheduler's clock.
+        skips_prepare: there was no ``PrepareAction``, so the participants do not know of this version yet.
     """
 
     attempt: int
@@ -54,7 +64,10 @@ class StartAction:
 
 @dataclass(frozen=True, slots=True)
 class FinishAction:
-    """The attempt at ``version`` is over. ``intact``: an existing communicator can be used again."""
+    """Tells the publisher that the attempt to broadcast ``version`` is over.
+
+    ``intact`` is true if there is a communicator that can be used again.
+    """
 
     attempt: int
     version: int
@@ -63,7 +76,10 @@ class FinishAction:
 
 @dataclass(frozen=True, slots=True)
 class PullAction:
-    """Offer this member a pull of ``version`` until ``deadline``. It ends when ``Member.pull`` is replaced."""
+    """Instructs the publisher to offer ``version`` to one member, which may pull it until ``deadline``.
+
+    The pull is over when ``Member.pull`` is no longer this action.
+    """
 
     attempt: int
     version: int
@@ -73,7 +89,7 @@ class PullAction:
 
 @dataclass(frozen=True, slots=True)
 class DropAction:
-    """This generator is no longer a member."""
+    """Instructs the publisher to tell a generator that it is no longer a member, and for what ``reason``."""
 
     member_id: bytes
     reason: str
@@ -87,14 +103,20 @@ class Member:
     """A generator that joined the weights channel.
 
     Attributes:
-        last_seen: when its last message came.
-        can_collect: it can take part in collectives.
-        digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner.
-        version: the version that it proved to hold.
-        offered_at: when it was first offered a version that it still needs.
-        pulls: it pulls the next version. ``pull`` is the pull in progress.
-        num_failures: failed pulls in a row. ``num_broken_collectives``: failed collectives in a row.
-        pulls_until: number of the version, counted by ``SyncScheduler.publish``, up to which it only pulls.
+        member_id: identity of its connection to the publisher's socket.
+        generator_id: the id with which the generator is known to the queue.
+        last_seen: time of its last message.
+        can_collect: whether it can take part in collectives.
+        digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner. Empty if
+            unknown.
+        version: the version that it has acknowledged last. None before that.
+        offered_at: when it was first offered a version that it still needs. None if no offer is open.
+        pulls: whether it gets its next version by a pull.
+        pull: the pull in progress. None if there is none.
+        num_failures: failed pulls in a row.
+        num_broken_collectives: failed collectives in a row.
+        pulls_until: the member only pulls until this many versions have been published.
+        last_failure: why its last transfer failed. Empty if none failed.
     """
 
     member_id: bytes
@@ -117,14 +139,14 @@ def _always(_: Member) -> bool:
 
 
 class SyncScheduler:
-    """Members, attempts and pulls. Times are seconds of one monotonic clock.
+    """Keeps the members, the collective attempt and the pulls in progress. Times are seconds of one monotonic clock.
 
     Args:
-        deadline_s: drop a member that has not got a version this long after it was first offered one.
+        deadline_s: drop a member that has not got a version this long after the first offer.
         ready_s: how long an attempt waits for members to be ready.
-        silent_s: drop a member that sent nothing for this long.
-        fresh_s: a member that sent something within this time is still ready, if it was by its last message. None: ask
-            before every attempt.
+        silent_s: drop a member that has sent nothing for this long.
+        fresh_s: start an attempt without asking if every member was ready by its last message and has sent something
+            within this time. None: ask before every attempt.
     """
 
     def __init__(self, *, deadline_s: float, ready_s: float, silent_s: float, fresh_s: float | None = None) -> None:
@@ -149,12 +171,14 @@ class SyncScheduler:
         self._drops: list[DropAction] = []
 
     def publish(self, version: int | None) -> None:
-        """Make this the version that every member wants; None if no version can be sent at present."""
+        """Make ``version`` the one that every member wants. None: no version can be sent at present."""
         self.wanted = version
         self._num_published += version is not None
 
     def join(self, member_id: bytes, generator_id: str, now: float, *, can_collect: bool, digest: str = "") -> None:
-        """Add a member, or add it again. An older connection of the same generator is dropped."""
+        """Add a member, or replace the entry of a member that joins again. Drop an older connection of the same
+        generator.
+        """
         for other in [m for m in self.members.values() if m.generator_id == generator_id]:
             if other.member_id != member_id:
                 self._drop(other.member_id, "joined again over another connection")
@@ -171,19 +195,21 @@ class SyncScheduler:
             self._communicator = None
 
     def mark_seen(self, member_id: bytes, now: float) -> bool:
-        """Record that this peer sent something. Returns whether it is a member."""
+        """Record that this sender's message came at ``now``. Return whether the sender is a member."""
         member = self.members.get(member_id)
         if member is not None:
             member.last_seen = now
         return member is not None
 
     def mark_ready(self, member_id: bytes, attempt: int) -> None:
-        """Record that the member has prepared for the attempt."""
+        """Record that the member has allocated memory for the attempt."""
         if self._phase == "preparing" and attempt == self._attempt and member_id in self._invited:
             self._ready.add(member_id)
 
     def ack(self, member_id: bytes, attempt: int, version: int, digest: str = "") -> None:
-        """Record that the member proved that it holds ``version``."""
+        """Record that the member holds ``version``, as the digest in its answer proved. ``digest`` is that of the
+        weights.
+        """
         member = self.members.get(member_id)
         if member is None:
             return
@@ -201,7 +227,9 @@ class SyncScheduler:
             member.offered_at = None
 
     def mark_failed(self, member_id: bytes, attempt: int, reason: str) -> None:
-        """Record that the attempt, or the pull, did not bring the member its version."""
+        """Record that the member did not get its version by this attempt. ``attempt`` is the number of a collective or
+        a pull.
+        """
         member = self.members.get(member_id)
         if member is None:
             return
@@ -217,26 +245,29 @@ class SyncScheduler:
             self._use_pull(member)
 
     def cancel_pull(self, member_id: bytes) -> None:
-        """Take back a ``PullAction`` that could not be carried out; nothing was sent to the member."""
+        """Withdraw a ``PullAction`` that the publisher could not carry out. The member does not know of the pull."""
         if member_id in self.members:
             member = self.members[member_id]
             member.pull = member.offered_at = None
 
     def cancel_start(self, attempt: int) -> None:
-        """Take back a ``StartAction`` that could not be carried out; nothing was sent to anybody."""
+        """Withdraw a ``StartAction`` that the publisher could not carry out. No member knows of the attempt."""
         if attempt == self._attempt:
             self._unanswered.clear()
             self._is_sent = True
 
     def mark_sent(self, attempt: int, *, ok: bool) -> None:
-        """Record that the sender has finished this attempt."""
+        """Record that the learner's own part of this attempt has ended. ``ok`` is false if the broadcast failed."""
         if attempt == self._attempt and self._phase == "sending":
             self._is_sent = True
             if not ok:
                 self._communicator = None
 
     def advance(self, now: float, can_pull: Callable[[Member], bool] = _always) -> list[Action]:
-        """Return what to do now, in order. ``can_pull``: whether the member can be offered the wanted version now."""
+        """Return the actions that the publisher must carry out now, in this order.
+
+        ``can_pull`` tells whether a member can be offered the wanted version by a pull now.
+        """
         self._drop_silent_and_overdue(now)
         actions: list[Action] = [*self._drops]
         self._drops.clear()
@@ -249,21 +280,21 @@ class SyncScheduler:
         return actions + self._offer_pulls(now, can_pull)
 
     def outdated(self) -> list[Member]:
-        """Members that do not hold the wanted version."""
+        """Return the members that do not hold the wanted version."""
         return [m for m in self.members.values() if self.wanted is not None and m.version != self.wanted]
 
     def awaiting_collective(self) -> list[Member]:
-        """Members that do not hold the wanted version and get it in a collective."""
+        """Return the members that do not hold the wanted version and will get it by a collective."""
         return [m for m in self.outdated() if not m.pulls]
 
     @property
     def is_sending(self) -> bool:
-        """Whether an attempt is between its start and its finish."""
+        """Whether a broadcast has started and not all its participants have answered."""
         return self._phase == "sending"
 
     @property
     def awaited(self) -> set[bytes]:
-        """Members whose answer is awaited now."""
+        """Ids of the members that must still answer a pull, or a message of the present attempt."""
         pulling = {m.member_id for m in self.members.values() if m.pull is not None}
         return pulling | (self._unanswered if self._phase == "sending" else self._invited - self._ready)
 
@@ -302,7 +333,10 @@ class SyncScheduler:
         return [PrepareAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
 
     def _are_ready(self, members: Sequence[Member], now: float) -> bool:
-        """Whether all are ready without being asked: they share the communicator and sent something a moment ago."""
+        """Return whether an attempt with ``members`` may start without asking whether they are ready.
+
+        It may if they are the ranks of the existing communicator, and each has sent something within ``fresh_s``.
+        """
         if self._fresh_s is None or self._communicator != tuple(sorted(m.member_id for m in members)):
             return False
         return all(now - member.last_seen <= self._fresh_s for member in members)
@@ -339,7 +373,10 @@ class SyncScheduler:
         return FinishAction(self._attempt, self._version, self._communicator is not None)
 
     def _use_pull(self, member: Member) -> None:
-        """Let the member pull this version; after several broken collectives in a row, many versions."""
+        """Let the member get its version by a pull, because the collective failed for it.
+
+        After ``MAX_FAILURES`` failed collectives in a row, it pulls the next ``_PULLED_VERSIONS`` versions as well.
+        """
         member.pulls = True
         member.num_broken_collectives += 1
         if member.num_broken_collectives >= MAX_FAILURES:

@@ -1,9 +1,10 @@
-"""Bounded host memory on learner rank 0 that holds whole versions while they are sent.
+"""Host memory of learner rank 0 that holds whole versions of the weights while they are sent.
 
-``Staging.stage`` runs on the main thread between steps: it consumes the engine's gathered tensors one by one, copies
-them into flat buckets (pinned where there is CUDA) and digests each bucket. The buckets are shared memory, which the
-stream server reads, so nothing is copied between the two processes. The publisher pins a version while it sends it, and
-retires it when a newer one is published; a buffer that is neither pinned nor current is used for the next version.
+``Staging.stage`` runs on the main thread between two training steps. It takes the engine's gathered tensors one by
+one, copies them into flat buckets and computes a digest of each bucket. The buckets are shared memory (pinned if there
+is CUDA). The stream server process reads the same memory, so nothing is copied between the two processes. The
+publisher pins a version while it sends that version, and retires a version when a newer one is published. A buffer is
+reused when it is retired and not pinned.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 
 
 class SharedBuckets:
-    """An anonymous file of buckets. Bucket ``i`` has ``sizes[i]`` bytes at the page-aligned ``offsets[i]``.
+    """Shared memory for the buckets of one version. Bucket ``i`` has ``sizes[i]`` bytes at the page-aligned
+    ``offsets[i]``.
 
-    Another process may map it through its descriptor. The kernel frees it when the last process that holds it ends,
-    even if that is killed; no file is left under ``/dev/shm``.
+    The memory is an anonymous file with descriptor ``fd``, which another process may map. The kernel frees it when the
+    last process that holds it ends, even if that process is killed. No file is left under ``/dev/shm``.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class SharedBuckets:
         self._end = 0
 
     def append(self, size: int) -> mmap.mmap:
-        """Add a bucket. Returns its memory, writable, at least one byte long."""
+        """Add a bucket of ``size`` bytes. Return its writable memory, which has at least one byte."""
         offset, mapped = self._end, max(1, size)
         self._end += -(-mapped // _PAGE_BYTES) * _PAGE_BYTES
         os.ftruncate(self.fd, self._end)
@@ -53,7 +55,7 @@ class SharedBuckets:
         return view
 
     def close(self) -> None:
-        """Close the descriptor. Existing mappings stay valid."""
+        """Close the descriptor. Mappings of the memory stay valid."""
         os.close(self.fd)
 
 
@@ -66,7 +68,18 @@ def _anonymous_file() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The buffers of one version and their state. The staging's condition guards it."""
+    """Memory for one version, and its state. The staging's condition guards it.
+
+    Attributes:
+        number: number of this slot.
+        memory: the shared memory.
+        buckets: the same memory as tensors, uint8 [N] each.
+        order: counts up with every version that is staged, so that it identifies the version in this slot.
+        pins: how many transfers read the memory now.
+        busy: whether a version is being copied into the memory.
+        retired: whether a newer version has been published, or no version is in this slot.
+        delivered: whether no member waits for this version.
+    """
 
     number: int
     memory: SharedBuckets
@@ -80,10 +93,13 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedVersion:
-    """A version in host memory. ``buckets``: uint8 [N] each, read-only while pinned.
+    """A version of the weights in the learner's host memory.
 
-    ``wait_s`` is the time spent waiting for a free buffer, ``stage_s`` the time of gathering, copying and digesting.
-    ``num_buffers`` is how many versions can be staged at once.
+    Attributes:
+        manifest: the version's manifest.
+        wait_s: seconds that ``Staging.stage`` waited for free memory.
+        stage_s: seconds that gathering, copying and computing digests took.
+        num_buffers: how many versions can be staged at once.
     """
 
     manifest: Manifest
@@ -96,26 +112,27 @@ class StagedVersion:
 
     @property
     def buckets(self) -> tuple[Tensor, ...]:
+        """The bytes of the version, uint8 [N] for each bucket. Read them only while the version is pinned."""
         return tuple(self._slot.buckets)
 
     @property
     def slot(self) -> int:
-        """The buffer's number. Versions that use the same buffer, one after the other, have the same."""
+        """Number of the memory that holds this version. A later version that reuses the memory has the same number."""
         return self._slot.number
 
     @property
     def memory(self) -> SharedBuckets:
-        """The same bytes, for another process to map; valid while ``is_intact``."""
+        """The shared memory of ``buckets``, for another process to map. It holds this version while ``is_intact``."""
         return self._slot.memory
 
     @property
     def is_intact(self) -> bool:
-        """Whether the buffer still holds this version. Check it after reading without a pin."""
+        """Whether the memory still holds this version. Check this after reading the memory without a pin."""
         with self._changed:
             return self._slot.order == self._order and not self._slot.busy
 
     def pin(self) -> bool:
-        """Keep the bytes until ``unpin``. Returns False if a newer version has overwritten them already."""
+        """Keep the bytes of this version until ``unpin``. Return False if a newer version has overwritten them."""
         with self._changed:
             if self._slot.order != self._order or self._slot.busy:
                 return False
@@ -128,14 +145,17 @@ class StagedVersion:
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """Allow reuse of the buffer once it is not pinned, because a newer version is published."""
+        """Record that a newer version is published. The memory of this one may be reused when it is not pinned."""
         with self._changed:
             if self._slot.order == self._order:
                 self._slot.retired = True
                 self._changed.notify_all()
 
     def mark_delivered(self, delivered: bool) -> None:
-        """Allow reuse of the buffer if no other is free: no member waits for it. Late members get the next version."""
+        """Record whether no member waits for this version. If so, its memory may be reused if no other memory is free.
+
+        A member that comes too late for this version gets the next one.
+        """
         with self._changed:
             if self._slot.order == self._order:
                 self._slot.delivered = delivered
@@ -143,15 +163,15 @@ class StagedVersion:
 
 
 class Staging:
-    """All buffers.
+    """The learner's memory for versions of the weights that are being sent.
 
     Args:
-        staging_bytes: host memory for versions. None: two versions, whatever their size (three if pulled).
+        staging_bytes: host memory for versions. None: room for two versions, or three if generators pull them.
         bucket_bytes: target size of a bucket.
-        deadline_s: how long ``stage`` waits for a buffer before it discards a version that waits to be sent.
-        is_pulled: generators pull versions, each at its own pace. ``stage`` then discards at once a version that it
-            would wait for, and keeps the version before as long as it can (deltas start from it).
-        min_versions: refuse ``staging_bytes`` with room for fewer versions.
+        deadline_s: how long ``stage`` waits for free memory before it overwrites a version that no transfer reads yet.
+        is_pulled: generators pull versions, each at its own pace. ``stage`` then overwrites such a version at once, and
+            keeps the previous version as long as it can, because deltas are computed from the previous version.
+        min_versions: refuse ``staging_bytes`` if there is room for fewer versions.
     """
 
     def __init__(
@@ -176,7 +196,7 @@ class Staging:
 
     @property
     def num_dropped(self) -> int:
-        """Number of versions that were discarded unsent because a newer one needed their buffer."""
+        """Number of versions that a newer version overwrote before every member had them."""
         return self._num_dropped
 
     def stage(
@@ -187,15 +207,21 @@ class Staging:
         *,
         tick: Callable[[], None] | None = None,
     ) -> StagedVersion:
-        """Copy a version into a buffer. Once begun, the iterator is exhausted even after an error: it runs collectives.
+        """Copy a version of the weights into free memory, and return it with its manifest.
+
+        All of ``named_tensors`` is consumed once the first tensor was taken, even after an error, because the iterator
+        runs
+        collectives of the learner's ranks.
 
         Args:
-            named_tensors: on host or device, with the same names, dtypes and shapes in the same order each time.
-            tick: called about every second while waiting for a buffer, before the first tensor is taken.
+            lineage: the lineage of the version.
+            version: number of the version.
+            named_tensors: the tensors, on host or device. Names, dtypes, shapes and order must be the same each time.
+            tick: called about every second while waiting for free memory, before the first tensor is taken.
 
         Raises:
-            WeightsError: one version is larger than ``weights.staging_bytes``; a tensor differs from the version
-                before; or every buffer is still being sent after the deadline.
+            WeightsError: a version does not fit into ``weights.staging_bytes``; a tensor differs from the version
+                before; or all memory is still being sent after the deadline.
         """
         start = time.monotonic()
         slot = self._claim(tick)
@@ -224,7 +250,9 @@ class Staging:
         )  # fmt: skip
 
     def _claim(self, tick: Callable[[], None] | None) -> _Slot:
-        """Return a slot that is free; after the deadline, the oldest that is not being sent."""
+        """Return a free slot. After the deadline (at once if versions are pulled), take the oldest that no transfer
+        reads.
+        """
         give_up = time.monotonic() + self._deadline_s
         # A send has the same deadline, which may have begun just before this one.
         fail_at = give_up + self._deadline_s
@@ -285,7 +313,11 @@ class Staging:
             self._changed.notify_all()
 
     def _stage_first(self, slot: _Slot, named_tensors: Iterator[tuple[str, Tensor]]) -> Layout:
-        """Fill each bucket in a scratch buffer, then copy it at its exact size, since sizes are not known yet."""
+        """Copy the first version into the slot's memory, and return the layout.
+
+        The sizes of the buckets are not known yet, so each bucket is filled in a scratch buffer, then copied at its
+        exact size.
+        """
         plan = LayoutPlan(self._bucket_bytes)
         limit = None if self._staging_bytes is None else self._staging_bytes // self._min_versions
         scratch = torch.zeros(0, dtype=torch.uint8)
@@ -331,7 +363,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _host_bucket(memory: SharedBuckets, size: int) -> Tensor:
-    """Return zeros, uint8 [size], at the end of ``memory``; registered with CUDA if available."""
+    """Append a bucket to ``memory`` and return it as zeros, uint8 [size]. It is pinned if CUDA is available."""
     bucket = torch.frombuffer(memory.append(size), dtype=torch.uint8)
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()
@@ -352,7 +384,7 @@ def _exact_bucket(memory: SharedBuckets, scratch: Tensor, size: int) -> Tensor:
 
 
 def _fill(bucket: Tensor, spec: TensorSpec, tensor: Tensor) -> None:
-    """Copy ``tensor``'s bytes to its place. A copy from a device ends with ``_wait_for_copies``."""
+    """Copy the bytes of ``tensor`` to its place in ``bucket``. Call ``_wait_for_copies`` before reading them."""
     source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     bucket[spec.offset : spec.offset + spec.size_bytes].copy_(source, non_blocking=True)
 

@@ -1,7 +1,7 @@
-"""Carries out what ``SyncScheduler`` decides: keeps the bytes of every attempt, and calls the right transport.
+"""Carries out what ``SyncScheduler`` decides: tells the transports which version to send to which members.
 
-Part of the publisher, used by its thread alone. Every attempt, a collective or a pull, pins its version from its first
-message to its end.
+Only the publisher's thread uses this module. An attempt is one collective, or one pull. Every attempt pins its version
+in the staging memory from its first message to its end.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _RETRY_S = 2.0
 
 
 class TransferManager:
-    """Attempts in progress.
+    """Carries out the scheduler's actions and keeps the attempts in progress.
 
     Args:
-        collective: sends to all members at once; None if members pull every version.
-        pull: serves members that pull.
+        scheduler: decides what to do.
+        collective: the transport that sends to all members at once. None if members pull every version.
+        pull: the transport for members that pull.
         send: sends a message to a member.
-        counts: the statistics in which events are counted.
+        counts: the publisher's counters, which are increased here.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class TransferManager:
         self.last_drop = ""
 
     def publish(self, staged: StagedVersion) -> None:
-        """Send this version to every member; the one before is retired."""
+        """Send ``staged`` to every member from now on. The memory of the previous version may be reused after its
+        transfers.
+        """
         if self._newest is not None:
             self._counts["superseded"] += bool(self._scheduler.outdated())
             self._newest.retire()
@@ -67,7 +70,7 @@ class TransferManager:
             self._pull.publish(staged, has_members=bool(self._scheduler.members))
 
     def act(self) -> None:
-        """Carry out actions until none are due."""
+        """Carry out the scheduler's actions until none are due."""
         while actions := self._scheduler.advance(time.monotonic(), self._can_pull):
             for action in actions:
                 match action:
@@ -90,16 +93,20 @@ class TransferManager:
             self._newest.mark_delivered(not self._scheduler.awaiting_collective())
 
     def version_of(self, attempt: int) -> StagedVersion | None:
-        """Return the version that this attempt sends; the newest one if the attempt is over."""
+        """Return the version that this attempt sends. If the attempt is over, return the newest version, or None before
+        any.
+        """
         return self._pinned.get(attempt, self._newest)
 
     def pulled_for(self, attempt: int) -> float | None:
-        """Return the seconds since this pull was offered; None if the attempt is no pull, or is over."""
+        """Return the seconds since this pull was offered. None if ``attempt`` is not a pull, or is over."""
         pull = self._pulls.get(attempt)
         return None if pull is None else time.monotonic() - pull[1]
 
     def close(self, timeout_s: float) -> None:
-        """Give up everything in progress. Bytes that a collective still reads stay pinned."""
+        """Abandon the attempts in progress and close both transports. Memory that a running collective reads stays
+        pinned.
+        """
         for attempt in [a for a in self._pinned if a in self._pulls or not self._scheduler.is_sending]:
             self._pinned.pop(attempt).unpin()
         if self._collective is not None:
@@ -110,7 +117,9 @@ class TransferManager:
         return self._newest is not None and self._pull.can_offer(self._newest, member)
 
     def _pin(self, attempt: int) -> StagedVersion | None:
-        """Keep the newest version's bytes for this attempt. Returns None if they are gone."""
+        """Pin the newest version for this attempt, and return it. Return None if its memory has already been
+        overwritten.
+        """
         staged = self._newest
         assert staged is not None
         if not staged.pin():
@@ -165,7 +174,7 @@ class TransferManager:
         self._pull.deliver(Delivery(action.attempt, staged, (member,), action.deadline), self._send)
 
     def _end_pulls(self) -> None:
-        """Unpin the versions of pulls that are over."""
+        """End the pulls that are over: tell the transport, and unpin their versions."""
         for attempt, (action, _) in list(self._pulls.items()):
             member = self._scheduler.members.get(action.member_id)
             if member is None or member.pull is not action:

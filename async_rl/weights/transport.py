@@ -1,9 +1,9 @@
-"""The table of transports, and the protocols that a transport implements. No torch.
+"""The table of transports that carry weights, and the protocols that a transport implements. No torch.
 
-A transport is a sender at the learner and a receiver at each generator. Collectives (``nccl``, ``gloo``) send a version
-to all members at once; a pull transport (``tcp``) lets each member fetch it. The publisher uses the transport that
-``choose_transport`` names, and ``PULL`` for every member that can't use a collective now. To add a transport, write a
-sender and a receiver, and add a row to ``TRANSPORTS``.
+A transport has a sender at the learner and a receiver at each generator. A collective transport (``nccl``, ``gloo``)
+sends a version to all members at once. With the pull transport (``tcp``) each member fetches the version on its own.
+The publisher uses the transport that ``choose_transport`` returns, and ``PULL`` for every member that can't use a
+collective now. To add a transport, write a sender and a receiver, and add an entry to ``TRANSPORTS``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,16 @@ Send = Callable[[bytes, control.PublisherMessage], None]
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One version to some members, until ``deadline`` (monotonic clock). Its bytes are kept until the attempt ends.
+    """An order to a transport's sender: send one version to some members. The version's memory is kept until ``end``.
 
-    ``epoch`` is a collective's communicator number. ``build``: create the communicator first. ``skips_prepare``:
-    ``PrepareCollective`` was not sent.
+    Attributes:
+        attempt: number of this collective or pull.
+        staged: the version.
+        members: the members that shall receive the version.
+        deadline: when the transfer must have ended, on the monotonic clock.
+        epoch: number of the communicator. Only for collectives.
+        build: create the communicator first. Only for collectives.
+        skips_prepare: the members have not got ``PrepareCollective``. Only for collectives.
     """
 
     attempt: int
@@ -47,24 +53,35 @@ class Delivery:
 
 
 class TransportSender(Protocol):
-    """The learner's side of a transport. Only the publisher's thread calls it; no method waits."""
+    """The learner's side of a transport. Only the publisher's thread calls it, and ``deliver`` and ``end`` return at
+    once.
+    """
 
     def deliver(self, delivery: Delivery, send: Send) -> None:
-        """Send each member its instructions, and start."""
+        """Send each member the message with which it receives the version, and start the transfer."""
         ...
 
     def end(self, attempt: int, *, intact: bool) -> None:
-        """End an attempt: no answer of a member is awaited any more. ``intact``: every member got the version."""
+        """Release what the attempt used: every member has answered, or is gone.
+
+        ``intact`` is false if the attempt's communicator can't be used again. It is always true for pulls.
+        """
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Release everything. Wait at most ``timeout_s`` for transfers in progress."""
+        """Close all connections. Wait at most ``timeout_s`` for transfers in progress."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PullStats:
-    """``delta_bytes`` and ``delta_s``: size of the newest delta and the time to compute it; 0 without one."""
+    """Counters of the pull transport's sender.
+
+    Attributes:
+        delta_bytes: size of the newest delta, in bytes. 0 if there is none.
+        delta_s: seconds that the newest delta took to compute. 0 if there is none.
+        server_starts: how often the stream server process was started.
+    """
 
     delta_bytes: int = 0
     delta_s: float = 0.0
@@ -72,20 +89,25 @@ class PullStats:
 
 
 class PullSender(TransportSender, Protocol):
-    """The learner's side of a transport with which each member pulls. ``Delivery.members`` has one member."""
+    """The learner's side of a transport from which each member pulls. ``Delivery.members`` has exactly one member."""
 
     stats: PullStats
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
-        """Prepare pulls of this version: compute deltas. Called only if all members pull every version."""
+        """Compute the delta from the previous version to this version, if there are members that could use it.
+
+        Called only in runs in which members pull every version.
+        """
         ...
 
     def can_offer(self, staged: StagedVersion, member: Member) -> bool:
-        """Whether to offer ``member`` this version, the newest, now. If not, ask again later."""
+        """Return whether ``member`` can be offered ``staged``, the newest version, now. If not, the publisher asks
+        again later.
+        """
         ...
 
     def poll(self) -> None:
-        """Handle pending events. Called when a socket that the sender registered with the poller is readable."""
+        """Handle pending events. The publisher calls this when a socket that the sender registered is readable."""
         ...
 
 
@@ -95,10 +117,14 @@ OrderT = TypeVar("OrderT", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder(Generic[MessageT]):
-    """Receive the version of ``manifest`` until ``deadline`` (monotonic clock).
+    """An order to a transport's receiver: receive one version.
 
-    ``message`` is what the publisher sent, ``host`` where it is reached, ``local_host`` an address of this machine at
-    which other generators reach it.
+    Attributes:
+        message: the publisher's message that offered the version.
+        manifest: the version's manifest.
+        host: the publisher's address.
+        local_host: an address of this machine at which other generators reach it.
+        deadline: when the transfer must have ended, on the monotonic clock.
     """
 
     message: MessageT
@@ -110,7 +136,12 @@ class ReceiveOrder(Generic[MessageT]):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """The result of a received version. ``num_corrupt`` buckets were received again, because they did not match."""
+    """What a successful transfer took.
+
+    Attributes:
+        wire_bytes: bytes that were transferred.
+        num_corrupt: buckets that were transferred again, because they did not match their digests.
+    """
 
     wire_bytes: int
     num_corrupt: int = 0
@@ -120,9 +151,10 @@ class TransportReceiver(Protocol, Generic[OrderT]):
     """The generator's side of a transport. Only the transfer thread calls it."""
 
     def receive(self, order: OrderT, buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
-        """Receive the version into ``buffer``, whole and verified. ``buffers`` may hold the base of a delta.
+        """Receive the version of ``order`` into ``buffer`` and verify it. ``buffers`` may hold an older version for
+        deltas.
 
-        Call the fault point ``generator.receiving`` after each bucket; tests kill generators there.
+        Call the fault point ``generator.receiving`` after each bucket. Tests kill generators there.
 
         Raises:
             CorruptWeightsError: the received bytes do not match their digests.
@@ -136,7 +168,9 @@ class TransportReceiver(Protocol, Generic[OrderT]):
 
 
 class JobThread:
-    """A daemon thread that runs jobs one after the other. Jobs report their own results and raise nothing."""
+    """A daemon thread that runs functions one after the other. They must handle their own errors: one that raises ends
+    it.
+    """
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -144,10 +178,13 @@ class JobThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
+        """Add a function to those that the thread will run."""
         self._jobs.put(job)
 
     def close(self, last: Callable[[], None], timeout_s: float) -> None:
-        """Run the remaining jobs, then ``last``, and end. Wait at most ``timeout_s`` for the end."""
+        """Run the functions that were submitted, then ``last``, and end the thread. Wait at most ``timeout_s`` for
+        that.
+        """
         self._jobs.put(last)
         self._jobs.put(None)
         self._thread.join(timeout_s)
@@ -159,16 +196,16 @@ class JobThread:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSettings:
-    """The arguments of a collective's sender.
+    """The settings of a collective's sender.
 
-    Args:
-        transport: the name of the collective.
-        bind_host: where rendezvous stores listen; may be a wildcard.
+    Attributes:
+        transport: name of the collective.
+        bind_host: the address at which the rendezvous stores listen. It may be a wildcard.
         local_host: an address of this machine at which generators reach the stores and the collectives.
-        stall_s: bound on each collective.
-        chunk_bytes: bytes of one collective, at most.
-        device: the learner's CUDA device.
-        on_sent: called in the sender's thread after every send, with the seconds that it took and the error, if any.
+        stall_s: how long one collective may take.
+        chunk_bytes: largest number of bytes in one collective.
+        device: the learner's CUDA device. None if there is no CUDA device.
+        on_sent: called in the sender's thread after every transfer with the seconds it took, and its error or None.
     """
 
     transport: TransportName
@@ -182,13 +219,13 @@ class CollectiveSettings:
 
 @dataclass(frozen=True, slots=True)
 class PullSettings:
-    """The arguments of a pull transport's sender.
+    """The settings of a pull transport's sender.
 
-    Args:
-        bind_host: where it listens; may be a wildcard.
-        is_encrypted: encrypt and authenticate the bytes, with keys that travel over the control channel.
-        has_deltas: send the difference to the version before.
-        poller: the publisher's; the sender registers its sockets there.
+    Attributes:
+        bind_host: the address at which it listens. It may be a wildcard.
+        is_encrypted: encrypt and authenticate the bytes. The keys travel over the control channel.
+        has_deltas: send only the difference to members that hold the previous version.
+        poller: the publisher's poller, with which the sender registers its sockets.
     """
 
     bind_host: str
@@ -199,10 +236,13 @@ class PullSettings:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """One row of the table.
+    """An entry of the table of transports.
 
-    ``needs_cuda``: learner and generator each need a CUDA device. ``needs_trust``: it authenticates nobody, so the
-    network must be trusted. ``make_receiver`` takes the generator's CUDA device, if it has one.
+    Attributes:
+        name: name of the transport, as in ``weights.transport``.
+        needs_cuda: learner and generator each need a CUDA device.
+        needs_trust: the transport authenticates nobody, so the network must be trusted.
+        make_receiver: creates the generator's side. Its argument is the generator's CUDA device, or None.
     """
 
     name: TransportName
@@ -213,7 +253,12 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTransport(Transport):
-    """A transport that sends a version to all members at once."""
+    """A transport that sends a version to all members at once.
+
+    Attributes:
+        make_sender: creates the learner's side.
+        max_chunk_bytes: upper limit of ``CollectiveSettings.chunk_bytes``. None if there is no limit.
+    """
 
     make_sender: Callable[[CollectiveSettings], TransportSender]
     max_chunk_bytes: int | None = None
@@ -221,7 +266,7 @@ class CollectiveTransport(Transport):
 
 @dataclass(frozen=True, slots=True)
 class PullTransport(Transport):
-    """A transport with which each member pulls."""
+    """A transport with which each member fetches a version on its own. ``make_sender`` creates the learner's side."""
 
     make_sender: Callable[[PullSettings], PullSender]
 
@@ -271,7 +316,7 @@ TRANSPORTS: Mapping[str, Transport] = {transport.name: transport for transport i
 
 
 def collectives(*, has_cuda: bool) -> list[str]:
-    """Return the names of the collectives that a generator can take part in."""
+    """Return the names of the collective transports that a machine with or without CUDA can take part in."""
     return [
         name
         for name, transport in TRANSPORTS.items()
@@ -280,11 +325,15 @@ def collectives(*, has_cuda: bool) -> list[str]:
 
 
 def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> TransportName:
-    """Return the transport that ``weights.transport`` means here.
+    """Return the transport of this run. It is ``setting`` unless that is ``auto``.
 
     Args:
+        setting: the value of ``weights.transport``.
         has_cuda: the learner has a CUDA device.
         is_trusted: everything is on one host, or the user trusts the network.
+
+    Raises:
+        ValueError: ``setting`` is not a transport's name.
     """
     if setting in TRANSPORTS:
         return TRANSPORTS[setting].name

@@ -1,7 +1,8 @@
-"""The transport ``tcp``: every generator pulls a version at its own pace.
+"""The transport ``tcp``: every generator fetches ("pulls") a version of the weights from the learner at its own pace.
 
-In come staged buckets in shared memory at the learner (``sender``); out come verified buckets at each generator
-(``receiver``). The bytes are served by a separate process (``server``), which ``sender`` starts and instructs.
-``protocol`` is what the server exchanges with both; ``delta`` computes the difference between two versions. The
-publisher and the generator's receive worker use them through ``weights.transport``.
+What goes in is the learner's staging memory, which holds the version in buckets. What comes out is the same buckets,
+verified, at each generator. ``server`` is a separate process that serves the bytes. ``sender`` is the learner's side,
+which starts and instructs that process. ``receiver`` is the generator's side. ``protocol`` has the messages that the
+server exchanges with both sides. ``delta`` computes the difference between two versions. The publisher and the
+generator's receive worker use all this through ``weights.transport``.
 """

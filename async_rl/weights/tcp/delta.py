@@ -1,14 +1,16 @@
-"""The exact difference between two versions of a bucket, in few bytes. Pure: byte arrays in, bytes out.
+"""Computes and applies the exact difference between two versions of a bucket. Pure: byte arrays in, bytes out.
 
-An optimizer step at a learning rate of 1e-6 changes few bfloat16 weights, so most elements keep their bits. A bucket is
-cut into runs of elements of one width, and these into pieces of ``PIECE_ELEMENTS``. A piece is one of: *same* (no
-element changed, nothing follows), *sparse* (the gaps between changed elements, then their differences), *dense* (the
-differences of all elements, for float32 weights, which all change a little). A difference is that of the bit patterns
-as integers modulo 2 ** bits: small if the weight changed by few units in the last place, and exact for every bit
-pattern, including NaN. Differences are stored by byte (all lowest bytes, then the next), since the upper bytes of small
-differences are equal; each such plane is compressed with zstandard if that makes it smaller.
+An optimizer step at a learning rate of 1e-6 changes few bfloat16 weights, so most elements keep their bits. The format:
 
-Shape letters: E = elements of a piece, C = changed ones.
+- A bucket is cut into runs of elements of the same width, and these into pieces of at most ``PIECE_ELEMENTS``.
+- A piece is *same* (no element changed, nothing follows), *sparse* (the gaps between changed elements, then the
+  differences of these), or *dense* (the differences of all elements, for float32 weights, which all change a little).
+- A difference is that of the bit patterns as integers modulo 2 ** bits. It is small if the weight changed by few units
+  in the last place. It is exact for every bit pattern, including NaN.
+- Differences are stored as byte planes: plane n holds the n-th byte of every difference. The upper bytes of small
+  differences are equal, so each plane is compressed with zstandard if that makes it smaller.
+
+Shape letters: E = elements of a piece, C = changed elements.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _LEVEL = 1
 
 
 def element_runs(tensors: Sequence[TensorSpec], bucket_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the runs of every bucket of a layout. The zeros between two tensors belong to the first of them."""
+    """Return the runs of every bucket of a layout. The zeros between two tensors belong to the first of the two.
+
+    A run is a pair (end in bytes, width of an element in bytes). It begins where the run before it ends.
+    """
     runs: list[list[tuple[int, int]]] = [[] for _ in bucket_sizes]
     widths: list[int] = [1] * len(bucket_sizes)
     for spec in sorted(tensors, key=lambda spec: (spec.bucket, spec.offset)):
@@ -52,7 +57,9 @@ def element_runs(tensors: Sequence[TensorSpec], bucket_sizes: Sequence[int]) -> 
 
 
 def encode_delta(base: np.ndarray, target: np.ndarray, runs: Runs) -> bytes | None:
-    """Return the delta from ``base`` to ``target``, both uint8 [N]; None if it is no smaller than ``target``."""
+    """Return the delta that turns ``base`` into ``target``, both uint8 [N]. None if it is no smaller than
+    ``target``.
+    """
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     parts: list[bytes] = []
     size, limit = 0, len(target)
@@ -66,10 +73,10 @@ def encode_delta(base: np.ndarray, target: np.ndarray, runs: Runs) -> bytes | No
 
 
 def apply_delta(bucket: np.ndarray, delta: bytes | memoryview, runs: Runs) -> None:
-    """Turn ``bucket``, uint8 [N], from the base into the target, in place.
+    """Turn ``bucket``, uint8 [N], from the base into the target of ``delta``, in place.
 
     Raises:
-        WeightsError: the delta is malformed, or of another layout. The contents of the bucket are then undefined.
+        WeightsError: the delta is malformed, or made for another layout. The bucket's contents are then undefined.
     """
     reader = _Reader(delta)
     for values_E in _pieces(bucket, runs):
@@ -94,7 +101,10 @@ def apply_delta(bucket: np.ndarray, delta: bytes | memoryview, runs: Runs) -> No
 
 
 def _pieces(bucket: np.ndarray, runs: Runs) -> Iterator[np.ndarray]:
-    """Yield unsigned integers [E] that view the bucket's bytes; bytes that form no whole element come as uint8."""
+    """Yield the pieces of a bucket as unsigned integers [E] that are views into its memory.
+
+    Bytes at the end of a run that form no whole element are yielded as uint8.
+    """
     start = 0
     for end, width in runs:
         whole = start + (end - start) // width * width
@@ -120,7 +130,10 @@ def _encode_piece(old_E: np.ndarray, new_E: np.ndarray, compressor: zstandard.Zs
 
 
 def _gaps(index_C: np.ndarray) -> np.ndarray:
-    """Return the gap before each changed element, uint8: a 255 for every 255 elements, then a byte below 255."""
+    """Encode the ascending positions ``index_C`` as uint8: the number of unchanged elements before each changed one.
+
+    A larger number than 254 is written as a 255 for every 255 elements, then a byte below 255.
+    """
     gap_C = np.diff(index_C, prepend=-1) - 1
     escapes_C = gap_C // _ESCAPE
     at_C = np.arange(len(gap_C)) + np.cumsum(escapes_C)
@@ -130,7 +143,7 @@ def _gaps(index_C: np.ndarray) -> np.ndarray:
 
 
 def _positions(gaps: np.ndarray, num_changed: int) -> np.ndarray:
-    """Invert ``_gaps``. Return ascending positions, int64 [C]."""
+    """Return the ascending positions, int64 [C], that ``_gaps`` encoded."""
     is_element = gaps != _ESCAPE
     if np.count_nonzero(is_element) != num_changed or not is_element[-1:].all():
         raise WeightsError(
@@ -152,7 +165,7 @@ def _encode_plane(plane: np.ndarray, compressor: zstandard.ZstdCompressor) -> by
 
 
 class _Reader:
-    """Reads a delta part by part. Allocates nothing larger than the bucket's size allows."""
+    """Reads the parts of a delta in their order. Allocates no more memory than the bucket's size allows."""
 
     def __init__(self, delta: bytes | memoryview) -> None:
         self._rest = memoryview(delta)
@@ -163,7 +176,7 @@ class _Reader:
         return first, second
 
     def plane(self, *, max_size: int) -> np.ndarray:
-        """Return the next plane, uint8 [N], N at most ``max_size``."""
+        """Read and decompress the next byte plane. Return it as uint8 [N], where N is at most ``max_size``."""
         is_packed, size = self.header(_PLANE)
         data = self._take(size)
         if is_packed:
@@ -183,7 +196,7 @@ class _Reader:
         return np.frombuffer(data, np.uint8)
 
     def planes(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """Return the next differences, [count]."""
+        """Read the byte planes of ``count`` differences. Return the differences, [count], with the given dtype."""
         by_byte = np.empty((count, dtype.itemsize), np.uint8)
         for byte in range(dtype.itemsize):
             plane = self.plane(max_size=count)

@@ -1,17 +1,18 @@
-"""The messages of the stream server: pulls of generators, and instructions of the learner. No torch.
+"""The messages of the stream server: requests of generators, and instructions of the learner. No torch.
 
-A pull is a request and an answer. A request names a session, by the token that the publisher sent the
-generator over the control channel, and items of the session by number. The answer is the bytes of those items, one
-after the other, without separators, because both sides know every length. Item ``b`` is bucket ``b`` whole. With ``B``
-buckets, item ``B + l * B + b`` is the delta of bucket ``b`` in link ``l`` of the session's chain of deltas.
+A generator sends a request and gets an answer. A session is the permission to fetch one version, and is identified by a
+token, which the publisher sent the generator over the control channel. A request names the token and the numbers of the
+items that the generator wants. The answer is the bytes of those items, one after the other, without separators, because
+both sides know every length. With ``B`` buckets, item ``b`` is the whole bucket ``b``, and item ``B + l * B + b`` is
+the delta of bucket ``b`` in step ``l`` of the session's list of deltas.
 
-The stream of a session with a key is encrypted: the answer begins with a nonce of the server, and every item is cut
-into records of ``RECORD_BYTES``, each encrypted and authenticated with AES-256-GCM (which adds 16 bytes). The key of an
-answer is derived from the session's key, the nonces of both sides and the request. So without the session's key, which
-only ever travels inside CURVE, nobody can read, change, remove, move or repeat a record.
+The stream of a session with a key is encrypted. The answer begins with a nonce of the server. Every item is cut into
+records of ``RECORD_BYTES``, and each record is encrypted and authenticated with AES-256-GCM, which adds 16 bytes. The
+key of an answer is derived from the session's key, the nonces of both sides and the request. The session's key travels
+only over the encrypted control channel (CURVE). Without it nobody can read, change, remove, move or repeat a record.
 
 Learner and server exchange messages over a Unix socket pair without a name, so no other process can connect. Messages
-are frames, some with a file descriptor.
+are frames. Some come with a file descriptor.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Items of a session, in the order of the answer."""
+    """A generator's request for some items of a session, in the order in which the answer shall bring them."""
 
     token: bytes
     nonce: bytes
@@ -62,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestHeader:
-    """The fixed part of a request. Check its token before reading more."""
+    """The fixed part of a request. The server checks its token before it reads more."""
 
     token: bytes
     nonce: bytes
@@ -70,15 +71,16 @@ class RequestHeader:
 
 
 def make_request(token: bytes, items: Sequence[int]) -> Request:
-    """Return a request with a fresh nonce."""
+    """Return a request for ``items`` of the session with this token. Its nonce is random."""
     return Request(token, os.urandom(NONCE_BYTES), tuple(items))
 
 
 def read_header(read: Callable[[int], bytes]) -> RequestHeader | None:
-    """Read the header of the next request with ``read`` (``net.streams``); None if the peer has closed the connection.
+    """Read the header of the next request with ``read`` (see ``net.streams``). None if the peer has closed the
+    connection.
 
     Raises:
-        WireError: it is not a request.
+        WireError: the bytes are not a request.
         OSError: the connection broke, or the peer was silent for too long.
     """
     header = read_exactly(read, HEADER_BYTES, may_end=True)
@@ -94,10 +96,10 @@ def read_header(read: Callable[[int], bytes]) -> RequestHeader | None:
 
 
 def read_items(connection: socket.socket, header: RequestHeader, max_items: int) -> Request:
-    """Read the rest of the request that began with ``header``.
+    """Read the rest of the request that began with ``header``, and return the whole request.
 
     Raises:
-        WireError: it asks for more than ``max_items``.
+        WireError: the request names more than ``max_items`` items.
         OSError: the connection broke, or the peer was silent for too long.
     """
     if header.num_items > max_items:
@@ -109,7 +111,9 @@ def read_items(connection: socket.socket, header: RequestHeader, max_items: int)
 
 
 class RecordCipher:
-    """Encrypts or decrypts the records of one answer, in their order. Each side creates one cipher."""
+    """Encrypts or decrypts the records of one answer, in their order. Server and generator create one for each
+    answer.
+    """
 
     def __init__(self, session_key: bytes, request: Request, server_nonce: bytes) -> None:
         # BLAKE2b with a key is a pseudo-random function: no two answers share a key, so counters may begin at 0.
@@ -119,7 +123,7 @@ class RecordCipher:
         self._buffer = bytearray()
 
     def encrypt(self, record: memoryview) -> memoryview:
-        """Return ``record`` encrypted, in memory that is valid until the next call."""
+        """Return ``record`` encrypted. The returned memory is valid until the next call."""
         if not self._buffer:
             self._buffer = bytearray(RECORD_BYTES + TAG_BYTES)
         out = memoryview(self._buffer)[: len(record) + TAG_BYTES]
@@ -149,13 +153,16 @@ class RecordCipher:
 
 
 class Listen(msgspec.Struct, frozen=True):
-    """Accept connections at any port of ``host``."""
+    """The learner tells the server to accept connections at any free port of ``host``."""
 
     host: str
 
 
 class MapSlot(msgspec.Struct, frozen=True):
-    """Map a staging buffer, whose descriptor comes with this message."""
+    """The learner tells the server to map the staging memory number ``slot``. Its descriptor comes with this message.
+
+    ``sizes`` and ``offsets`` give the place of each bucket in the memory, in bytes.
+    """
 
     slot: int
     sizes: list[int]
@@ -163,9 +170,9 @@ class MapSlot(msgspec.Struct, frozen=True):
 
 
 class OpenSession(msgspec.Struct, frozen=True):
-    """Let a peer that sends ``token`` pull the buckets of ``slot`` and the deltas of ``jobs``.
+    """The learner permits the peer that sends ``token`` to fetch the buckets of ``slot`` and the deltas of ``jobs``.
 
-    If ``key`` is not empty, encrypt the stream with it.
+    If ``key`` is not empty, the server encrypts the stream with it.
     """
 
     token: bytes
@@ -175,13 +182,17 @@ class OpenSession(msgspec.Struct, frozen=True):
 
 
 class EndSession(msgspec.Struct, frozen=True):
-    """End this session; a pull in progress is cut off."""
+    """The learner ends this session. The server closes the connections that still read from it."""
 
     token: bytes
 
 
 class EncodeDelta(msgspec.Struct, frozen=True):
-    """Compute the deltas from one slot's bytes to another's. ``runs``: (end, width, end, width, ...) of each bucket."""
+    """The learner asks for the deltas from the version in ``base_slot`` to the version in ``target_slot``.
+
+    ``job`` is the number under which the server keeps the deltas. ``runs`` holds (end, width, end, width, ...) for each
+    bucket, see ``delta.element_runs``.
+    """
 
     job: int
     base_slot: int
@@ -193,19 +204,23 @@ class EncodeDelta(msgspec.Struct, frozen=True):
 
 
 class ForgetDelta(msgspec.Struct, frozen=True):
-    """Free the deltas of this job; no new session needs them."""
+    """The learner tells the server to free the deltas with the number ``job``, because no new session needs them."""
 
     job: int
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """The server accepts connections at this port."""
+    """The server tells the learner the port at which it accepts connections."""
 
     port: int
 
 
 class DeltaEncoded(msgspec.Struct, frozen=True):
-    """Bytes of each bucket's delta; -1 where the bucket is no larger. Empty if a newer job replaced this one."""
+    """The server tells the learner that the deltas with the number ``job`` are complete.
+
+    ``sizes`` holds the bytes of each bucket's delta, or -1 where the whole bucket is no larger. It is empty if a newer
+    ``EncodeDelta`` replaced this one. ``elapsed_s`` is the time that the deltas took to compute.
+    """
 
     job: int
     sizes: list[int]
@@ -221,7 +236,7 @@ _T = TypeVar("_T")
 
 
 def send_message(pipe: socket.socket, message: LearnerMessage | ServerMessage, fd: int | None = None) -> None:
-    """Send one message, with the descriptor if given.
+    """Send one message over the socket pair between learner and server, with the file descriptor ``fd`` if given.
 
     Raises:
         OSError: the other side is gone.
@@ -233,10 +248,12 @@ def send_message(pipe: socket.socket, message: LearnerMessage | ServerMessage, f
 
 
 def receive_message(pipe: socket.socket, expected: Sequence[type[_T]]) -> tuple[_T, int | None] | None:
-    """Receive the next message, one of ``expected``, and its descriptor; None if the other side is gone.
+    """Receive the next message and its file descriptor. None if the other side is gone.
+
+    The type of the message must be one of ``expected``. The descriptor is None if none came with it.
 
     Raises:
-        WireError: it is none of them.
+        WireError: the message is malformed, or of another type.
     """
     try:
         header, descriptors, _, _ = socket.recv_fds(pipe, LENGTH_BYTES, 1, socket.MSG_WAITALL)

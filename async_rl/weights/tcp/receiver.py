@@ -1,7 +1,7 @@
-"""The generator's side of ``tcp``: pulls the buckets of a version, or the deltas to it, from the stream server.
+"""The generator's side of ``tcp``: fetches the buckets of a version, or the deltas to it, from the stream server.
 
-Bytes go from the socket straight to their place, and are digested while they are in the cache. A bucket that does not
-match its digest is requested again, whole; the other buckets are kept.
+Bytes are read from the socket straight into their place, and the digest is computed while they are in the cache. A
+bucket that does not match its digest is requested again, as a whole. The other buckets are kept.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ _PIECE_BYTES = 4 << 20
 
 
 class StreamReceiver:
-    """See ``transport.TransportReceiver``. One connection serves pull after pull."""
+    """Implements ``transport.TransportReceiver`` for ``tcp``. It keeps its connection to the stream server
+    between versions.
+    """
 
     def __init__(self) -> None:
         self._connection = _KeptConnection()
 
     def receive(self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
-        """Pull the version, using deltas if ``buffers`` still holds their base."""
+        """Fetch the version into ``buffer`` and verify it. Deltas are used if ``buffers`` still holds the weights
+        they start from.
+        """
         base = buffers.find(order.message.base) if order.message.base else None
         return _VersionPull(order, buffer, base, self._connection).run()
 
@@ -51,7 +55,7 @@ class StreamReceiver:
 
 
 class _KeptConnection:
-    """The connection to the stream server, kept for the next request.
+    """The connection to the stream server, which is kept open between requests.
 
     A fresh connection is slow for the first megabytes, until the kernel gives it large windows.
     """
@@ -61,12 +65,14 @@ class _KeptConnection:
 
     @contextmanager
     def send(self, host: str, port: int, deadline: float, request: Request) -> Iterator[socket.socket]:
-        """Send ``request`` over the kept connection, or a fresh one, and lend it to read the answer to its end.
+        """Send ``request`` to the stream server, and yield the connection. The caller must read the whole answer from
+        it.
 
-        The connection is closed if anything is raised, else kept.
+        If the caller raises an error, the connection is closed, else it is kept for the next request.
 
         Raises:
-            WeightsError: the deadline has passed. OSError: the server can't be reached.
+            WeightsError: the deadline has passed.
+            OSError: the server can't be reached.
         """
         connection = self._take((host, port)) or _connect(host, port, deadline)
         try:
@@ -94,7 +100,9 @@ class _KeptConnection:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Whether an idle connection can't be used again: anything that can be read from it is an end or an error."""
+    """Return whether an idle connection can't be used again. If anything can be read from it, that is an end or
+    an error.
+    """
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -118,9 +126,9 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 class _VersionPull:
-    """Receives one version into ``buffer``.
+    """Fetches one version into ``buffer``.
 
-    ``base`` holds the buckets of the weights to which deltas are applied; None without deltas.
+    ``base`` holds the buckets of the weights to which the deltas are applied. It is None if no deltas can be used.
     """
 
     def __init__(
@@ -153,7 +161,9 @@ class _VersionPull:
         raise CorruptWeightsError(f"{reason} ({len(missing)} buckets, after {MAX_REQUESTS} requests)")
 
     def _request(self, buckets: Sequence[int], by_delta: set[int]) -> tuple[list[int], str]:
-        """Request these buckets and read the answer. Returns the buckets that are still missing, and why."""
+        """Request these buckets and read the answer. Return the buckets that arrived corrupt, and the reason of
+        the last one.
+        """
         items = [item for bucket in buckets for item in self._items(bucket, bucket in by_delta)]
         request = make_request(self._pull.token, items)
         corrupt: list[int] = []
@@ -179,7 +189,7 @@ class _VersionPull:
 
     @contextmanager
     def _answer(self, request: Request) -> Iterator[_Answer]:
-        """Send ``request``, and lend the answer to be read to its end."""
+        """Send ``request``, and yield the answer. The caller must read all its items."""
         with self._connection.send(self._host, self._pull.port, self._deadline, request) as connection:
             cipher = None
             if self._pull.key:
@@ -201,13 +211,13 @@ class _VersionPull:
         return self._base is not None and min(sizes, default=0) >= 0 and sum(sizes) < len(self._buckets[bucket])
 
     def _whole(self, answer: _Answer, bucket: int) -> str:
-        """Read the bucket. Returns its digest."""
+        """Read the whole bucket from the answer into its place. Return the digest of the bytes."""
         hasher = xxhash.xxh3_128()
         answer.read(self._buckets[bucket].data, hasher)
         return hasher.hexdigest()
 
     def _by_delta(self, answer: _Answer, bucket: int) -> str:
-        """Read the bucket's deltas and apply them to the base. Returns the digest of the result."""
+        """Read the bucket's deltas from the answer and apply them to the base. Return the digest of the result."""
         assert self._base is not None
         values = self._buckets[bucket]
         values[:] = self._base[bucket]
@@ -235,7 +245,7 @@ class _VersionPull:
 
 
 class _Answer:
-    """The answer to one request, read item by item: encrypted records if a cipher is given, else plain bytes."""
+    """The stream server's answer to one request. Items are read one by one, and decrypted if there is a cipher."""
 
     def __init__(self, connection: socket.socket, cipher: RecordCipher | None, deadline: float) -> None:
         self.num_bytes = 0
@@ -246,7 +256,8 @@ class _Answer:
         self._encrypted = memoryview(b"" if cipher is None else bytearray(RECORD_BYTES + TAG_BYTES))
 
     def read(self, into: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
-        """Read the next item, ``len(into)`` bytes.
+        """Read the next item into ``into``, whose length must be that of the item. Update ``hasher`` with the bytes if
+        given.
 
         Raises:
             CorruptWeightsError: a record was changed on its way.

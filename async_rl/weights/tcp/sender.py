@@ -1,8 +1,9 @@
-"""The learner's side of ``tcp``: the stream server's process, sessions that permit pulls, and the chain of deltas.
+"""The learner's side of ``tcp``: starts the stream server process, and tells it who may fetch which version.
 
-Every pull is a session of the server with a token of its own (and a key, if the stream is encrypted). When a version is
-published, the server computes the deltas from the version before; a member that holds a version of the chain of deltas
-waits for them. The chain never grows larger than a full copy, which would then be cheaper.
+Every pull (a generator fetches a version) is a session of the server with its own token, and a key if the stream is
+encrypted. When a version is published, the server computes its delta: the difference from the version before. The
+newest deltas form a chain, which leads from an older version to the newest one. A member that holds a version of this
+chain waits until the newest delta is ready. The oldest deltas are removed when the chain is larger than a full copy.
 """
 
 from __future__ import annotations
@@ -52,7 +53,15 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _DeltaLink:
-    """Deltas from the weights ``base`` to ``digest``. ``sizes``: bytes of each bucket's delta, or -1."""
+    """Deltas from the weights with digest ``base`` to the weights with digest ``digest``, which the server keeps.
+
+    Attributes:
+        base: digest of the weights before.
+        digest: digest of the weights after.
+        job: the number under which the server keeps the deltas.
+        sizes: bytes of each bucket's delta, or -1 where the whole bucket must be sent.
+        size_bytes: bytes to transfer in all, with whole buckets where there is no delta.
+    """
 
     base: str
     digest: str
@@ -63,7 +72,7 @@ class _DeltaLink:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DeltaJob:
-    """Deltas that the server computes now."""
+    """Deltas from ``base`` to ``target`` that the server computes at present. ``number`` identifies them."""
 
     number: int
     base: StagedVersion
@@ -71,7 +80,7 @@ class _DeltaJob:
 
 
 class StreamSender:
-    """See ``transport.PullSender``."""
+    """Implements ``transport.PullSender`` for ``tcp``: the learner's side, which instructs the stream server."""
 
     def __init__(self, settings: PullSettings) -> None:
         self._server = StreamServerProcess(settings.bind_host, settings.poller)
@@ -85,10 +94,10 @@ class StreamSender:
         self.stats = PullStats(server_starts=self._server.num_starts)
 
     def poll(self) -> None:
-        """Receive a message of the server.
+        """Receive one message of the stream server and act on it.
 
         Raises:
-            WeightsError: the server died, and can't be started again.
+            WeightsError: the server died and can't be started again.
         """
         encoded = self._server.poll()
         if self._server.num_starts != self.stats.server_starts:
@@ -100,7 +109,7 @@ class StreamSender:
             self._add_link(encoded)
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
-        """Compute the deltas from the previous version to this version."""
+        """Let the server compute the delta from the previous version to ``staged``, if deltas are in use."""
         before, self._newest = self._newest, staged
         self._job = None
         if not self._has_deltas or before is None or not has_members:
@@ -114,7 +123,12 @@ class StreamSender:
         self._server.send(EncodeDelta(self._last_job, before.slot, staged.slot, flat))
 
     def can_offer(self, staged: StagedVersion, member: Member) -> bool:
-        """Whether the server is up, few enough versions are pulled, and no delta is computed that the member needs."""
+        """Return whether ``member`` can be offered the newest version ``staged`` now.
+
+        It can if the server is up, members fetch few enough versions at present, and the delta that is being computed
+        would not
+        help this member.
+        """
         if self._server.port is None:
             return False
         pulled_slots = {pulled.slot for _, pulled in self._sessions.values()} | {staged.slot}
@@ -126,7 +140,7 @@ class StreamSender:
         return member.digest != base and all(link.base != member.digest for link in self._chain)
 
     def deliver(self, delivery: Delivery, send: Send) -> None:
-        """Open a session for the one member, and send ``Pull`` to it."""
+        """Open a session of the server for the one member of ``delivery``, and send ``Pull`` to that member."""
         (member,) = delivery.members
         staged, port = delivery.staged, self._server.port
         assert port is not None, "a pull before the server is up"
@@ -157,7 +171,9 @@ class StreamSender:
         self._server.close()
 
     def _links_from(self, base: str, digest: str) -> list[_DeltaLink] | None:
-        """Return the chain of deltas between the two versions; None if they are not linked."""
+        """Return the deltas that lead from the weights with digest ``base`` to those with ``digest``. None if no
+        chain does.
+        """
         if base and base == digest:
             return []
         links = list(self._chain)
@@ -167,7 +183,9 @@ class StreamSender:
         return links[start:]
 
     def _add_link(self, encoded: DeltaEncoded) -> None:
-        """Add the deltas to the chain if they are the newest job's and the memory that the server read is unchanged."""
+        """Add the computed deltas to the chain. Discard them if a newer job replaced theirs, or the memory has
+        changed since.
+        """
         job = self._job
         if job is None or encoded.job != job.number:
             self._server.send(ForgetDelta(encoded.job))
@@ -188,19 +206,22 @@ class StreamSender:
         self.stats = PullStats(size, encoded.elapsed_s, self._server.num_starts)
 
     def _shorten(self, max_bytes: int) -> None:
-        """Remove the oldest links until the chain has at most ``max_bytes``."""
+        """Remove the oldest deltas until all deltas of the chain have at most ``max_bytes``."""
         while self._chain and sum(link.size_bytes for link in self._chain) > max_bytes:
             self._server.send(ForgetDelta(self._chain.popleft().job))
 
 
 class StreamServerProcess:
-    """A stream server that listens at any port of ``bind_host``, started again when it dies.
+    """The stream server process, seen from the learner. It is started again when it dies. One thread uses this at a
+    time.
 
-    ``poller`` is the publisher's: ``poll`` must be called when anything registered here is readable. One thread uses
-    this at a time.
+    Args:
+        bind_host: the address at which the server listens, at any free port.
+        poller: the publisher's poller, with which the connection to the server is registered. ``poll`` must be called
+            when the connection is readable.
 
     Attributes:
-        port: where it listens; None while the server starts.
+        port: the port at which the server listens. None while it starts.
         num_starts: how often it was started. Sessions and deltas of an earlier start are gone.
     """
 
@@ -216,10 +237,13 @@ class StreamServerProcess:
         return self._process.pid
 
     def poll(self) -> DeltaEncoded | None:
-        """Receive one message of the server. Call only when readable.
+        """Receive one message of the server. Return it if deltas are complete, else None. Start the server again if it
+        died.
+
+        Call this only when the connection is readable.
 
         Raises:
-            WeightsError: it died, and can't be started again.
+            WeightsError: the server died and can't be started again.
         """
         received = receive_message(self._pipe, TO_LEARNER)
         if received is None:
@@ -232,18 +256,20 @@ class StreamServerProcess:
         return message
 
     def map_slot(self, number: int, memory: SharedBuckets) -> None:
-        """Let the server map this buffer, unless it has."""
+        """Tell the server to map this staging memory under ``number``, unless it has mapped the memory already."""
         if self._mapped.get(number) is not memory:
             self._mapped[number] = memory
             self.send(MapSlot(number, memory.sizes, memory.offsets), memory.fd)
 
     def send(self, message: LearnerMessage, fd: int | None = None) -> None:
-        """Send. A message to a dead server is lost, with its sessions; ``poll`` sees that it died."""
+        """Send ``message`` to the server. If the server is dead, the message is lost, and ``poll`` starts the
+        server again.
+        """
         with contextlib.suppress(OSError):
             send_message(self._pipe, message, fd)
 
     def close(self) -> None:
-        """End the server."""
+        """End the server process."""
         self._disconnect()
         try:
             self._process.wait(_END_S)

@@ -1,11 +1,12 @@
-"""The process that serves staged versions to generators that pull them. No torch.
+"""The stream server process, which sends versions of the weights to generators that request them. No torch.
 
-``python -m async_rl.weights.tcp.server FD``: the learner starts it and instructs it over the Unix socket ``FD``: which
-memory holds which buckets, which sessions may pull from it, which deltas to compute. It only reads that memory. Every
-connection has a thread that waits in the kernel. The process makes no decisions. It ends when the learner ends.
+``python -m async_rl.weights.tcp.server FD``: the learner starts the process and instructs it over the Unix socket
+``FD``. The instructions say which memory holds which buckets, which sessions may read them, and which deltas to
+compute. The process only reads that memory, and makes no decisions. Every connection has a thread of its own. The
+process ends when the learner ends.
 
-Unencrypted bytes are sent from the mapped memory by ``send``, not by ``sendfile``: that would save a copy here, and
-cost the receiver more, which is the slower side (it would copy from cold pages of 4 KiB).
+Unencrypted bytes are sent from the mapped memory by ``send``, not by ``sendfile``. ``sendfile`` would save a copy
+here, but the receiver would then copy from cold pages of 4 KiB. That costs more, and the receiver is the slower side.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ _SESSION_S = 3.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One mapped staging buffer. The learner may overwrite it while it is read, so receivers verify digests."""
+    """The staging memory of one version, mapped into this process.
+
+    The learner may overwrite the memory while it is read, so receivers verify digests.
+    """
 
     fd: int
     buckets: Sequence[mmap.mmap]
@@ -66,13 +70,20 @@ class _Slot:
     offsets: Sequence[int]
 
     def bucket(self, index: int) -> np.ndarray:
-        """uint8 [N], read-only."""
+        """Return the bucket with this number as uint8 [N], read-only."""
         return np.frombuffer(self.buckets[index], np.uint8)[: self.sizes[index]]
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """The items that one generator may pull. ``chain[l][b]`` is the delta of bucket b in link l, or None."""
+    """A permission to fetch one version: the items that a generator may request.
+
+    Attributes:
+        slot: the memory of the version's buckets.
+        chain: ``chain[l][b]`` is the delta of bucket b in step l. None where the whole bucket must be requested.
+        key: the key that encrypts the stream. Empty: it is not encrypted.
+        connections: connections that wait for an answer of this session.
+    """
 
     slot: _Slot
     chain: Sequence[Sequence[bytes | None]]
@@ -81,12 +92,12 @@ class _Session:
 
     @property
     def num_items(self) -> int:
-        """Items that a request may name."""
+        """Number of items that one request may name."""
         return len(self.slot.sizes) * (1 + len(self.chain))
 
 
 class StreamServer:
-    """Sessions, deltas and connections. ``run`` serves until the learner is gone."""
+    """Keeps the sessions, the deltas and the connections of the stream server process."""
 
     def __init__(self, learner: socket.socket) -> None:
         self._learner = learner
@@ -104,7 +115,7 @@ class StreamServer:
         self._newest_job = -1
 
     def run(self) -> None:
-        """Follow the learner's instructions until it closes the pipe."""
+        """Follow the learner's instructions until the learner closes the pipe."""
         while (received := protocol.receive_message(self._learner, protocol.TO_SERVER)) is not None:
             message, fd = received
             match message:
@@ -224,7 +235,7 @@ class StreamServer:
                     session.connections.discard(connection)
 
     def _find_session(self, token: bytes, connection: socket.socket) -> _Session | None:
-        """Return the session of this token; None if none appears within ``_SESSION_S``."""
+        """Return the session with this token. None if no such session is opened within ``_SESSION_S``."""
         with self._lock:
             if not self._session_opened.wait_for(lambda: token in self._sessions, _SESSION_S):
                 return None
@@ -233,10 +244,11 @@ class StreamServer:
             return session
 
     def _answer(self, connection: socket.socket, session: _Session, request: Request) -> None:
-        """Send all items of a request.
+        """Send all items of a request over the connection.
 
-        The connection leaves the session before its last byte is sent. After that byte the generator reports the
-        version, and the end of the session, which closes its connections, may come before this thread runs again.
+        The connection is removed from the session before its last byte is sent. After that byte the generator may
+        report the
+        version at once, so that the learner ends the session and its connections are closed. This one must stay open.
         """
         for chunk, is_last in _chunks(session, request):
             if is_last:
@@ -265,8 +277,11 @@ class StreamServer:
 
 
 def _chunks(session: _Session, request: Request) -> Iterator[tuple[memoryview, bool]]:
-    """Yield the bytes of a request's items, in its order, encrypted if the session has a key; and whether they are the
-    last bytes. They are valid until the next pair is requested.
+    """Yield the items of a request in its order, as pairs (bytes, whether these are the last ones).
+
+    The bytes are encrypted if the session has a key. They are valid until the next pair is requested, because the
+    buffer is
+    reused.
     """
     cipher, size = None, 0
     if session.key:
@@ -296,7 +311,7 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
 def main(
     arguments: Sequence[str], environment: Mapping[str, str] = os.environ, leave: Callable[[int], None] = os._exit
 ):
-    """Serve until the learner closes the pipe; then exit at once, even if generators still pull."""
+    """Serve until the learner closes the pipe. Then exit at once, even if generators still fetch weights."""
     log_visibly(environment.get("ASYNC_RL_LOG", "WARNING"), "stream server: %(message)s")
     # Ctrl-C in the terminal reaches the whole process group, but only the learner ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
