@@ -1,7 +1,7 @@
-"""The queue's rules as a pure state machine: no sockets, no threads, no clock, no disk.
+"""The rules of the queue: functions that change a ``QueueState`` and use no sockets, threads, clock or disk.
 
-Requests enter as calls of ``learner_requests`` and ``generator_requests``, each with the ``QueueState`` and the time;
-leases, batches, verdicts and reports leave. ``server`` calls them, and tests drive them event by event. ``admission``
-has the rule for leases. ``groups``, ``leases`` and ``prompts`` are the tables of the state, ``persistence`` writes and
-reads it, and the ``ledger`` counts every group, rollout and token.
+``learner_requests`` and ``generator_requests`` have a function for each request. It gets the state and the time,
+changes the state and returns the answer. The server calls these functions, and tests call them event by event.
+``admission`` decides how many leases are granted. ``groups``, ``leases`` and ``prompts`` are the tables of the state,
+``persistence`` writes and reads the state, and ``ledger`` counts every group, rollout and token.
 """

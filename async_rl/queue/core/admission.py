@@ -1,15 +1,15 @@
-"""The admission rule: how many groups may be outstanding, and how old their tokens may be. Pure.
+"""The rule that limits leases: how many groups may wait for training, and how old their tokens may be.
 
-``QueueSettings`` holds the config values that the queue needs, ``LearnerSide`` the step, version and bound of the
-learner. The functions that grant leases, receive groups and deliver batches use both.
+``QueueSettings`` has the config values that the rule needs. ``LearnerSide`` has the learner's step, version and bound.
+The functions that grant leases, receive groups and deliver batches use both.
 
 With ``k`` optimizer steps per batch, the last step on a batch taken at version ``v`` is done at version ``v + k - 1``,
-the last step on the next batch at ``v + 2k - 1``, and so on. A group sampled at version ``m`` is within the bound
-``eta = queue.max_staleness`` if that last version is at most ``m + eta``.
+the last step on the next batch at ``v + 2k - 1``, and so on. A group sampled at version ``m`` may be trained if that
+last version is at most ``m + eta``, with ``eta = queue.max_staleness``.
 
-New leases follow the learner's own staleness bound, which is at most ``eta``. Existing groups are trained as long as
-``eta`` allows. So a lower bound (``queue.adaptive``) loses no sample: new leases wait until few enough groups are
-outstanding.
+New leases follow the learner's own staleness bound, which is at most ``eta``. Groups that exist are trained as long as
+``eta`` allows. So a lower bound (``queue.adaptive``) loses no group: it only delays new leases until few enough groups
+wait.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from async_rl.records import LeaseKind, Sampling
 from async_rl.sampling_mask import words_at_most
 
 BYTES_PER_TOKEN = 13
-"""int32 id, bool mask, float32 logprob, int32 version."""
+"""Size of a token in a group's message, in bytes: int32 id, bool mask, float32 log-probability, int32 version."""
 _BYTES_PER_WORD = 4
 _BUG = "this is a bug in async-rl, please report it"
 _ROLLOUT_OVERHEAD = 1024
 _GROUP_OVERHEAD = 4096
 GENERATOR_TIMEOUT_S = 30.0
-"""A generator that sent nothing for this long does not count as alive."""
+"""Seconds of silence after which a generator does not count as alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """The config values that the queue's core needs. ``from_config`` builds them; the config owns the defaults.
+    """The config values that the queue's core needs.
+
+    ``from_config`` makes them from the config, which has the defaults.
 
     Raises:
-        ConfigError: no step fits into ``max_bytes``, or generators could never be fresh enough, or nothing limits the
-            tokens that top-p may keep.
+        ConfigError: the groups of a step don't fit into ``max_bytes``, or all groups would be too old to train, or
+            nothing limits the number of tokens that top-p may leave.
     """
 
     group_size: int
@@ -93,7 +95,11 @@ class QueueSettings:
 
     @classmethod
     def from_config(cls, config: Config, *, vocab_size: int | None) -> QueueSettings:
-        """Build the settings. ``vocab_size`` limits the tokens that top-p keeps if top-k does not; None if unknown."""
+        """Build the settings from the config.
+
+        Args:
+            vocab_size: limit on the number of tokens that top-p may leave. None if unknown.
+        """
         return cls(
             group_size=config.sampling.group_size,
             groups_per_step=config.learner.groups_per_step,
@@ -122,7 +128,7 @@ class QueueSettings:
 
     @property
     def worst_case_bytes(self) -> int:
-        """Bytes of the largest payload that a training lease may return.
+        """The size in bytes of the largest group that a generator may return for a training lease.
 
         In a rollout of several turns, each turn may start a new token sequence that repeats the whole text so far.
         """
@@ -133,12 +139,15 @@ class QueueSettings:
 
     @property
     def _most_mask_words(self) -> int:
-        """The number of words of the largest sampling mask."""
+        """The largest number of words (int32) that the sampling mask of one token can have."""
         bounds = [self.sampling.top_k or None, None if self.vocab_size is None else words_at_most(self.vocab_size)]
         return min(bound for bound in bounds if bound is not None)
 
     def sampling_at(self, version: int) -> Sampling:
-        """The sampling settings of ``version``. Its temperature is interpolated from ``sampling.temperature``."""
+        """Return the sampling settings of ``version``.
+
+        The temperature changes linearly to ``sampling.temperature_end``.
+        """
         if self.temperature_end is None:
             return self.sampling
         done, start = min(1.0, version / self.temperature_steps), self.sampling.temperature
@@ -146,40 +155,57 @@ class QueueSettings:
 
     @property
     def lowest_bound(self) -> int:
-        """The lowest staleness bound of the learner, as ``Config.lowest_bound``."""
+        """The lowest staleness bound that the learner may set, as ``Config.lowest_bound``."""
         return self.sync_every + self.updates_per_batch - 2
 
     def group_limit(self, *, version: int, active_version: int, steps_left: int, bound: int) -> int:
-        """Maximum sum of groups in flight, queued and taken, for a lease request of a generator at ``active_version``.
+        """Return how many groups may be in flight, queued and taken together when a generator requests leases.
 
-        ``bound`` is the learner's staleness bound for new leases, here and for ``oldest_for_lease``.
+        Args:
+            version: the learner's version.
+            active_version: the generator's version.
+            steps_left: the number of steps that the learner has still to train.
+            bound: the learner's staleness bound for new leases.
         """
         batches = (bound + 1 - (version - active_version)) // self.updates_per_batch
         return max(0, min(batches, steps_left)) * self.groups_per_step
 
     def oldest_trainable(self, version: int) -> int:
-        """The oldest version that a batch taken at ``version`` may contain."""
+        """Return the oldest version that may be in a batch that the learner takes at ``version``."""
         return version + self.updates_per_batch - 1 - self.max_staleness
 
     def oldest_after_step(self, version: int) -> int:
-        """The oldest version that the next batch after one taken at ``version`` may contain."""
+        """Return the oldest version that may be in the batch after the one that the learner takes at ``version``."""
         return self.oldest_trainable(version + self.updates_per_batch)
 
     def oldest_for_lease(self, *, version: int, outstanding: int, bound: int) -> int:
-        """The oldest version that may sample the next lease, if ``outstanding`` groups are trained before it."""
+        """Return the oldest version that may sample the next lease if ``outstanding`` groups are trained before.
+
+        ``version`` is the learner's version, ``bound`` its staleness bound for new leases.
+        """
         batches_before = outstanding // self.groups_per_step
         return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
 
 
 LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound")
-"""The fields of the learner that the status shows."""
+"""The names of the learner's fields that the queue's status shows."""
 
 
 class LearnerSide(msgspec.Struct):
-    """The attached learner. The last ack sets ``step``, ``version`` and ``lease_bound``, the bound of new leases.
+    """What the queue knows about the attached learner.
 
-    ``taken_ids`` are the lease ids of the groups that were taken for ``step``. ``acked`` is the last acked step, with
-    the snapshot that its ack requested. ``digests`` has the digests of the announced versions that a lease may use.
+    Attributes:
+        lineage: the learner's id.
+        step: the number of optimizer steps that it has reported as done.
+        num_steps: the number of steps of the run.
+        version: its weights version.
+        fork_version: its version when it attached.
+        lease_bound: its staleness bound for new leases.
+        announcement: the newest version that it published; None before the first.
+        taken_ids: the lease ids of the groups that it took for ``step``.
+        acked: the last step that it reported, with the queue's snapshot if it asked for one. None before the first.
+        finished: whether it has ended the run.
+        digests: the digests of the published versions that a lease may still use.
     """
 
     lineage: str
@@ -198,22 +224,30 @@ class LearnerSide(msgspec.Struct):
     def continued(
         cls, before: LearnerSide | None, settings: QueueSettings, lineage: str, step: int, num_steps: int, version: int
     ) -> LearnerSide:
-        """A learner that starts at ``version``. It keeps the lease bound of ``before``, the learner of its snapshot."""
+        """Return a learner that attaches at ``version``.
+
+        Its staleness bound is that of ``before``, the learner in the restored snapshot, or ``queue.max_staleness`` if
+        ``before`` is None.
+        """
         bound = settings.max_staleness if before is None else before.lease_bound
         return cls(lineage, step, num_steps, version, version, bound)
 
     def group_limit(self, settings: QueueSettings, active_version: int) -> int:
-        """Maximum sum of groups in flight, queued and taken. See ``QueueSettings.group_limit``."""
+        """Return how many groups may be in flight, queued and taken together. See ``QueueSettings.group_limit``."""
         return settings.group_limit(
             version=self.version, active_version=active_version, steps_left=self.steps_left, bound=self.lease_bound
         )
 
     def oldest_for_lease(self, settings: QueueSettings, outstanding: int) -> int:
-        """The oldest version that may sample the next lease, with ``outstanding`` groups before it."""
+        """Return the oldest version that may sample the next lease if ``outstanding`` groups are trained before."""
         return settings.oldest_for_lease(version=self.version, outstanding=outstanding, bound=self.lease_bound)
 
     def check(self, ack: StepAck, settings: QueueSettings) -> None:
-        """Check an ack. Raises QueueError: it is of another step, or its version or bound is out of range."""
+        """Check the learner's report of a step.
+
+        Raises:
+            QueueError: it is about another step than the taken one, or its version or bound is out of range.
+        """
         if ack.step != self.step:
             raise QueueError(
                 f"expected an ack of step {self.step}, which was taken last, got one of step {ack.step}; {_BUG}"
@@ -231,7 +265,7 @@ class LearnerSide(msgspec.Struct):
             )
 
     def advance(self, ack: StepAck, settings: QueueSettings) -> None:
-        """Set step, version and bound from an ack that ``check`` accepted."""
+        """Set step, version and staleness bound from a report that ``check`` accepted."""
         self.step, self.version = ack.step + 1, ack.version
         self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
 
@@ -245,7 +279,7 @@ class LearnerSide(msgspec.Struct):
 
 
 def lease_seed(run_seed: int, kind: LeaseKind, dataset: str, position: int) -> int:
-    """A lease's seed, 63 bits: a hash of the run's seed, the lease's kind, the data set and the prompt's position."""
+    """Return a lease's seed, 63 bits: a hash of the run's seed, the lease's kind, the data set and the position."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}/{kind}/{dataset}/{position}".encode()) >> 1
 
 
@@ -255,7 +289,7 @@ def train_sampling(config: Config) -> Sampling:
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:
-    """The sampling settings of the evaluation set ``name`` of ``data.eval``."""
+    """Return the sampling settings of the evaluation set ``name`` of ``data.eval``."""
     s, chosen = config.sampling, config.eval.of(name)
     longest = chosen.max_new_tokens or s.max_new_tokens
     return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, longest, s.max_prompt_tokens, s.stop)

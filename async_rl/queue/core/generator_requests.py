@@ -1,13 +1,14 @@
-"""The requests of generators: hello, leases, heartbeats, returned groups, failures, goodbye. Pure.
+"""The requests of generators: hello, leases, heartbeats, returned groups, failures, goodbye.
 
-Each public function is one request. It changes ``state`` and returns the answer. ``now`` is the time in seconds. A
-repeated request has no further effect, except for ``lease``: the server repeats the answers to lease requests.
+Each public function handles one request: it changes ``state`` and returns the answer. ``now`` is the time in seconds. A
+repeated request has no further effect, except for ``lease``, whose answers the server itself repeats.
 
-A generator's id belongs to the ``Owner`` that used it first, until its generator says goodbye, is replaced, or is
-forgotten. The server calls ``claim`` before each request; so the others need no owner, only the generator's id.
+A generator's id belongs to the client that used it first (``Owner``), until the generator says goodbye, is replaced, or
+is removed after a long silence. The server calls ``claim`` before each request, so the other functions need only the
+id.
 
-Leases are granted for evaluations first, then for training, as far as the staleness bound and ``queue.max_bytes``
-allow. ``admission`` has the rule.
+Leases are granted for evaluations first, then for training, as far as the staleness bound and ``queue.max_bytes`` allow
+(``admission``).
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Lease, LeaseKind
 
 _RETURNED = "returned"
-"""Status of a closed lease whose group arrived. A second group for it is a duplicate."""
+"""Status of an ended lease whose group has arrived. A second group for the lease is a duplicate."""
 
 
 def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> None:
-    """Check that ``owner`` may use this id. A new id is ``owner``'s from now on.
+    """Check that ``owner`` may use this generator id.
+
+    An id that is new, or whose generator is dead, now belongs to ``owner``.
 
     Raises:
         QueueError: the id belongs to another owner.
@@ -65,7 +68,7 @@ def _check_owner(state: QueueState, entry: GeneratorEntry, owner: Owner, remedy:
 def hello(
     state: QueueState, generator_id: str, host: str, backend: str, now: float, *, replaces: str | None = None
 ) -> None:
-    """Register a generator. If ``replaces`` names a dead generator, remove that one and expire its leases.
+    """Register a generator. If ``replaces`` names a dead generator, remove that generator and expire its leases.
 
     Raises:
         QueueError: the generator to replace belongs to another owner, and is alive or has a key.
@@ -89,9 +92,10 @@ def lose_generator(state: QueueState, generator_id: str, now: float) -> None:
 
 
 def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_leases: int, now: float) -> LeasesGranted:
-    """Grant up to ``max_leases`` leases to a generator that samples with ``active`` (lineage, version).
+    """Grant up to ``max_leases`` leases to a generator whose weights are ``active``, a pair (lineage, version).
 
-    If none is granted, ``reason`` says why, and ``activate`` may name a version that the generator must activate first.
+    If none is granted, the answer's ``reason`` says why, and its ``activate`` may name a version that the generator
+    must activate first.
     """
     entry = _seen(state, generator_id, now)
     entry.active = active
@@ -129,7 +133,10 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
 def heartbeat(
     state: QueueState, generator_id: str, progress: Mapping[str, int], stats: GeneratorStats, now: float
 ) -> tuple[str, ...]:
-    """Record a generator's progress by lease. Return the ids of the leases that it must stop sampling."""
+    """Record how many tokens a generator has sampled for each lease.
+
+    Return the ids of the leases that it must stop sampling.
+    """
     _seen(state, generator_id, now).stats = stats
     void = state.generators.pop_cancelled(generator_id)
     for lease_id, tokens in progress.items():
@@ -145,7 +152,9 @@ def heartbeat(
 def receive(
     state: QueueState, generator_id: str, group: GroupSummary, payload: Payload, now: float
 ) -> tuple[Verdict, str]:
-    """Receive a group, as summary and ``payload``. Return the verdict, and the reason if the group was refused.
+    """Receive a group from a generator. Return the verdict, and the reason if the group was refused.
+
+    ``group`` is the summary of the group's bytes, ``payload``.
 
     Raises:
         QueueError: the payload can't be stored. The generator may return the group again.
@@ -183,7 +192,7 @@ def receive(
 
 
 def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
-    """Count a refused group. If too many were refused, quarantine its generator: expire its leases, grant no more."""
+    """Count a refused group under ``cause``. Quarantine its generator if too many of its last groups were refused."""
     entry = state.generators.seen(generator_id, state.now)
     entry.refused[cause] += 1
     entry.note_returned(refused=True)
@@ -200,9 +209,9 @@ def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
 
 
 def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
-    """Grant a generator no more leases, expire those that it has, and drop its groups that no step has taken yet.
+    """Stop giving leases to a generator. Its leases expire, and its groups that the learner has not taken are dropped.
 
-    Nothing changes if it is unknown, or quarantined already.
+    Nothing changes if the generator is unknown, or quarantined already.
     """
     entry = state.generators.get(generator_id)
     if entry is None or entry.quarantined:
@@ -218,13 +227,13 @@ def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
 
 
 def _refuse_foreign(state: QueueState, generator_id: str, lease_id: str) -> str:
-    """Count a request for another generator's lease. Return the reason to refuse it."""
+    """Count a request for another generator's lease as a refused group. Return the reason for the refusal."""
     _note_refused(state, generator_id, "not its lease")
     return f"lease {lease_id} belongs to another generator"
 
 
 def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: float) -> None:
-    """Restart the timeout of leases whose groups have arrived, but can't be stored now."""
+    """Restart the timeout of leases whose groups have arrived, but can't be stored because the disk is full."""
     state.at(now)
     for lease_id in lease_ids:
         active = state.leases.get(lease_id)
@@ -233,7 +242,7 @@ def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: f
 
 
 def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause, now: float) -> Verdict:
-    """Close a lease that a generator returned without a group."""
+    """End a lease that a generator returned without a group. ``cause`` is the generator's reason."""
     _seen(state, generator_id, now)
     active = state.leases.get(lease_id)
     if active is None:
@@ -249,7 +258,7 @@ def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCaus
 
 
 def refuse(state: QueueState, generator_id: str, lease_id: str, now: float) -> Verdict:
-    """Refuse a returned group that can't be decoded, and requeue its prompt."""
+    """Refuse a returned group whose bytes can't be decoded. Its prompt is sampled again."""
     state.at(now)
     active = state.leases.get(lease_id)
     if active is not None and active.generator_id == generator_id:
@@ -259,7 +268,7 @@ def refuse(state: QueueState, generator_id: str, lease_id: str, now: float) -> V
 
 
 def goodbye(state: QueueState, generator_id: str, now: float) -> None:
-    """Remove a generator that shuts down, and requeue its leases at once."""
+    """Remove a generator that shuts down. The prompts of its leases are sampled again."""
     state.at(now)
     for active in state.leases:
         if active.generator_id == generator_id:
@@ -269,7 +278,7 @@ def goodbye(state: QueueState, generator_id: str, now: float) -> None:
 
 
 def _give_back(state: QueueState, active: ActiveLease) -> None:
-    """End the lease of a generator that leaves. Its prompt is requeued, and no attempt is counted."""
+    """End a lease of a generator that shuts down. Its prompt is sampled again, and no failed attempt is counted."""
     rollouts = active.lease.group_size
     state.leases.close(active.lease.lease_id, "cancelled")
     if active.evaluation is not None:
@@ -395,10 +404,10 @@ def build_lease(
     state: QueueState, evaluation: Evaluation | None, position: int, *, lease_id: str, lineage: str, min_version: int,
     attempt: int, version: int,
 ) -> Lease:  # fmt: skip
-    """Build a lease of the training prompt at ``position``, or of an evaluation's row.
+    """Build the lease of the training prompt at ``position``, or of row ``position`` of an evaluation.
 
-    ``version`` was the generator's active version when it requested the lease. In training, the temperature is that of
-    the oldest version with which the generator may sample the lease.
+    ``version`` was the generator's active version when it requested the lease. The temperature of a training lease is
+    that of the oldest version that may sample the lease.
     """
     settings = state.settings
     kind: LeaseKind = "train" if evaluation is None else "eval"

@@ -1,9 +1,9 @@
-"""Groups in the queue: the summary of a returned group, and the tables of stored groups. Pure.
+"""Groups of rollouts in the queue: the summary of a returned group, and the tables of stored groups.
 
-``read_summary`` reads a ``GroupSummary``. It treats the tokens as four flat columns, so that the number of numpy calls
-does not depend on the number of rollouts. ``generator_requests`` checks the summary, and stores the group as a
-``StoredGroup``: the ref of its payload, and a few numbers of the summary. ``learner_requests`` takes stored groups, and
-``QueueState.forget_group`` deletes them.
+``read_summary`` makes a ``GroupSummary`` from a group's bytes. It reads the tokens of all rollouts as four flat arrays,
+so that the number of numpy calls does not depend on the number of rollouts. ``generator_requests`` checks the summary
+and stores the group as a ``StoredGroup``, which has the place of the group's bytes and some numbers of the summary.
+``learner_requests`` takes stored groups, and ``QueueState.forget_group`` deletes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from async_rl.records import NO_VERSION, Lease, LeaseKind
 from async_rl.sampling_mask import contains
 
 _MAX_LOGPROB = 1e-3
-"""Log-probabilities are at most 0, up to rounding."""
+"""Largest log-probability that is accepted. It is above 0 because of rounding."""
 _MAX_TOKEN_ID = 2**31 - 1
 _CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards", "weights", "malformed"})
 
@@ -34,15 +34,23 @@ _CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards
 
 
 class GroupSummary(msgspec.Struct, frozen=True, gc=False):
-    """One returned group.
+    """The facts about a returned group that the queue checks or counts, without its tokens.
 
-    ``num_tokens`` counts the tokens under the mask. ``oldest_version`` and ``newest_version`` are the range of their
-    versions: ``NO_VERSION`` without such tokens, and meaningless if versions and mask disagree. ``reward`` and
-    ``accuracy`` are sums over rollouts. ``unfit`` is the reason why no lease could accept the group; empty if there is
-    none. ``has_sampling_mask``: the group lists the tokens that top-p and top-k kept. ``largest_token_id`` counts a
-    negative id as 2^31 or more. ``most_sampled`` is the largest number of tokens under the mask in one rollout.
-    ``versions`` are those of the tokens under the mask; ``weights_digest`` has the generator's digest of each.
-    ``largest_reward`` is the largest absolute value of a reward part or a turn's reward; 0 if the group is unfit.
+    Attributes:
+        num_tokens: the number of sampled tokens.
+        oldest_version: the lowest weights version of a sampled token; ``NO_VERSION`` if there is no such token.
+        newest_version: the highest weights version of a sampled token; ``NO_VERSION`` if there is no such token.
+        reward: the sum of the rewards of all rollouts.
+        accuracy: the sum of the accuracies of all rollouts.
+        every_rollout_failed: whether the finish reason of all rollouts is an error.
+        unfit: the reason why no lease could accept the group; empty if there is none.
+        has_sampling_mask: whether the group has the sets of tokens that top-p and top-k left.
+        largest_token_id: the largest token id. A negative id counts as 2^31 or more.
+        longest_sequence: the number of tokens of the longest sequence.
+        most_sampled: the largest number of sampled tokens in one rollout.
+        largest_reward: the largest absolute value of a reward part or of a turn's reward; 0 if ``unfit`` is not empty.
+        versions: the weights versions of the sampled tokens, ascending.
+        weights_digest: the digest of the weights of each version, as the generator computed it.
     """
 
     lease_id: str
@@ -69,7 +77,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
-    """Read the summary of an encoded group.
+    """Read the summary of a group from its encoded bytes, ``payload``.
 
     Raises:
         WireError: as for ``decode_group``.
@@ -109,7 +117,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
 
 
 def _sampled_versions(group: FlatGroup) -> tuple[int, ...]:
-    """The versions, ascending, in a group that has at least one sampled token."""
+    """Return the weights versions of the sampled tokens, ascending. The group must have a sampled token."""
     versions, sampled = group.versions, group.loss_mask.tobytes()
     first = int(versions[sampled.find(1)])
     # Most groups have only one version.
@@ -119,7 +127,10 @@ def _sampled_versions(group: FlatGroup) -> tuple[int, ...]:
 
 
 def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
-    """The first fault in the rewards, or in the rollouts if the rewards have none; empty if there is none."""
+    """Return a description of the first fault found in the group's rewards and rollouts; empty if there is none.
+
+    ``sum_of_scores`` is the sum of all rewards and accuracies.
+    """
     # A sum is finite only if all its terms are. A sum that overflows is refused, too.
     if not math.isfinite(sum_of_scores):
         return "a reward is not finite, or too large"
@@ -146,7 +157,7 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
 
 
 def _has_large_logprob(group: FlatGroup) -> bool:
-    """Whether a sampled token's log-probability exceeds ``_MAX_LOGPROB``."""
+    """Return whether the log-probability of a sampled token exceeds ``_MAX_LOGPROB``."""
     logprobs = group.behavior_logprobs
     # For most groups one reduction is enough. It is not if a token outside the mask has a NaN.
     if not len(logprobs) or np.maximum.reduce(logprobs) <= _MAX_LOGPROB:
@@ -155,7 +166,10 @@ def _has_large_logprob(group: FlatGroup) -> bool:
 
 
 def _sequence_fault(group: FlatGroup, sampled: bytes) -> str:
-    """A fault that would stop the learner when it packs sequences; empty if there is none."""
+    """Return a fault in the token sequences that would stop the learner when it packs them; empty if there is none.
+
+    ``sampled`` is the loss mask as bytes.
+    """
     start = 0
     for index, length in enumerate(group.fields.lengths):
         if not length:
@@ -174,7 +188,7 @@ def _turn_fault(group: FlatGroup) -> str:
 
 
 def _largest_token_id(group: FlatGroup) -> int:
-    """The largest id; a negative one counts as 2^31 or more."""
+    """Return the largest token id of the group. A negative id counts as 2^31 or more."""
     ids = group.token_ids
     return int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else 0
 
@@ -196,7 +210,7 @@ def _largest_reward(group: FlatGroup) -> float:
 
 
 def _rollout_lengths(group: FlatGroup) -> list[int]:
-    """The number of tokens of each rollout, summed over its sequences."""
+    """Return the number of tokens of each rollout, summed over its sequences."""
     counts, lengths = group.fields.num_sequences, group.fields.lengths
     if counts.count(1) == len(counts):
         return lengths
@@ -208,10 +222,16 @@ def why_unfit(
     group: GroupSummary, lease: Lease, *, newest_version: int, vocab_size: int | None = None,
     max_abs_reward: float = math.inf, digests: Mapping[int, str] = MappingProxyType({}),
 ) -> str:  # fmt: skip
-    """The reason why a returned group does not fit its lease; empty if it does. ``refusal_cause`` gives its cause.
+    """Return the reason why a returned group does not fit its lease; empty if the group fits.
 
-    ``newest_version`` is the newest version that the learner may have published. If ``vocab_size`` is None, token ids
-    have no limit. A group in which no rollout has a sampled token, or every rollout failed, is unfit too.
+    The group is also unfit if all its rollouts failed, or if a rollout that did not fail has no sampled token.
+    ``refusal_cause`` turns the reason into the cause under which it is counted.
+
+    Args:
+        newest_version: the newest version that the learner may have published.
+        vocab_size: token ids must be below it. None for no limit.
+        max_abs_reward: limit on the absolute value of each reward part.
+        digests: the digests of published versions. The generator's digests must equal them.
     """
     if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
         return (
@@ -248,7 +268,7 @@ def why_unfit(
 
 
 def _why_beyond(group: GroupSummary, lease: Lease, vocab_size: int | None, max_abs_reward: float) -> str:
-    """The limit that a group's numbers exceed; empty if there is none."""
+    """Return which limit (token ids, lengths, rewards) the group exceeds; empty if it exceeds none."""
     most = _MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
     if group.largest_token_id >= most:
         got = group.largest_token_id
@@ -267,7 +287,7 @@ def _why_beyond(group: GroupSummary, lease: Lease, vocab_size: int | None, max_a
 
 
 def refusal_cause(unfit: str) -> str:
-    """The cause under which a refused group is counted."""
+    """Return the cause under which a refused group is counted, from the reason that ``why_unfit`` returned."""
     cause = unfit.partition(":")[0]
     return cause if cause in _CAUSES else "other"
 
@@ -276,12 +296,25 @@ def refusal_cause(unfit: str) -> str:
 
 
 class StoredGroup(msgspec.Struct, frozen=True, gc=False):
-    """One group that is ready or taken, or that a snapshot refers to.
+    """A group that is ready to be taken, is taken, or belongs to a snapshot. The tokens are in the payload store.
 
-    ``generator_id`` is its sender. ``named_version`` is the sender's active version in its lease request. With
-    ``position`` it gives the order of delivery. ``oldest_version`` and ``newest_version`` are the range of versions of
-    its tokens. ``bound_version`` is one of the two, chosen by ``queue.on_stale``; it is compared with the staleness
-    bound. ``reward`` and ``accuracy`` are sums over rollouts.
+    Attributes:
+        lease_id: the id of the lease under which the group was sampled.
+        generator_id: the generator that sent the group.
+        position: the position of its prompt in the stream of prompts.
+        named_version: the generator's active version when it requested the lease. Groups are delivered in the order of
+            ``named_version`` and ``position``.
+        oldest_version: the lowest version of its tokens.
+        newest_version: the highest version of its tokens.
+        bound_version: one of these two, chosen by ``queue.on_stale``. The staleness bound applies to it.
+        num_rollouts: its number of rollouts.
+        num_tokens: its number of sampled tokens.
+        reward: the sum of the rewards of its rollouts.
+        accuracy: the sum of the accuracies of its rollouts.
+        arrived_at: the time at which it arrived.
+        arrival_version: the newest announced version when it arrived.
+        masked: whether its accuracy is outside ``queue.filter_range``.
+        ref: the place of its bytes in the payload store.
     """
 
     lease_id: str
@@ -306,16 +339,20 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupRecord(msgspec.Struct, frozen=True, gc=False):
-    """A group in the journal. If it is not ``is_live`` (ready or taken), only a snapshot refers to it."""
+    """A group as the journal stores it.
+
+    ``is_live`` is False if the group is neither ready nor taken, but in a snapshot.
+    """
 
     group: StoredGroup
     is_live: bool = True
 
 
 class ReadyGroups:
-    """Groups that are ready to be taken, by lease id. One heap has their order of delivery, another their age.
+    """The groups that are ready to be taken, by lease id. Adding and removing a group takes O(log n) time.
 
-    The heap entries of a removed group stay until they reach the top. Adding and removing a group take O(log n) time.
+    One heap orders the groups by delivery, another by age. The heap entries of a removed group stay until they reach
+    the top.
     """
 
     def __init__(self, groups: Iterable[StoredGroup] = ()) -> None:
@@ -337,7 +374,7 @@ class ReadyGroups:
         return lease_id in self._groups
 
     def add(self, group: StoredGroup) -> None:
-        """Add a group. Its lease id must not be present."""
+        """Add a group whose lease id is not present yet."""
         self._groups[group.lease_id] = group
         heapq.heappush(self._by_order, (*group.order, group.lease_id))
         heapq.heappush(self._by_bound, (group.bound_version, group.lease_id))
@@ -351,7 +388,10 @@ class ReadyGroups:
         return group
 
     def pop_first(self, count: int) -> tuple[StoredGroup, ...]:
-        """Remove and return the first ``count`` groups by (named version, stream position). They must exist."""
+        """Remove and return the next ``count`` groups in the order of delivery, (named version, stream position).
+
+        There must be that many groups.
+        """
         popped: list[StoredGroup] = []
         while len(popped) < count:
             lease_id = heapq.heappop(self._by_order)[-1]
@@ -360,7 +400,7 @@ class ReadyGroups:
         return tuple(popped)
 
     def pop_older_than(self, oldest: int) -> list[StoredGroup]:
-        """Remove and return every group whose bound version is below ``oldest``."""
+        """Remove and return every group whose ``bound_version`` is below ``oldest``."""
         popped: list[StoredGroup] = []
         while self._by_bound and (self._by_bound[0][0] < oldest or self._by_bound[0][1] not in self._groups):
             lease_id = heapq.heappop(self._by_bound)[1]
@@ -369,26 +409,26 @@ class ReadyGroups:
         return popped
 
     def pop_all(self) -> list[StoredGroup]:
-        """Remove and return every group, in order of delivery."""
+        """Remove and return every group, in the order of delivery."""
         return list(self.pop_first(len(self)))
 
 
 def snapshot_key(lineage: str, step: int) -> str:
-    """The name of the snapshot after ``step`` steps of ``lineage``."""
+    """Return the name of the queue's snapshot after ``step`` optimizer steps of the learner ``lineage``."""
     return f"{lineage}/{step}"
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, gc=False):
-    """The groups that one snapshot refers to."""
+    """The lease ids of the groups that belong to one snapshot of the queue."""
 
     lease_ids: tuple[str, ...]
 
 
 class SnapshotRefs:
-    """The snapshots that a learner may restore, by name, and the groups that they refer to.
+    """The snapshots that a learner may restore, by name, and the groups that belong to them.
 
-    Payloads of these groups stay stored until a newer checkpoint is committed, even after the groups were trained. So
-    a checkpoint needs no copy of them. The caller deletes the groups that ``add`` and ``release_all_but`` return.
+    The bytes of these groups stay stored until a newer checkpoint is complete, even after the groups were trained, so a
+    checkpoint needs no copy of them. The caller deletes the groups that ``add`` and ``release_all_but`` return.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -405,21 +445,21 @@ class SnapshotRefs:
 
     @property
     def groups(self) -> list[StoredGroup]:
-        """Every group that a snapshot refers to, once."""
+        """Every group that belongs to at least one snapshot, once."""
         return list(self._groups.values())
 
     def has_snapshot(self, key: str) -> bool:
         return key in self._snapshots
 
     def get(self, lease_id: str) -> StoredGroup | None:
-        """The group of a lease, if a snapshot refers to it."""
+        """Return the group of the lease ``lease_id`` if it belongs to a snapshot, else None."""
         return self._groups.get(lease_id)
 
     def add(self, key: str, groups: Iterable[StoredGroup]) -> list[StoredGroup]:
-        """Add a snapshot, or replace the snapshot of this name.
+        """Add a snapshot with these groups, or replace the snapshot of this name.
 
         Returns:
-            The groups of the replaced snapshot to which no snapshot refers now.
+            The groups of the replaced snapshot that belong to no snapshot any more.
         """
         before, found = self._snapshots.get(key), list(groups)
         self._snapshots[key] = added = SnapshotRecord(tuple(group.lease_id for group in found))
@@ -429,7 +469,7 @@ class SnapshotRefs:
         return [] if before is None else self._uncount(before)
 
     def release_all_but(self, key: str | None) -> list[StoredGroup]:
-        """Remove every other snapshot. Return the groups to which no snapshot refers now."""
+        """Remove all snapshots except ``key``. Return the groups that belong to no snapshot any more."""
         released: list[StoredGroup] = []
         for name in [name for name in self._snapshots if name != key]:
             self._changes.delete("snapshot", name)

@@ -1,11 +1,12 @@
-"""The requests of the learner: attach, announce, evaluations, take, ack, checkpoints, the end. Pure.
+"""The requests of the learner: attach, announce a version, evaluate, take a batch, report a step, checkpoint, finish.
 
-Each public function is one request. It changes ``state`` and returns the answer. A repeated request changes nothing.
-``now`` is the time in seconds. All but ``evaluate`` raise LineageError if another learner owns the queue.
+Each public function handles one request: it changes ``state`` and returns the answer. A repeated request changes
+nothing. ``now`` is the time in seconds. All functions but ``evaluate`` and ``attach`` raise LineageError if another
+learner owns the queue.
 
 A take returns groups within the staleness bound, in the order of (named version, stream position). Under ``on_stale =
-"wait"`` a take first waits for the leases that its step would make stale. A group, or an answer of an evaluation, whose
-payload can't be read back is dropped as ``rolled_back``, and its prompt is sampled again.
+"wait"`` a take first waits for the leases whose groups would be too old after its step. If the stored bytes of a group
+or of an evaluation's answer are damaged, it is dropped as ``rolled_back``, and its prompt is sampled again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _RESTART = (
 
 @dataclass(frozen=True, slots=True)
 class TakenPayload:
-    """One taken group, still encoded."""
+    """A group that the learner took, still encoded. The other fields mean the same as in ``messages.TakenGroup``."""
 
     prompt: Prompt
     queued_s: float
@@ -42,7 +43,10 @@ class TakenPayload:
 
 @dataclass(frozen=True, slots=True)
 class EvalPayloads:
-    """One finished evaluation, still encoded: every row's prompt and payload. A row that failed has None as payload."""
+    """A finished evaluation, its groups still encoded.
+
+    ``answers`` has the prompt and the group's bytes of every row. The bytes are None if the row could not be sampled.
+    """
 
     dataset: str
     step: int
@@ -53,7 +57,10 @@ def attach(
     state: QueueState, lineage: str, parent: str, fork_version: int, step: int, num_steps: int,
     snapshot: bytes | None, now: float,
 ) -> None:  # fmt: skip
-    """Attach a learner: void all leases, and restore the queue from ``snapshot`` (if None, empty it).
+    """Make ``lineage`` the learner that owns the queue: end all leases, and restore the queue from ``snapshot``.
+
+    If ``snapshot`` is None, the queue is emptied. ``parent`` is the lineage that the learner continues. It then no
+    longer owns the queue.
 
     Raises:
         LineageError: this lineage was already replaced by a newer one.
@@ -84,10 +91,10 @@ def attach(
 
 
 def announce(state: QueueState, announcement: Announcement) -> None:
-    """Record that a version was published. Ignore versions older than the newest announced one.
+    """Record that the learner has published a version. Ignore a version older than the newest published one.
 
     Raises:
-        QueueError: the version was not acked yet.
+        QueueError: the learner has not reported the step that made this version.
     """
     learner = state.attached(announcement.lineage)
     if announcement.version > learner.version:
@@ -105,7 +112,7 @@ def announce(state: QueueState, announcement: Announcement) -> None:
 
 
 def _oldest_in_use(state: QueueState, learner: LearnerSide) -> int:
-    """The oldest version of which a group may still be accepted."""
+    """Return the oldest version that a group may have and still be accepted."""
     of_leases = (active.version for active in state.leases)
     of_evals = (evaluation.request.min_version for evaluation in state.evals.unfinished)
     return min((state.settings.oldest_trainable(learner.version), *of_leases, *of_evals))
@@ -115,7 +122,7 @@ def evaluate(
     state: QueueState, dataset: str, step: int, rows: Sequence[Row], num_samples: int, sampling: Sampling,
     min_version: int, exclusive: bool,
 ) -> None:  # fmt: skip
-    """Start an evaluation. If ``exclusive``, no training lease is granted until it is done."""
+    """Start an evaluation of ``rows``. If ``exclusive``, no training lease is granted until it is done."""
     record = EvaluationRecord(dataset, step, num_samples, min_version, exclusive)
     evaluation = Evaluation(record, rows, sampling)
     if evaluation.key not in state.received_evals and state.evals.add(evaluation):
@@ -123,7 +130,10 @@ def evaluate(
 
 
 def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalPayloads]:
-    """Return the finished evaluations whose payloads can be read. Those listed in ``received`` are deleted."""
+    """Return the finished evaluations. Delete those in ``received`` first.
+
+    An evaluation with a damaged answer is not returned; its damaged rows are sampled again.
+    """
     state.attached(lineage)
     for key in received:
         evaluation = state.evals.confirm(key)
@@ -141,7 +151,7 @@ def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] 
 
 
 def eval_wait(state: QueueState, lineage: str) -> str:
-    """The reason why no evaluation can be delivered yet; empty if a finished one has not been delivered."""
+    """Return the reason why no finished evaluation can be sent yet; empty if there is one, or if none is running."""
     state.attached(lineage)
     if any(not e.delivered for e in state.evals.finished) or not state.evals.unfinished:
         return ""
@@ -149,14 +159,14 @@ def eval_wait(state: QueueState, lineage: str) -> str:
 
 
 def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:
-    """Return the groups of the next step: exactly ``groups_per_step``.
+    """Return the groups of the learner's next step, exactly ``groups_per_step``, or why they are not ready.
 
-    The learner has done ``step`` steps, and trains the groups first at ``version``. Until the ack, a repeated take
-    returns the same groups.
+    The learner has done ``step`` steps, and trains the groups first at ``version``. Until the learner reports the step,
+    a repeated take returns the same groups.
 
     Raises:
-        QueueError: ``step`` is not the next step, ``version`` is not the acked one, or groups that were taken already
-            can't be read again.
+        QueueError: ``step`` or ``version`` is not the one that the learner reported last, or the groups were taken
+            before and can't be read again.
     """
     state.expire(now)
     learner = state.attached(lineage)
@@ -192,7 +202,10 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
 
 
 def lacks_groups(state: QueueState, lineage: str, step: int) -> bool:
-    """Whether too few groups are ready for this take. Much cheaper than ``take``, which builds statistics."""
+    """Return whether too few groups are ready for a take of this step.
+
+    Much cheaper than ``take``, which builds statistics.
+    """
     learner = state.learner
     if learner is None or (learner.lineage, learner.step) != (lineage, step) or state.taken:
         return False
@@ -201,7 +214,7 @@ def lacks_groups(state: QueueState, lineage: str, step: int) -> bool:
 
 
 def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
-    """Record that the taken step was trained, or that its optimizer step was skipped.
+    """Record the learner's report that the taken groups were trained, or that the optimizer step was skipped.
 
     Raises:
         QueueError: the step is not the taken one, the version or bound is out of range, or the counts don't add up.
@@ -229,7 +242,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
 
 
 def checkpoint_committed(state: QueueState, lineage: str, step: int) -> None:
-    """Release the snapshots older than ``step``: the checkpoint after ``step`` steps is complete."""
+    """Delete the snapshots that are older than ``step``, because the checkpoint after ``step`` steps is complete."""
     state.attached(lineage)
     key = snapshot_key(lineage, step)
     if state.snapshot_refs.has_snapshot(key):
@@ -254,7 +267,7 @@ def finish(state: QueueState, lineage: str, now: float) -> None:
 
 
 def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
-    """Encode the queue for a checkpoint of the acked step. Taken groups count as queued."""
+    """Return the queue's state as bytes for a checkpoint. Taken groups count as queued."""
     state.at(now)
     learner = state.attached(lineage)
     state.revision += 1
@@ -265,9 +278,9 @@ def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
 
 
 def _pop_batch(state: QueueState) -> tuple[tuple[StoredGroup, ...], list[Payload]]:
-    """Remove the groups of the next step from the ready ones, and read them. Drop damaged groups.
+    """Remove the groups of the next step from the ready ones, and return them with their bytes. Drop damaged groups.
 
-    If too few are left, return none, and leave them ready.
+    If too few groups are left, return none, and leave them ready.
     """
     groups: list[StoredGroup] = []
     payloads: list[Payload] = []
@@ -287,12 +300,12 @@ def _pop_batch(state: QueueState) -> tuple[tuple[StoredGroup, ...], list[Payload
 
 
 def _read_again(state: QueueState) -> list[Payload]:
-    """Read the taken groups, which were whole when they were taken.
+    """Return the bytes of the groups that the learner has taken and now requests again.
 
-    They can't be replaced: the learner may have received them already, and train on them.
+    These groups can't be replaced by others, because the learner may have received them already, and train on them.
 
     Raises:
-        QueueError: one is damaged.
+        QueueError: the bytes of a group are damaged.
     """
     try:
         return [state.payloads.read(group.ref) for group in state.taken]
@@ -304,7 +317,7 @@ def _read_again(state: QueueState) -> list[Payload]:
 
 
 def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
-    """The answer to a take that can't be filled, with the reason for the watchdog."""
+    """Return the answer to a take for which too few groups are ready, with the reason in words."""
     # If the ledger counts groups that do not exist, a take may wait for them forever.
     state.check_totals()
     num_groups = state.settings.groups_per_step
@@ -334,12 +347,12 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
 
 
 def _who_samples(state: QueueState) -> str:
-    """Return a warning, to precede the reason for a wait, if no generator is connected, else an empty text."""
+    """Return a warning, as the start of a reason to wait, if no generator is connected; else return ""."""
     return "" if state.generators.alive(state.now) else "no generator is connected: "
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
-    """Whether a complete batch must wait for leases that its step would make stale."""
+    """Return whether the take of a complete batch must wait for leases that would be too old after its step."""
     if state.settings.on_stale != "wait":
         return False
     if not state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):
@@ -350,7 +363,10 @@ def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
 
 
 def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> None:
-    """Record the taken groups in the ledger: trained by ``counts``, or dropped if the optimizer step was skipped."""
+    """Record in the ledger what became of the groups that the learner took.
+
+    They were trained, with the rollouts and tokens in ``counts``, or dropped if the optimizer step was skipped.
+    """
     taken = state.taken
     if counts.stepped:
         rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)
@@ -366,7 +382,10 @@ def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> N
 
 
 def _payloads(state: QueueState, evaluation: Evaluation) -> EvalPayloads | None:
-    """Read the answers. If some are damaged, drop these and return None: the evaluation is no longer finished."""
+    """Return the evaluation's prompts and answers. If answers are damaged, drop these and return None.
+
+    The evaluation is then no longer finished.
+    """
     pairs: list[tuple[Prompt, Payload | None]] = []
     for row in range(len(evaluation.rows)):
         ref = evaluation.answers[row].ref

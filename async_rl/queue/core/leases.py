@@ -1,4 +1,4 @@
-"""Leases in flight, their progress and expiry, and the generators that hold them. Pure; ``now`` is in seconds."""
+"""The tables of leases in flight and of the generators that hold them. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
 QUARANTINE_OF = 100
-"""``queue.max_refused_share`` is a share of the last 100 groups of a generator."""
+"""``queue.max_refused_share`` is a share of this many groups, the last that a generator returned."""
 _REMEMBERED = 65_536
-"""Number of closed leases that are kept, to distinguish a repeated return from an unknown one."""
+"""Number of ended leases that are kept, so that a group that is returned again differs from one for an unknown
+lease."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
-    """A lease in flight as the journal stores it: the fields that can't be computed from settings and rows.
+    """A lease in flight as the journal stores it: all that can't be computed from the config and the dataset rows.
 
-    Its progress is not stored: after a restart the progress of every lease starts at 0.
+    The progress is not stored. After a restart of the server, the progress of every lease starts at 0.
     """
 
     position: int
@@ -38,10 +39,17 @@ class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class ActiveLease:
-    """A lease in flight.
+    """A lease that a generator is sampling.
 
-    ``version`` was the generator's active version at its request. ``reserved`` is the number of bytes reserved for its
-    group. ``grown_at`` is the time at which its progress last grew.
+    Attributes:
+        lease: the lease as the generator got it.
+        generator_id: the generator that has the lease.
+        version: the generator's active weights version when it requested the lease.
+        reserved: the number of bytes of ``queue.max_bytes`` that are reserved for the group.
+        issued_at: the time at which the lease was granted.
+        grown_at: the last time at which ``progress`` grew.
+        progress: the number of sampled tokens that the generator reported last.
+        evaluation: the dataset and step of the evaluation; None for a training lease.
     """
 
     lease: Lease
@@ -55,7 +63,7 @@ class ActiveLease:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that may sample a token of this lease."""
+        """The oldest weights version that may sample a token of this lease."""
         return max(self.version, self.lease.min_version)
 
     def record(self) -> LeaseRecord:
@@ -67,9 +75,9 @@ class ActiveLease:
 
 
 class ClosedLease(msgspec.Struct, frozen=True, gc=False):
-    """A lease that ended. ``status`` is ``"returned"``, or the cause for which it was dropped.
+    """A lease that ended. ``status`` is ``"returned"``, or the cause for which the lease was dropped.
 
-    ``number`` counts closed leases, so that the oldest is removed first.
+    ``number`` is the number of leases that had ended by then. The lease with the lowest number is removed first.
     """
 
     status: str
@@ -77,7 +85,12 @@ class ClosedLease(msgspec.Struct, frozen=True, gc=False):
 
 
 class LeaseTable:
-    """Leases by id. A lease expires when its progress has not grown for ``timeout_s``."""
+    """The leases in flight, by lease id. A lease expires when its progress has not grown for ``timeout_s`` seconds.
+
+    Attributes:
+        reserved: the sum of the bytes reserved for the groups of these leases.
+        num_training: the number of training leases in flight.
+    """
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
         self._timeout_s, self._changes = timeout_s, changes
@@ -110,7 +123,10 @@ class LeaseTable:
         self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
 
     def close(self, lease_id: str, status: str) -> ActiveLease:
-        """Close a lease. ``status`` is kept to answer late or repeated returns."""
+        """Remove the lease ``lease_id`` and return it.
+
+        ``status`` is kept, to answer a late or repeated return of its group.
+        """
         active = self._active.pop(lease_id)
         self._changes.delete("lease", lease_id)
         self.reserved -= active.reserved
@@ -128,17 +144,17 @@ class LeaseTable:
             self._changes.delete("closed_lease", self._closed.popitem(last=False)[0])
 
     def restore_closed(self, lease_id: str, known: ClosedLease) -> None:
-        """Add a closed lease of an earlier process. Add the oldest first."""
+        """Add an ended lease that the journal has. The caller adds the lease that ended first as the first."""
         self._closed[lease_id] = known
         self._num_closed = known.number
 
     def status_of(self, lease_id: str) -> str | None:
-        """The status of a closed lease; None if it is unknown, or closed too long ago."""
+        """Return the status of an ended lease; None if the lease is unknown or ended too long ago."""
         known = self._closed.get(lease_id)
         return None if known is None else known.status
 
     def training_older_than(self, oldest: int) -> list[ActiveLease]:
-        """Training leases that may have a token older than ``oldest``. They stay in the table until they are closed."""
+        """Return the training leases that may get a token of a version below ``oldest``. They stay in the table."""
         heap, older = self._by_version, []
         while heap and (heap[0][0] < oldest or heap[0][1] not in self._active):
             entry = heapq.heappop(heap)
@@ -149,18 +165,24 @@ class LeaseTable:
         return [self._active[lease_id] for _, lease_id in older]
 
     def grow(self, lease_id: str, progress: int, now: float) -> None:
-        """Record the progress that a heartbeat reported. A lease expires unless its progress grows."""
+        """Record the progress of a lease that a heartbeat reported, at the time ``now``.
+
+        Growth restarts the lease's timeout.
+        """
         active = self._active[lease_id]
         if progress > active.progress:
             active.progress, active.grown_at = progress, now
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which the next lease may expire; None without leases."""
+        """The earliest time at which a lease may expire; None if there is no lease."""
         return self._check_at
 
     def expired(self, now: float) -> list[ActiveLease]:
-        """Leases whose progress has not grown for the timeout. They stay in the table until they are closed."""
+        """Return the leases whose progress has not grown for the timeout.
+
+        They stay in the table until the caller closes them.
+        """
         if self._check_at is None or now < self._check_at:
             return []
         late = [h for h in self._active.values() if now - h.grown_at >= self._timeout_s]
@@ -170,9 +192,9 @@ class LeaseTable:
 
 
 class Owner(msgspec.Struct, frozen=True, gc=False):
-    """Who may use a generator's id: a client key, or on a server without keys whoever knows a secret.
+    """The client that may use a generator's id: the one with this key or, on a server without keys, this secret.
 
-    ``name`` is the public key, or the digest of the secret.
+    ``name`` is the public key, or the digest of the secret. ``has_key`` says which of the two.
     """
 
     name: str = ""
@@ -183,7 +205,7 @@ NOBODY = Owner()
 
 
 class GeneratorRecord(msgspec.Struct, frozen=True, gc=False):
-    """A generator as the journal stores it. The fields are those of ``GeneratorEntry``."""
+    """A generator as the journal stores it. The fields mean the same as in ``GeneratorEntry``."""
 
     owner: Owner
     refused: dict[str, int]
@@ -193,11 +215,18 @@ class GeneratorRecord(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class GeneratorEntry:
-    """The queue's entry of one generator. ``cancelled`` has its cancelled leases that no notice has listed yet.
+    """What the queue knows about one generator.
 
-    ``refused`` counts its refused groups by cause; ``returned`` has, for each of its last groups, whether it was
-    refused. ``quarantined`` is the reason why it gets no more leases; empty if it gets some. ``num_foreign`` counts
-    the refused requests under its id that its owner did not send. The journal has the state at the last refusal.
+    Attributes:
+        seen_at: the time of its last message.
+        owner: the client that may use its id.
+        active: the lineage and the version of its weights at its last lease request; None before.
+        stats: its totals from its last heartbeat.
+        cancelled: ids of its cancelled leases that it has not been told about.
+        refused: the number of its refused groups, by cause.
+        returned: for each of its last groups, whether the group was refused.
+        quarantined: the reason why it gets no more leases; empty if it gets leases.
+        num_foreign: the number of requests under its id that came from other clients and were refused.
     """
 
     generator_id: str
@@ -221,12 +250,15 @@ class GeneratorEntry:
 
     @property
     def causes(self) -> str:
-        """The causes of refused groups, with the number of groups of each."""
+        """Text that lists the causes of its refused groups, each with the number of groups."""
         return ", ".join(f"{cause}: {number}" for cause, number in self.refused.most_common())
 
 
 class GeneratorTable:
-    """Generators by id. After a silence of ``timeout_s`` one is not alive; after ten times that it is removed."""
+    """All known generators, by id.
+
+    A generator counts as alive until it was silent for ``timeout_s``, and is removed after ten times as long.
+    """
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
         self._timeout_s, self._changes = timeout_s, changes
@@ -245,11 +277,11 @@ class GeneratorTable:
         return self._entries.get(generator_id)
 
     def save(self, entry: GeneratorEntry) -> None:
-        """Write an entry to the journal."""
+        """Write a generator's entry to the journal."""
         self._changes.put("generator", entry.generator_id, entry.record())
 
     def restore(self, generator_id: str, known: GeneratorRecord, now: float) -> None:
-        """Add a generator of an earlier process. It is not alive until it sends something."""
+        """Add a generator that the journal has. It does not count as alive until it sends a message."""
         entry = self._entries[generator_id] = GeneratorEntry(generator_id, now - 2 * self._timeout_s, known.owner)
         entry.refused.update(known.refused)
         entry.returned.extend(known.returned)
@@ -261,17 +293,17 @@ class GeneratorTable:
         self._to_notify.discard(generator_id)
 
     def belongs_to(self, entry: GeneratorEntry, owner: Owner, now: float) -> bool:
-        """Whether ``owner`` may use or replace this generator's id.
+        """Return whether ``owner`` may use the id of the generator ``entry``, or replace that generator.
 
-        A generator without a key may be replaced by another when it is not alive, because a restarted one has a new
-        secret.
+        A generator without a key may be replaced by any other when it is not alive, because a generator gets a new
+        secret when it restarts.
         """
         return entry.owner == owner or not (entry.owner.has_key or self._is_alive(entry, now))
 
     def forget_silent(self, now: float) -> None:
-        """Remove generators that were silent for too long.
+        """Remove the generators that have been silent for ten times ``timeout_s``.
 
-        It is called on every request, so it looks at all generators only when one may be due.
+        It is called on every request, so it looks at all generators only when one may have to be removed.
         """
         if now < self._forget_at:
             return
@@ -287,7 +319,10 @@ class GeneratorTable:
         return now - entry.seen_at <= self._timeout_s
 
     def why_nobody(self, now: float) -> str:
-        """Return a message if every alive generator is quarantined, else an empty text."""
+        """Return the reason why no generator can get leases: all that are alive are quarantined.
+
+        Return "" if that is not so.
+        """
         alive = self.alive(now)
         if not alive or not all(entry.quarantined for entry in alive):
             return ""
@@ -295,7 +330,10 @@ class GeneratorTable:
         return f"every generator is quarantined: {named}; see the generators' logs"
 
     def cancel(self, active: ActiveLease) -> None:
-        """Record that the lease's generator must stop sampling it."""
+        """Record that the generator of this lease must stop sampling it.
+
+        The server will send the generator a notice.
+        """
         entry = self._entries.get(active.generator_id)
         if entry is not None:
             entry.cancelled.add(active.lease.lease_id)
@@ -313,7 +351,7 @@ class GeneratorTable:
         return list(self._to_notify)
 
     def total(self, now: float) -> GeneratorStats:
-        """The sum of the stats of the generators that are alive."""
+        """Return the sum of the statistics of all generators that are alive."""
         names = GeneratorStats.__struct_fields__
         alive = self.alive(now)
         return GeneratorStats(**{name: sum(getattr(e.stats, name) for e in alive) for name in names})

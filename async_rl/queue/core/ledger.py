@@ -1,8 +1,8 @@
-"""The ledger: counts groups, rollouts and sampled tokens by place or outcome. Exact at every instant. Pure.
+"""The ledger counts where groups, rollouts and sampled tokens are, or how they ended. It is exact at every time.
 
-A lease issues a group and its rollouts. They end as trained (in an evaluation: delivered), filtered, or dropped with
-one cause. In a trained group, each rollout is trained, masked with a cause, or failed. Tokens count from the moment
-they are received. Only the queue's core changes the ledger.
+A lease adds one group and its rollouts. A group ends as trained (in an evaluation: delivered), as filtered, or as
+dropped with one cause. In a trained group, each rollout is trained, masked with a cause, or failed. Tokens are counted
+when the queue receives them. Only the queue's core changes the ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,20 @@ _NONE_DROPPED: dict[str, int] = dict.fromkeys(DROP_CAUSES, 0)
 
 
 class Account(msgspec.Struct, array_like=True):
-    """The counters of groups, rollouts or tokens. ``entered`` counts issued groups or rollouts, or received tokens."""
+    """The counters of one unit: groups, rollouts or tokens.
+
+    Attributes:
+        entered: the number of all that were ever counted: groups and rollouts when leased, tokens when received. It
+            equals the sum of all other counters.
+        in_flight: those that a generator is sampling.
+        queued: those that are ready in the queue.
+        taken: those that the learner has taken but not trained.
+        done: those that were trained or, in an evaluation, delivered.
+        filtered: those whose group had an accuracy outside ``queue.filter_range``.
+        failed: rollouts of trained groups that failed.
+        masked: those in trained groups that were left out of the loss, by cause.
+        dropped: those whose group was dropped, by cause.
+    """
 
     entered: int = 0
     in_flight: int = 0
@@ -37,7 +50,7 @@ class Account(msgspec.Struct, array_like=True):
 
     @property
     def accounted(self) -> int:
-        """The sum of all counters but ``entered``. It must equal ``entered``."""
+        """The sum of all counters but ``entered``. The ledger is right only if this sum equals ``entered``."""
         places = self.in_flight + self.queued + self.taken
         return places + self.done + self.filtered + self.failed + self.masked.total() + self.dropped.total()
 
@@ -45,20 +58,26 @@ class Account(msgspec.Struct, array_like=True):
         setattr(self, source, getattr(self, source) - amount)
 
     def void(self) -> None:
-        """Count amounts in flight as rolled back, and taken amounts as queued."""
+        """Count amounts in flight as rolled back, and taken amounts as queued, as after the restore of a snapshot."""
         self.dropped["rolled_back"] += self.in_flight
         self.queued += self.taken
         self.in_flight = self.taken = 0
 
     def roll_back(self, entered: int) -> None:
-        """Raise ``self.entered`` to ``entered``. Count the difference as rolled back: it entered after the snapshot."""
+        """Count the amounts that entered the queue after the snapshot as rolled back.
+
+        ``entered`` is the number that had entered before the rollback.
+        """
         lost = max(0, entered - self.entered)
         self.entered += lost
         self.dropped["rolled_back"] += lost
 
 
 class Ledger(msgspec.Struct, array_like=True):
-    """Groups, rollouts and tokens. ``final`` names the success: ``trained``, or ``delivered`` for evaluations."""
+    """The counters of groups, rollouts and tokens.
+
+    ``final`` is the name of a group's successful end: ``trained``, or ``delivered`` in the ledger of evaluations.
+    """
 
     final: str = "trained"
     groups: Account = msgspec.field(default_factory=Account)
@@ -66,45 +85,48 @@ class Ledger(msgspec.Struct, array_like=True):
     tokens: Account = msgspec.field(default_factory=Account)
 
     def issue(self, rollouts: int) -> None:
-        """Count a granted lease."""
+        """Count a granted lease: one group and ``rollouts`` rollouts are now in flight."""
         for account, amount in ((self.groups, 1), (self.rollouts, rollouts)):
             account.entered += amount
             account.in_flight += amount
 
     def arrive(self, to: Literal["queued", "filtered"], rollouts: int, tokens: int) -> None:
-        """Move a returned group from in flight to queued or filtered."""
+        """Move a returned group from in flight to queued or filtered. ``rollouts`` and ``tokens`` are its numbers."""
         self._leave("in_flight", rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             setattr(account, to, getattr(account, to) + amount)
 
     def drop(self, source: Place, cause: DropCause, rollouts: int, tokens: int) -> None:
-        """Drop a group. If it was in flight, ``tokens`` were received with it (0 if it was not returned)."""
+        """Move a group from the counter ``source`` to the dropped ones, under ``cause``.
+
+        If the group was in flight, ``tokens`` is the number of tokens that the generator returned with it, or 0.
+        """
         self._leave(source, rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             account.dropped[cause] += amount
 
     def late(self, cause: str, tokens: int) -> None:
-        """Count tokens that arrived after their group was dropped for ``cause``."""
+        """Count tokens as dropped that arrived after their group had been dropped for ``cause``."""
         self.tokens.entered += tokens
         self.tokens.dropped[cause] += tokens
 
     def take(self, rollouts: int, tokens: int) -> None:
-        """Move a queued group to taken by the learner."""
+        """Move a group from queued to taken by the learner."""
         self._leave("queued", rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             account.taken += amount
 
     def deliver(self, rollouts: int, tokens: int) -> None:
-        """Move a queued group of an evaluation to delivered."""
+        """Move a group of an evaluation from queued to delivered."""
         self._leave("queued", rollouts, tokens)
         for account, amount in self._amounts(rollouts, tokens):
             account.done += amount
 
     def train(self, groups: int, rollouts: int, tokens: int, counts: TrainedCounts) -> None:
-        """Move taken groups to trained and masked, by ``counts``.
+        """Move ``groups`` taken groups to trained. ``counts`` says how many rollouts and tokens were trained or masked.
 
         Raises:
-            QueueError: the counts don't add up to the taken amounts.
+            QueueError: the counts don't add up to the taken ``rollouts`` and ``tokens``.
         """
         masked_rollouts, masked_tokens = Counter(counts.rollouts_masked), Counter(counts.tokens_masked)
         for unit, trained, masked, taken in (
@@ -125,7 +147,10 @@ class Ledger(msgspec.Struct, array_like=True):
         self.tokens.masked += masked_tokens
 
     def restored_over(self, live: Ledger) -> Ledger:
-        """Return a copy of this snapshot's ledger. Add amounts that entered ``live`` since then, as rolled back."""
+        """Return the ledger after a restore. ``self`` is the snapshot's ledger, ``live`` the one before the restore.
+
+        What was in flight in the snapshot, or entered after it, counts as rolled back.
+        """
         after = copy.deepcopy(self)
         for name in ("groups", "rollouts", "tokens"):
             account: Account = getattr(after, name)
@@ -134,7 +159,11 @@ class Ledger(msgspec.Struct, array_like=True):
         return after
 
     def check(self) -> None:
-        """Check that all counters add up. Raises AssertionError, with every counter, if they don't."""
+        """Check that all counters add up.
+
+        Raises:
+            AssertionError: they don't. The message has every counter.
+        """
         for name in ("groups", "rollouts", "tokens"):
             account: Account = getattr(self, name)
             terms = [getattr(account, place) for place in _PLACES]
@@ -147,7 +176,7 @@ class Ledger(msgspec.Struct, array_like=True):
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with the terms of the identities by name."""
+        """Return all counters by name, as plain data for ``ledger.json`` and the status."""
         groups, rollouts, tokens = self.groups, self.rollouts, self.tokens
         return {
             "groups": {
@@ -194,7 +223,11 @@ def _by_cause(account: Account) -> dict[str, int]:
 
 
 class Sums(msgspec.Struct, array_like=True):
-    """Sums over groups. ``reward`` and ``accuracy`` are summed over their rollouts."""
+    """The number of groups that ended in the same way, and sums over them.
+
+    ``rollouts`` and ``tokens`` are the groups' numbers of rollouts and sampled tokens. ``reward`` and ``accuracy`` are
+    summed over the rollouts.
+    """
 
     groups: int = 0
     rollouts: int = 0
@@ -204,9 +237,10 @@ class Sums(msgspec.Struct, array_like=True):
 
 
 class Outcomes(msgspec.Struct, array_like=True):
-    """Sums over groups by outcome. They show whether the dropped groups are biased.
+    """Sums over all groups by how they ended. They show whether dropped groups differ from trained ones.
 
-    A ``cancelled`` group was not received: its tokens are those last reported; its reward and accuracy are unknown.
+    A ``cancelled`` group was never received. Its tokens are the number that its generator reported last, and its reward
+    and accuracy count as 0.
     """
 
     received: Sums = msgspec.field(default_factory=Sums)
@@ -216,7 +250,7 @@ class Outcomes(msgspec.Struct, array_like=True):
     cancelled: Sums = msgspec.field(default_factory=Sums)
 
     def add(self, outcome: Outcome, *, rollouts: int, tokens: int, reward: float, accuracy: float) -> None:
-        """Add one group. ``reward`` and ``accuracy`` are sums over its rollouts."""
+        """Add one group to the sums of ``outcome``. ``reward`` and ``accuracy`` are sums over the group's rollouts."""
         sums: Sums = getattr(self, outcome)
         sums.groups += 1
         sums.rollouts += rollouts

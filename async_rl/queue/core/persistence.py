@@ -1,11 +1,11 @@
-"""The queue's state as bytes and back, for journal and snapshot, and as plain data for people. Pure.
+"""Convert the queue's state to bytes and back, for the journal and for snapshots, and to plain data for people.
 
-The journal of a queue server and the snapshot in a checkpoint both have one ``PersistedState``. The journal also
-holds records of groups, leases and evaluations (``Changes``), and a restarted server restores all of them. A snapshot
-also holds the groups that it refers to. ``restore`` defines which fields a snapshot replaces.
+The journal of the server and the snapshot in a checkpoint both have one ``PersistedState``. The journal also has a
+record for each group, lease and evaluation (``Changes``), and a restarted server restores all of them. A snapshot also
+has the groups that belong to it. ``restore`` defines which fields a snapshot replaces.
 
-After a restore, the work that the queue did since the snapshot is rolled back, leases are void, and prompts are drawn
-again in stream order. Only the ledger keeps these amounts, as ``rolled_back``.
+After a restore, the work of the queue since the snapshot is lost: leases have ended, and prompts are drawn again in the
+order of the stream. Only the ledger keeps the lost amounts, as ``rolled_back``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from async_rl.records import Sampling
 Entries = Mapping[Kind, Mapping[str, Any]]
 
 _ANNOUNCED = ("lineage", "version", "digest", "channel")
-"""The fields of the announcement that the status shows."""
+"""The names of the announcement's fields that the queue's status shows."""
 KEPT_AT_RESTORE = frozenset({
     "now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals", "num_damaged",
 })  # fmt: skip
-"""Fields that a restored snapshot does not replace: the clock, the rows, the learners, the outcomes of groups, and the
-number of damaged groups."""
+"""Names of the fields that the restore of a snapshot does not replace: the clock, the digest of the rows, the learners,
+the outcomes of groups, the received evaluations, and the number of damaged groups."""
 
 _FIELDS = tuple(field.name for field in fields(PersistedState))
 _DIGEST_BYTES = 16
@@ -48,7 +48,7 @@ _OLDER_CHECKPOINT = "write the name of an older checkpoint into checkpoints/late
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The state right after the ack of ``state.learner.step`` steps, with the groups that were queued or taken."""
+    """The queue's state right after the learner reported a step, and the groups that were queued or taken then."""
 
     state: PersistedState
     groups: list[StoredGroup]
@@ -58,7 +58,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def persisted(state: QueueState) -> PersistedState:
-    """Return the fields of ``state`` that outlive its process, without copying them."""
+    """Return the fields of ``state`` that outlive the server process. They are not copied."""
     return PersistedState(**{name: getattr(state, name) for name in _FIELDS})
 
 
@@ -74,15 +74,15 @@ _SNAPSHOT_DECODER = msgspec.msgpack.Decoder(Snapshot, dec_hook=_dec_hook)
 
 
 def save(state: QueueState) -> bytes:
-    """The part of the state that the journal rewrites with every commit."""
+    """Return, as bytes, the part of the state that every commit of the journal writes as a whole."""
     return pack_plain(persisted(state))
 
 
 def decode_state(data: bytes) -> PersistedState:
-    """The inverse of ``save``.
+    """Return the state from the bytes that ``save`` returned.
 
     Raises:
-        msgspec.MsgspecError: the bytes are not such a record.
+        msgspec.MsgspecError: ``data`` is not such a state.
     """
     return _STATE_DECODER.decode(data)
 
@@ -91,12 +91,12 @@ def load(
     state: QueueState, entries: Entries, data: bytes, eval_rows: Mapping[str, Sequence[Row]],
     eval_samplings: Mapping[str, Sampling], now: float,
 ) -> list[PayloadRef]:  # fmt: skip
-    """Fill an empty state from a journal's records (``entries``) and ``data``, which ``save`` wrote.
+    """Fill an empty ``state`` from the journal: its records (``entries``), and ``data``, which ``save`` returned.
 
-    The queue's clock does not count the time without a server, and the progress of every lease starts at 0.
+    The queue's clock goes on from where it stopped, and the progress of every lease starts at 0.
 
     Returns:
-        The refs of the payloads in use.
+        The places of the groups' bytes that are in use.
 
     Raises:
         DamagedJournalError: a record is missing.
@@ -167,7 +167,7 @@ def _load_leases(state: QueueState, entries: Entries) -> None:
 
 
 def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) -> ActiveLease:
-    """Rebuild the lease from ``record``, with no progress."""
+    """Build the lease ``lease_id`` from its record in the journal. Its progress is 0."""
     evaluation = None if record.evaluation is None else state.evals.get(record.evaluation)
     lease = build_lease(
         state, evaluation, record.position, lease_id=lease_id, lineage=record.lineage,
@@ -184,9 +184,9 @@ def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) ->
 
 
 def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
-    """Encode the state after the last ack, and keep its groups stored.
+    """Return the queue's state after the learner's last reported step as bytes, and keep the state's groups stored.
 
-    Taken groups count as queued. Leases in flight count as not yet drawn.
+    Taken groups count as queued. The prompts of leases in flight count as not yet drawn.
     """
     in_flight = [active.lease.prompt.position for active in state.leases if active.evaluation is None]
     groups = sorted([*state.taken, *state.queued], key=lambda g: g.order)
@@ -199,7 +199,7 @@ def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
 
 
 def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) -> Snapshot:
-    """Decode the snapshot in ``data``.
+    """Decode a snapshot's bytes, ``data``, and check that it fits the learner.
 
     Raises:
         QueueError: it is damaged, or its step, version or training rows differ from the learner's.
@@ -229,7 +229,10 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
 
 
 def restore(state: QueueState, found: Snapshot | None) -> None:
-    """Restore the state from a snapshot; without one, empty it. Requeue prompts of groups that are no longer stored."""
+    """Replace the state by a snapshot, or by an empty state if ``found`` is None.
+
+    The prompts of groups that are no longer stored are requeued.
+    """
     saved = PersistedState() if found is None else found.state
     kept = {name: getattr(state, name) for name in KEPT_AT_RESTORE}
     ledger, eval_ledger = saved.ledger.restored_over(state.ledger), saved.eval_ledger.restored_over(state.eval_ledger)
@@ -239,7 +242,7 @@ def restore(state: QueueState, found: Snapshot | None) -> None:
 
 
 def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
-    """Queue the snapshot's groups that are still stored, and keep its refs to them. Drop all other groups."""
+    """Make the snapshot's groups that are still stored ready to be taken, and drop all other groups."""
     here = {group.lease_id: group for group in (*state.queued, *state.taken)}
     wanted = [] if found is None else found.groups
     stored = [here.get(group.lease_id) or state.snapshot_refs.get(group.lease_id) for group in wanted]
@@ -265,7 +268,7 @@ def _restore_groups(state: QueueState, found: Snapshot | None) -> None:
 
 
 def drop_undelivered(state: QueueState, cause: DropCause) -> None:
-    """Drop the answers that the learner has not received, and delete all evaluations."""
+    """Count the answers that the learner has not received as dropped for ``cause``, and delete all evaluations."""
     state.evals.clear()
     state.received_evals = set()
     for account in (state.eval_ledger.groups, state.eval_ledger.rollouts, state.eval_ledger.tokens):
@@ -285,7 +288,7 @@ def _changed_data(since: str, saved: PersistedState, state: QueueState) -> Queue
 
 
 def ledger_file(state: QueueState) -> dict[str, Any]:
-    """The content of ``ledger.json``. ``broken`` names an identity that does not hold (a bug in async-rl)."""
+    """Return the content of ``ledger.json``. Its key ``broken`` says which counts don't add up (a bug in async-rl)."""
     learner = state.learner
     plain: dict[str, Any] = {
         "lineage": learner.lineage if learner else None,
@@ -302,7 +305,7 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
 
 
 def status(state: QueueState, now: float) -> dict[str, Any]:
-    """The full status of the queue for people, as plain data."""
+    """Return the full status of the queue at the time ``now``, as plain data for people."""
     state.at(now)
     learner = state.learner
     announced = learner.announcement if learner else None
@@ -333,7 +336,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
 
 
 def excluded(state: QueueState) -> list[dict[str, Any]]:
-    """The prompts that were excluded most recently (at most 100).
+    """Return the prompts that were excluded last (at most 100), with row, epoch and cause.
 
     ``row`` is the row's index in the loaded data set. It starts at 0 and does not count malformed rows.
     """

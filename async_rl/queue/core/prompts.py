@@ -1,12 +1,12 @@
-"""The prompts to sample: the stream of training prompts, and the rows of evaluations. Pure.
+"""The prompts to sample: the stream of training prompts, and the rows of evaluations.
 
-The stream's positions count from 0 over all epochs. Every epoch is a seeded order of all rows, so a position alone
-determines its row, also after a restart. ``generator_requests`` draws positions; requeued ones (expired, dropped,
-rolled back) are drawn first, in stream order.
+A prompt's position in the stream counts from 0 over all epochs. The rows of each epoch are shuffled with a seed, so a
+position alone determines its row, also after a restart. ``generator_requests`` draws positions. Positions whose lease
+expired, or whose group was dropped or rolled back, are drawn again before new ones.
 
-The learner requests an evaluation of every row of a dataset. Its answers are kept until the learner has received them.
-Evaluations have a separate ledger, and do not count for admission. A row that can't be sampled has an answer without
-a group.
+The learner can request an evaluation of all rows of a dataset. The queue keeps the answers until the learner has
+received them. Evaluations have their own ledger, and don't count for the number of training leases. A row that can't be
+sampled gets an answer without a group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from async_rl.records import Prompt, Sampling
 
 
 class Row(Protocol):
-    """One dataset row."""
+    """A row of a dataset: the chat messages of its prompt, and the data that its reward needs."""
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]: ...
@@ -38,9 +38,10 @@ class Row(Protocol):
 
 
 class StreamCursor(msgspec.Struct):
-    """The state of a stream.
+    """The place in the stream of training prompts, as the journal and snapshots store it.
 
-    ``position`` is the lowest that was never drawn. ``requeued`` is a heap of positions that are drawn again first.
+    ``position`` is the lowest position that was never drawn. ``requeued`` is a heap of the positions to draw again
+    first.
     """
 
     position: int = 0
@@ -48,7 +49,7 @@ class StreamCursor(msgspec.Struct):
 
 
 class PromptStream:
-    """Positions to sample, in order. If ``epochs`` is None, the stream is endless.
+    """The order in which training prompts are sampled, as positions. The stream has no end if ``epochs`` is None.
 
     Raises:
         ValueError: ``num_rows`` is below 1.
@@ -70,7 +71,7 @@ class PromptStream:
 
     @property
     def requeued(self) -> list[int]:
-        """Positions that wait to be drawn again, ascending."""
+        """The positions that will be drawn again, ascending."""
         return sorted(self.cursor.requeued)
 
     @property
@@ -79,21 +80,21 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the newest position drawn (0 before the first)."""
+        """The epoch of the highest position that was drawn, from 0; 0 if none was drawn."""
         return max(0, self.cursor.position - 1) // self.num_rows
 
     @property
     def exhausted(self) -> bool:
-        """Whether no position is left to draw."""
+        """Whether there is no position left to draw."""
         return not self.cursor.requeued and self._end is not None and self.cursor.position >= self._end
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return (row, epoch) of a position."""
+        """Return the dataset row and the epoch of a position."""
         epoch, index = divmod(position, self.num_rows)
         return int(self._order(epoch)[index]), epoch
 
     def draw(self) -> int | None:
-        """Draw the next position; None at the end of the last epoch."""
+        """Return the next position to sample; None at the end of the last epoch."""
         if self.cursor.requeued:
             return heapq.heappop(self.cursor.requeued)
         if self.exhausted:
@@ -102,7 +103,7 @@ class PromptStream:
         return self.cursor.position - 1
 
     def requeue(self, position: int) -> None:
-        """Draw this position again, before new ones."""
+        """Put a position back, to be drawn again before new positions."""
         heapq.heappush(self.cursor.requeued, position)
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -121,13 +122,13 @@ class PromptStream:
 
 
 EvalKey = tuple[str, int]
-"""Dataset name and the learner's step."""
+"""What identifies an evaluation: the name of its dataset, and the learner's step that requested it."""
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
-    """The answer to one row: the ref of its group's payload, and its counts for the ledger.
+    """The answer to one row of an evaluation: the place of its group's bytes, and its numbers for the ledger.
 
-    Without a ``ref`` the row was given up.
+    ``ref`` is None if the row could not be sampled.
     """
 
     ref: PayloadRef | None
@@ -136,9 +137,15 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
 
 
 class EvaluationRecord(msgspec.Struct):
-    """An evaluation in the journal, with the number of failed attempts by row.
+    """An evaluation that the learner requested, as the journal stores it.
 
-    If it is ``exclusive``, no training lease is granted until it is done.
+    Attributes:
+        dataset: the name of the set in ``data.eval``.
+        step: the learner's step that requested it.
+        num_samples: the number of rollouts for each row.
+        min_version: the oldest weights version that may sample it.
+        exclusive: whether no training lease is granted until the evaluation is done.
+        attempts: the number of failed attempts by row.
     """
 
     dataset: str
@@ -151,7 +158,11 @@ class EvaluationRecord(msgspec.Struct):
 
 @dataclass(slots=True)
 class Evaluation:
-    """The evaluation of one dataset at one step. ``todo`` is a heap of the rows without lease or answer."""
+    """An evaluation of one dataset at one step, with its rows and answers.
+
+    ``todo`` is a heap of the rows that have neither a lease nor an answer. ``answers`` are the answers by row.
+    ``delivered`` says whether the answers have been sent to the learner.
+    """
 
     request: EvaluationRecord
     rows: Sequence[Row]
@@ -172,11 +183,14 @@ class Evaluation:
         return Prompt(row, row, 0, self.rows[row].messages, self.rows[row].reward_data)
 
     def give_back(self, row: int) -> None:
-        """Requeue a row whose lease ended without a failure, so that no attempt is counted."""
+        """Put a row back whose lease ended without a failure. This does not count as a failed attempt."""
         heapq.heappush(self.todo, row)
 
     def lose(self, row: int, *, max_attempts: int, requeue: bool) -> bool:
-        """Count a failed attempt at a row. Return whether the row must be given up."""
+        """Count a failed attempt at a row. Return whether the row must be given up, else put it back.
+
+        A row is given up after ``max_attempts`` failed attempts, or at once if ``requeue`` is False.
+        """
         attempts = self.request.attempts[row] = self.request.attempts.get(row, 0) + 1
         if requeue and attempts < max_attempts:
             heapq.heappush(self.todo, row)
@@ -189,12 +203,15 @@ class Evaluation:
 
 
 def entry_key(key: EvalKey, row: int | None = None) -> str:
-    """The key of an evaluation's record or, with ``row``, of the record of the answer to that row."""
+    """Return the key of an evaluation's record in the journal or, with ``row``, of the record of that row's answer."""
     return json.dumps([*key] if row is None else [*key, row])
 
 
 class EvalBook:
-    """The evaluations that the learner requested and has not received yet."""
+    """The evaluations that the learner requested and has not received yet.
+
+    ``num_bytes`` is the size of their answers.
+    """
 
     def __init__(self, changes: Changes, payloads: PayloadStore) -> None:
         self._changes, self._payloads = changes, payloads
@@ -205,7 +222,7 @@ class EvalBook:
         return iter(self._open.values())
 
     def add(self, evaluation: Evaluation) -> bool:
-        """Add an evaluation. Return whether it is new."""
+        """Add an evaluation. Return False, and change nothing, if it is already present."""
         if evaluation.key in self._open:
             return False
         evaluation.todo = [row for row in range(len(evaluation.rows)) if row not in evaluation.answers]
@@ -217,17 +234,17 @@ class EvalBook:
         return self._open.get(key)
 
     def note(self, evaluation: Evaluation) -> None:
-        """Record the evaluation's attempts in the journal."""
+        """Write an evaluation, with its failed attempts, to the journal."""
         self._changes.put("evaluation", entry_key(evaluation.key), evaluation.request)
 
     def answer(self, evaluation: Evaluation, row: int, answer: Answer) -> None:
-        """Store a row's answer, which may say that the row was given up."""
+        """Store the answer to a row. An answer without a group says that the row was given up."""
         evaluation.answers[row] = answer
         self.num_bytes += answer.ref.length if answer.ref is not None else 0
         self._changes.put("answer", entry_key(evaluation.key, row), answer)
 
     def lose_answer(self, evaluation: Evaluation, row: int) -> Answer:
-        """Remove and return a row's answer, whose payload can't be read back, and requeue the row."""
+        """Remove and return the answer to a row because its stored bytes are damaged. The row is sampled again."""
         answer = evaluation.answers.pop(row)
         evaluation.give_back(row)
         self._changes.delete("answer", entry_key(evaluation.key, row))
@@ -245,7 +262,7 @@ class EvalBook:
         return evaluation
 
     def clear(self) -> None:
-        """Delete all evaluations. A new learner requests evaluations again."""
+        """Delete all evaluations. A new learner requests its evaluations again."""
         for evaluation in list(self._open.values()):
             self._forget(evaluation)
 
@@ -259,7 +276,7 @@ class EvalBook:
 
     @property
     def exclusive(self) -> Evaluation | None:
-        """An unfinished exclusive evaluation: until it is done, no training lease is granted. None if there is none."""
+        """An unfinished evaluation that stops training leases until it is done; None if there is none."""
         return next((e for e in self.unfinished if e.request.exclusive), None)
 
     def _forget(self, evaluation: Evaluation) -> None:

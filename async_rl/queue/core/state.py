@@ -1,7 +1,8 @@
-"""The queue's state, and the changes that requests share: end a lease, drop a group, requeue a prompt. Pure.
+"""The whole state of the queue, and changes that several requests share: end a lease, drop a group, requeue a prompt.
 
-The server owns one ``QueueState``. The functions of ``learner_requests`` and ``generator_requests`` change it, and
-``QueueState.expire`` does so as time passes. ``persistence`` writes and reads its persisted part, ``PersistedState``.
+The server has one ``QueueState``. The functions of ``learner_requests`` and ``generator_requests`` change it, and
+``QueueState.expire`` ends leases as time passes. ``persistence`` writes and reads the part of it that outlives the
+process, ``PersistedState``.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
 from async_rl.records import Prompt
 
 _NAMED = 100
-"""Maximum number of excluded prompts that are listed. All are counted."""
+"""Maximum number of excluded prompts that are listed. All excluded prompts are counted."""
 
 
 class Attempts(msgspec.Struct):
-    """Failed and late attempts of a prompt. At ``queue.max_attempts`` of either it is excluded: poison, or too slow."""
+    """The numbers of failed and of late attempts to sample a prompt.
+
+    At ``queue.max_attempts`` of either, it is excluded. Such a prompt is then counted as ``poison`` (failed) or
+    ``too_slow`` (late).
+    """
 
     failed: int = 0
     stale: int = 0
 
 
 class _Counted(Protocol):
-    """The sums of a group, which is a ``GroupSummary`` or a ``StoredGroup``."""
+    """The numbers of a group that ``count_outcome`` needs. ``GroupSummary`` and ``StoredGroup`` have them."""
 
     @property
     def num_rollouts(self) -> int: ...
@@ -51,12 +56,25 @@ class _Counted(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class PersistedState:
-    """The state that outlives a queue server: journal and snapshot hold all these fields (``persistence.py``).
+    """The part of the queue's state that outlives the server process. Journal and snapshots have all these fields.
 
-    ``now`` is the queue's clock. ``data_digest`` identifies the training rows, so that a snapshot of other rows is
-    never restored. ``excluded`` counts excluded prompts by epoch; ``last_excluded`` has the most recent ones by
-    position, with the cause. ``received_evals`` are the evaluations whose answers the learner has. ``num_damaged``
-    counts groups whose payload could not be read back.
+    Attributes:
+        now: the queue's clock, in seconds.
+        data_digest: a digest of the training rows. A snapshot made with other rows is not restored.
+        learner: the attached learner; None before the first.
+        old_lineages: the learners that no longer own the queue.
+        cursor: the place in the stream of prompts.
+        attempts: failed and late attempts by prompt position.
+        excluded: the number of excluded prompts by epoch.
+        last_excluded: the positions that were excluded last, each with the cause.
+        filtered_since_step: the number of groups filtered since the learner's last step.
+        filtered_right_since_step: the number of those whose accuracy was at or above the filter's upper end.
+        prompts_too_long: the number of prompts that were excluded as too long.
+        ledger: the counts of training groups, rollouts and tokens.
+        eval_ledger: the same counts for evaluations.
+        outcomes: sums over groups by how they ended.
+        received_evals: the evaluations whose answers the learner has received.
+        num_damaged: the number of groups whose stored bytes were damaged.
     """
 
     now: float = 0.0
@@ -79,16 +97,21 @@ class PersistedState:
 
 @dataclass(slots=True, eq=False)
 class QueueState(PersistedState):
-    """The queue: its whole mutable state.
+    """The queue's whole state.
 
-    ``rows`` are the training rows, and ``stream`` the order in which they are sampled. ``instance`` is a secret of the
-    server process: lease ids depend on it, so that nobody can guess them. ``payloads`` stores the encoded groups.
-    ``changes`` collects the records for the journal; by default none are collected.
-
-    ``revision`` grows with every change, so that waiting requests are retried. ``taken`` are the groups of the
-    learner's ``taken_ids``. ``waits_since``: under ``on_stale = "wait"``, the time at which the next batch was complete
-    but began to wait for leases that its step would make stale. ``vocab_size`` limits the token ids of returned groups;
-    None if it is unknown. ``damage`` counts damaged payloads by file until the server has logged them.
+    Attributes:
+        rows: the training rows.
+        stream: the order in which the rows are sampled.
+        instance: a secret of the server process. Lease ids depend on it, so that they can't be guessed.
+        payloads: the store of the groups' bytes.
+        changes: collects the records to write to the journal. By default it collects nothing.
+        taken: the groups that the learner has taken for its step.
+        waits_since: under ``on_stale = "wait"``, the time since which a complete batch has waited for leases; None if
+            no batch waits.
+        revision: a number that grows with every change, so that waiting requests are tried again.
+        clock_ahead_s: the seconds by which the queue's clock is ahead of the caller's.
+        vocab_size: limit on the token ids of returned groups. None if unknown.
+        damage: the number of damaged groups by file, until the server has logged them.
     """
 
     settings: QueueSettings
@@ -124,13 +147,13 @@ class QueueState(PersistedState):
         self.snapshot_refs = SnapshotRefs(self.changes)
 
     def adopt(self, saved: PersistedState) -> None:
-        """Replace every persisted field with that of ``saved``."""
+        """Replace all persisted fields of this state by those of ``saved``."""
         for persisted in fields(PersistedState):
             setattr(self, persisted.name, getattr(saved, persisted.name))
         self.stream.cursor = self.cursor
 
     def set_taken(self, groups: tuple[StoredGroup, ...]) -> tuple[StoredGroup, ...]:
-        """Replace the taken groups with ``groups``. Return the previous ones."""
+        """Replace the groups that the learner has taken by ``groups``. Return the previous groups."""
         before, self.taken = self.taken, groups
         self.taken_bytes = sum(group.ref.length for group in groups)
         if self.learner is not None:
@@ -138,16 +161,16 @@ class QueueState(PersistedState):
         return before
 
     def at(self, now: float) -> None:
-        """Advance the queue's clock; it never runs backwards, even if ``now`` does.
+        """Set the queue's clock to the time ``now`` of the caller's clock. The queue's clock never runs backwards.
 
-        ``now`` is from the caller's clock. The queue's clock outlives processes and is ``clock_ahead_s`` ahead of it.
+        The queue's clock outlives processes, and is ``clock_ahead_s`` ahead of the caller's.
         """
         self.now = max(self.now, now + self.clock_ahead_s)
 
     def expire(self, now: float) -> int:
-        """Expire leases without progress. Under ``on_stale = "wait"``, end a wait whose time is over.
+        """End the leases whose progress has not grown for too long, and return their number.
 
-        Return the number of expired leases.
+        Under ``on_stale = "wait"``, also end the wait of a batch that has waited for ``queue.wait_s``.
         """
         self.at(now)
         self._stop_waiting()
@@ -159,17 +182,17 @@ class QueueState(PersistedState):
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which ``expire`` must be called next; None if there is none."""
+        """The time, on the caller's clock, at which ``expire`` must be called next; None if it need not be called."""
         deadlines = (self.leases.next_deadline, self._wait_deadline)
         return min((d - self.clock_ahead_s for d in deadlines if d is not None), default=None)
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over."""
+        """Whether the learner has ended the run."""
         return self.learner is not None and self.learner.finished
 
     def attached(self, lineage: str) -> LearnerSide:
-        """Return the attached learner. It must have this ``lineage``.
+        """Return the attached learner, after a check that ``lineage`` is its lineage.
 
         Raises:
             LineageError: another learner owns the queue.
@@ -188,18 +211,18 @@ class QueueState(PersistedState):
         return self.learner
 
     def alive_generators(self, now: float) -> tuple[str, ...]:
-        """The ids of the generators that sent a message recently."""
+        """Return the ids of the generators that count as alive at the time ``now``."""
         self.at(now)
         return tuple(entry.generator_id for entry in self.generators.alive(self.now))
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of payloads that are queued or taken."""
+        """The size in bytes of all groups that are queued or taken."""
         return self.queued.num_bytes + self.taken_bytes
 
     @property
     def outstanding(self) -> int:
-        """Training groups taken, in flight or queued."""
+        """The number of training groups that are taken, in flight or queued."""
         groups = self.ledger.groups
         return groups.taken + groups.in_flight + groups.queued
 
@@ -216,9 +239,13 @@ class QueueState(PersistedState):
         stop_sampling: bool = True,
         requeue: bool = True,
     ) -> None:
-        """End a lease without a usable group, and requeue or exclude its prompt.
+        """End a lease that gave no usable group. Requeue its prompt, or exclude the prompt after too many attempts.
 
-        If ``requeue`` is False (evaluations only), the row is given up at once.
+        Args:
+            cause: the reason, under which the ledger counts the group.
+            tokens: the number of tokens that the generator returned anyway.
+            stop_sampling: whether to notify the generator that it must stop.
+            requeue: False gives up the row of an evaluation at once.
         """
         rollouts = active.lease.group_size
         if stop_sampling:
@@ -245,7 +272,7 @@ class QueueState(PersistedState):
         self.revision += 1
 
     def refuse_prompt(self, active: ActiveLease) -> None:
-        """Exclude a prompt that is too long."""
+        """End a lease whose prompt is too long, and exclude the prompt."""
         if active.evaluation is not None:
             self.lose_lease(active, "refused", stop_sampling=False, requeue=False)
             return
@@ -256,13 +283,17 @@ class QueueState(PersistedState):
         self.revision += 1
 
     def add_group(self, group: StoredGroup) -> None:
-        """Queue a new group."""
+        """Add a group to those that are ready to be taken, and to the journal."""
         self.queued.add(group)
         self.changes.put("group", group.lease_id, GroupRecord(group), is_new=True)
         self.revision += 1
 
     def drop_group(self, group: StoredGroup, source: ledgers.Place, cause: DropCause, *, requeue: bool = False) -> None:
-        """Drop a group that the caller has removed from the ready or taken groups."""
+        """Count a group as dropped for ``cause``, and delete it.
+
+        The caller has removed it from the ready or taken groups. ``source`` is where the ledger has counted it. If
+        ``requeue``, its prompt is sampled again or excluded.
+        """
         final = self._requeue_or_exclude(group.position, cause) if requeue else cause
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
@@ -270,9 +301,9 @@ class QueueState(PersistedState):
         self.revision += 1
 
     def drop_damaged(self, group: StoredGroup, error: DamagedPayloadError) -> None:
-        """Drop a group that the caller has removed from the ready groups: its payload can't be read back.
+        """Drop a group whose stored bytes are damaged. The caller has removed it from the ready groups.
 
-        Its prompt is requeued, and no attempt is counted.
+        Its prompt is sampled again, and no failed attempt is counted.
         """
         self.ledger.drop("queued", "rolled_back", group.num_rollouts, group.num_tokens)
         self.stream.requeue(group.position)
@@ -281,13 +312,13 @@ class QueueState(PersistedState):
         self.note_damage(error)
 
     def note_damage(self, error: DamagedPayloadError) -> None:
-        """Count a damaged payload."""
+        """Count a group whose stored bytes are damaged, under the file in ``error``."""
         self.damage[error.file] += 1
         self.num_damaged += 1
         self.revision += 1
 
     def forget_group(self, group: StoredGroup) -> None:
-        """Delete a group that is no longer ready or taken, unless a snapshot still refers to it."""
+        """Delete the record and bytes of a group that is no longer ready or taken, unless it belongs to a snapshot."""
         if group.lease_id in self.snapshot_refs:
             self.changes.put("group", group.lease_id, GroupRecord(group, is_live=False))
         else:
@@ -295,11 +326,11 @@ class QueueState(PersistedState):
             self.payloads.release(group.ref)
 
     def is_live(self, lease_id: str) -> bool:
-        """Whether the group is ready or taken."""
+        """Return whether the group of the lease ``lease_id`` is ready or taken."""
         return lease_id in self.queued or any(group.lease_id == lease_id for group in self.taken)
 
     def release_refs(self, groups: Iterable[StoredGroup]) -> None:
-        """Delete these groups, to which no snapshot refers now, unless they are still ready or taken."""
+        """Delete those of ``groups`` that are neither ready nor taken. No snapshot may need them any more."""
         for group in groups:
             if not self.is_live(group.lease_id):
                 self.forget_group(group)
@@ -314,7 +345,7 @@ class QueueState(PersistedState):
         )
 
     def drop_too_old(self, learner: LearnerSide) -> None:
-        """Drop the queued groups and leases that can't be trained at the new version."""
+        """Drop the queued groups, and end the leases, that are too old to be trained at the learner's version."""
         oldest = self.settings.oldest_trainable(learner.version)
         for group in self.queued.pop_older_than(oldest):
             self.drop_group(group, "queued", "stale", requeue=True)
@@ -324,18 +355,18 @@ class QueueState(PersistedState):
                 self.lose_lease(active, "cancelled")
 
     def cancel_left_behind(self, learner: LearnerSide) -> None:
-        """Cancel the leases in flight that the next step, on the taken batch, makes stale.
+        """End the leases in flight whose groups will be too old once the learner has trained the batch that it took.
 
-        Once the batch is taken, these leases can't be trained. If they were sampled further, they would occupy slots
-        and count in admission: at a bound of 1 this cost a tenth of the steps/s (``benchmarks/on_stale.py``). If the
-        optimizer step is then skipped, the leases were cancelled needlessly; their prompts are requeued.
+        If they were sampled further, they would use generators in vain and count in admission: at a staleness bound of
+        1 this cost a tenth of the steps/s (``benchmarks/on_stale.py``). If the optimizer step is then skipped, the
+        leases were cancelled needlessly. Their prompts are requeued.
         """
         if self.settings.on_stale != "mask":
             for active in self.leases.training_older_than(self.settings.oldest_after_step(learner.version)):
                 self.lose_lease(active, "cancelled")
 
     def end_training(self) -> None:
-        """Drop queued groups and training leases as unused, because no further step follows."""
+        """Drop all queued groups and training leases as unused, because the last step is done."""
         for group in self.queued.pop_all():
             self.drop_group(group, "queued", "unused_at_end")
         for active in self.leases:
@@ -346,7 +377,7 @@ class QueueState(PersistedState):
                 self.revision += 1
 
     def stop_diagnosis(self) -> str:
-        """The reason why the run can't continue; empty if it can."""
+        """Return the reason why the run can't continue; empty if it can."""
         if self.filtered_since_step >= self.settings.max_filtered:
             right = self.filtered_right_since_step
             wrong = self.filtered_since_step - right
@@ -366,7 +397,7 @@ class QueueState(PersistedState):
         return self.generators.why_nobody(self.now)
 
     def stats(self) -> QueueStats:
-        """Queue statistics at time ``now``, set by the latest call."""
+        """Return statistics of the queue at the time of its clock."""
         alive = self.generators.alive(self.now)
         return QueueStats(
             depth=len(self.queued),
@@ -381,7 +412,7 @@ class QueueState(PersistedState):
         )
 
     def ledger_dict(self) -> dict[str, Any]:
-        """Both ledgers and the outcomes."""
+        """Return the ledgers of training and evaluations and the outcomes of groups, as plain data."""
         return {
             **self.ledger.as_dict(),
             "eval": self.eval_ledger.as_dict(),
@@ -389,7 +420,11 @@ class QueueState(PersistedState):
         }
 
     def check_totals(self) -> None:
-        """Check the ledgers. Raises AssertionError: one does not add up, or differs from the totals of the tables."""
+        """Check that both ledgers add up, and that they equal the totals of the tables of groups, leases and prompts.
+
+        Raises:
+            AssertionError: a number differs.
+        """
         self.ledger.check()
         self.eval_ledger.check()
         groups, tokens = self.ledger.groups, self.ledger.tokens
@@ -405,7 +440,7 @@ class QueueState(PersistedState):
         )
 
     def check(self) -> None:
-        """Call ``check_totals``, and check every total against its parts. The cost grows with the number of groups.
+        """Check all totals, also those that are kept for speed, against the groups and leases. Slow with many groups.
 
         Raises:
             AssertionError: a total is wrong, or a prompt got lost.
@@ -423,7 +458,10 @@ class QueueState(PersistedState):
         )
 
     def _num_prompts(self) -> int:
-        """The number of prompts drawn from the stream, summed over their places. A requeued prompt counts once."""
+        """Return the number of prompts that were drawn from the stream: the sum over where they are or how they ended.
+
+        A prompt that was requeued counts once.
+        """
         groups = self.ledger.groups
         here = self.stream.num_requeued + groups.in_flight + groups.queued + groups.taken
         ended = ("poison", "too_slow", "step_skipped", "unused_at_end")
@@ -431,11 +469,11 @@ class QueueState(PersistedState):
 
     @property
     def _wait_deadline(self) -> float | None:
-        """The time at which a waiting step stops waiting for leases; None if no step waits."""
+        """The time at which a waiting batch stops waiting for leases; None if no batch waits."""
         return None if self.waits_since is None else self.waits_since + self.settings.wait_s
 
     def _stop_waiting(self) -> None:
-        """If a step has waited for ``queue.wait_s``, cancel the leases that it waited for and would make stale."""
+        """If a batch has waited for ``queue.wait_s``, end the leases that it waited for."""
         deadline = self._wait_deadline
         if self.learner is None or deadline is None or self.now < deadline:
             return
@@ -444,7 +482,10 @@ class QueueState(PersistedState):
         self.waits_since = None
 
     def _requeue_or_exclude(self, position: int, cause: DropCause) -> DropCause:
-        """Requeue the prompt, or exclude it if it has no attempt left. Return the cause to count."""
+        """Requeue a prompt, or exclude it if it has no attempt left.
+
+        Return the cause under which to count its group.
+        """
         attempts = self.attempts.setdefault(position, Attempts())
         if cause in ("stale", "cancelled"):
             attempts.stale += 1
