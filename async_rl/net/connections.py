@@ -24,16 +24,13 @@ from collections.abc import Iterable, Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from async_rl.net.streams import (
-    MAX_UNAUTHENTICATED,
-    MAX_UNAUTHENTICATED_OF_ADDRESS,
-    UnauthenticatedPeers,
-    raise_descriptor_limit,
-)
+from async_rl.net.streams import UnauthenticatedPeers, raise_descriptor_limit
 
 FIRST_MESSAGE_S = 15.0
 """Seconds from the begin of a connection until its first message must have arrived. The clients of async-rl send a
 message at once."""
+MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED_OF_ADDRESS = 1024, 512
+"""More than at other ports: all generators of a run may connect at once, when a busy server has time again."""
 MAX_CONNECTIONS = 4096
 BACKLOG = 1024
 _MONITOR_EVENTS = 1000
