@@ -16,6 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -381,7 +382,10 @@ class ThreadGrader:
         self._incomplete.pop(lease_id, None)
 
     def close(self) -> None:
-        """Score what is submitted, then end the threads."""
+        """Drop the samples whose scoring has not begun, and end the threads."""
+        with suppress(queue.Empty):
+            while True:
+                self._todo.get_nowait()
         for _ in self._threads:
             self._todo.put(None)
         for thread in self._threads:

@@ -102,7 +102,7 @@ def run_generator(
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
         stack.enter_context(closing(receiver))
-        Worker(
+        worker = Worker(
             queue=queue,
             receiver=receiver,
             backend=backend,
@@ -111,7 +111,9 @@ def run_generator(
             generator_id=generator_id,
             wait_s=wait_s,
             environment=build_environment(config, directory, backend, digests, stack),
-        ).run()
+        )
+        stack.callback(queue.leave)  # first of all: engine and environments may take long to end
+        worker.run()
 
 
 def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> ThreadGrader:

@@ -65,6 +65,31 @@ def test_a_reward_of_groups_waits_for_the_whole_group_and_sees_it_in_order(
     grader.close()
 
 
+def test_closing_waits_for_the_answer_that_is_being_scored_and_drops_the_others(monkeypatch: pytest.MonkeyPatch):
+    begun, go, scored = threading.Event(), threading.Event(), []
+
+    def slow(item: RewardInput) -> float:
+        scored.append(item)
+        begun.set()
+        assert go.wait(30)
+        return 1.0
+
+    grader, lease = ThreadGrader(reward_of(slow)), make_lease("a")
+    for index in range(2):
+        grader.submit(lease, sample(lease, index, "x"))
+    assert begun.wait(30)
+    (thread,) = grader._threads
+    join = thread.join
+
+    def go_on_and_join() -> None:
+        go.set()
+        join(30)
+
+    monkeypatch.setattr(thread, "join", go_on_and_join)
+    grader.close()
+    assert len(scored) == 1
+
+
 def test_other_rewards_do_not_wait():
     grader, lease = InlineGrader(reward_of(right)), make_lease("a")
     grader.submit(lease, sample(lease, 1, "2"))

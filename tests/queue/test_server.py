@@ -92,6 +92,19 @@ def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
     assert "broken" not in ledger
 
 
+def test_a_generator_that_leaves_hands_its_leases_back_before_it_is_closed(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner, generator = servers.learner(server.address), servers.generator(server.address)
+    attach(learner)
+    generator.hello(10.0, "fake")
+    get_leases(generator, count=2)
+    assert len(learner.status()["leases"]) == 2
+    generator.leave()
+    generator.leave()
+    wait_until(lambda: learner.status()["leases"] == [], "the leases to be handed back")
+    assert learner.status()["stream"]["requeued"] == 2
+
+
 def test_a_generator_waits_for_the_learner_to_attach(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")))
     learner, generator = servers.learner(server.address), servers.generator(server.address)

@@ -481,10 +481,15 @@ class GeneratorQueue:
             events += self._events(request, message)
         return events
 
-    def close(self) -> None:
-        """Leave the queue. It requeues the remaining leases at once."""
+    def leave(self) -> None:
+        """Leave the queue: it requeues the remaining leases at once. Only ``close`` may follow."""
         if self._is_known:
             self._connection.send_once(messages.Goodbye(self.generator_id))
+            self._is_known = False
+
+    def close(self) -> None:
+        """Leave the queue, and close the connection."""
+        self.leave()
         self._connection.close()
 
     def _send_returns(self) -> None:
