@@ -385,13 +385,14 @@ class Supervisor:
             self._view.note("the learner saves its last step; a second signal ends everything at once")
         self._end(self._learner.processes, self._timing.learner_grace_s if can_save else 0.0)
         self._end([p for unit in self._generators for p in unit.processes], self._timing.grace_s)
-        self._end(self._queue.processes, self._timing.grace_s)
+        # At SIGTERM it would wait for a learner that was killed.
+        self._end(self._queue.processes, self._timing.grace_s, signal.SIGINT)
 
-    def _end(self, processes: Sequence[_Process], grace_s: float) -> None:
-        """Send SIGTERM, wait ``grace_s``, kill whole process groups."""
+    def _end(self, processes: Sequence[_Process], grace_s: float, signum: int = signal.SIGTERM) -> None:
+        """Send ``signum``, wait ``grace_s``, kill whole process groups."""
         for process in processes:
             if process.popen.poll() is None:
-                process.popen.terminate()
+                process.popen.send_signal(signum)
         deadline = time.monotonic() + grace_s
         while any(p.popen.poll() is None for p in processes):
             if time.monotonic() >= deadline or len(self._signals) > self._num_heeded:

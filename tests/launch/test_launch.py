@@ -531,7 +531,7 @@ def read_pid(run: Path) -> int:
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_everything_in_order(tmp_path: Path, signum: int, code: int):
     last_words = "import signal, time, sys\ndef leave(*_):\n    print('NAME', time.time(), flush=True); sys.exit(0)\n"
-    last_words += "signal.signal(15, leave)\n"
+    last_words += "signal.signal(15, leave); signal.signal(2, leave)\n"
     commands = FakeCommands(
         tmp_path / "run",
         queue_code=last_words + QUEUE,
@@ -567,7 +567,7 @@ def test_a_signal_after_the_end_of_the_run_interrupts_nothing(tmp_path: Path, en
 
 def test_a_learner_has_a_grace_of_its_own_and_saves_while_generators_and_queue_serve(tmp_path: Path):
     last_words = "import signal, sys\ndef leave(*_):\n    open(RUN + '/over', 'a').write('NAME\\n'); sys.exit(0)\n"
-    last_words += "signal.signal(15, leave)\n"
+    last_words += "signal.signal(15, leave); signal.signal(2, leave)\n"
     slow = "import signal, time\ndef save(*_):\n    time.sleep(0.6); assert not os.path.exists(RUN + '/over')\n"
     slow += "    open(RUN + '/saved', 'w'); sys.exit(143)\n"
     slow = f"import os, sys\n{slow}signal.signal(15, save)\nopen(RUN + '/up', 'w')\nsignal.pause()"
@@ -589,7 +589,7 @@ def test_a_learner_has_a_grace_of_its_own_and_saves_while_generators_and_queue_s
 
 
 def test_a_second_signal_ends_all_at_once(tmp_path: Path):
-    deaf = "import signal\nsignal.signal(15, signal.SIG_IGN)\n"
+    deaf = "import signal\nsignal.signal(15, signal.SIG_IGN)\nsignal.signal(2, signal.SIG_IGN)\n"
     commands = FakeCommands(
         tmp_path / "run",
         queue_code=deaf + QUEUE,

@@ -447,16 +447,41 @@ def test_the_server_ends_with_its_parent(servers, tmp_path):
     assert server.process.communicate(timeout=20)[0] == "ended: the process that started the queue server is gone\n"
 
 
-def test_sigterm_ends_the_server_with_its_ledger_written(servers, tmp_path):
+def test_a_server_that_gets_sigterm_serves_its_learner_until_that_has_saved_and_left(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")))
-    attach(servers.learner(server.address))
+    learner = servers.learner(server.address)
+    attach(learner)
     generator = servers.generator(server.address)
     generator.hello(10.0, "fake")
     get_leases(generator, count=2)
     server.process.send_signal(signal.SIGTERM)
+    assert learner.snapshot("line-a")
+    learner.checkpoint_committed("line-a", 0)
+    assert server.process.poll() is None
+    learner.close()
     assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert ledger["groups"]["in_flight"] == 2
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM twice", "grace"])
+def test_a_server_ends_without_its_learner_when_told_to_or_in_time(servers, tmp_path, how: str):
+    grace_s = 0.1 if how == "grace" else 3600.0
+    server = servers.start(make_config(str(tmp_path / "run"), checkpoint={"grace_s": grace_s}))
+    learner = servers.learner(server.address)
+    attach(learner)
+    first = signal.SIGINT if how == "SIGINT" else signal.SIGTERM
+    server.process.send_signal(first)
+    if how == "SIGTERM twice":
+        assert learner.snapshot("line-a")  # it has handled the first
+        server.process.send_signal(signal.SIGTERM)
+    assert server.process.communicate(timeout=20)[0] == f"ended: {first.name}\n"
+
+
+def test_sigterm_ends_a_server_without_a_learner_at_once(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run"), checkpoint={"grace_s": 3600.0}))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
 
 
 def test_a_server_that_no_learner_ever_found_ends(servers, tmp_path):

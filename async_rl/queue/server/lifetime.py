@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -22,13 +23,17 @@ class Lifetime:
     Args:
         linger_s: seconds for which the server waits for another learner after its learner is gone.
         orphan_s: seconds after its start in which a learner must attach. None: no limit.
+        grace_s: seconds for which ``stop_after_learner`` lets the learner save a checkpoint.
         parent_watch_fd: the reading end of a pipe whose other end the parent holds open. None: no parent is watched.
     """
 
-    def __init__(self, *, linger_s: float, orphan_s: float | None, parent_watch_fd: int | None) -> None:
+    def __init__(self, *, linger_s: float, orphan_s: float | None, grace_s: float, parent_watch_fd: int | None) -> None:
         self._linger_s, self._orphan_s, self._parent_watch_fd = linger_s, orphan_s, parent_watch_fd
+        self._grace_s = grace_s
         self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
         self._stop_reason = ""
+        self._stop_at = float("inf")
         self._started = self._learner_seen = time.monotonic()
         self._finished_at: float | None = None
 
@@ -46,7 +51,17 @@ class Lifetime:
 
     def stop(self, reason: str) -> None:
         """Make ``reason_to_end`` return ``reason``; safe from a signal handler or another thread."""
+        self._stop_reason, self._stop_at = reason, time.monotonic()
+        os.write(self._wake_write, b"x")
+
+    def stop_after_learner(self, reason: str) -> None:
+        """As ``stop``, but wait until the learner has left, because it saves its last step with the queue's help.
+
+        The server waits ``grace_s`` at most. A second call ends it at once.
+        """
+        is_second = bool(self._stop_reason)
         self._stop_reason = reason
+        self._stop_at = time.monotonic() + (0.0 if is_second else self._grace_s)
         os.write(self._wake_write, b"x")
 
     def note_learner(self, now: float) -> None:
@@ -59,8 +74,12 @@ class Lifetime:
         ``unaware`` are the generators that do not know yet that the run is finished. ``learner_left``: the learner
         sent ``LearnerGoodbye``.
         """
+        is_learner_gone = learner_left or now - self._learner_seen >= LEARNER_SILENCE_S
         if self._stop_reason:
-            return self._stop_reason
+            if now >= self._stop_at or state.learner is None or state.finished or is_learner_gone:
+                return self._stop_reason
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 16)  # the waits for messages must not return at once
         if self._parent_watch_fd is not None and _is_broken(self._parent_watch_fd):
             return "the process that started the queue server is gone"
         if state.finished:

@@ -10,7 +10,7 @@ its commit succeeds.
 
 ``queue.json`` has the server's address and process, ``ledger.json`` the outcome of every group. The server ends when
 the run is finished and its generators know it, when its learner is gone for ``experimental.linger_s``, when its parent
-dies (the parent watch), or on SIGTERM.
+dies (the parent watch), on SIGINT, or on SIGTERM once its learner has saved and left.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ class QueueServer:
         self._has_batch = False
         self._last_news: tuple[Announcement | None, bool] = None, False
         self._lifetime = Lifetime(
-            linger_s=config.experimental.linger_s, orphan_s=orphan_s, parent_watch_fd=parent_watch_fd
+            linger_s=config.experimental.linger_s,
+            orphan_s=orphan_s,
+            grace_s=config.checkpoint.grace_s,
+            parent_watch_fd=parent_watch_fd,
         )
         self._files = RunFiles(run_dir, self.address)
         self._poller = zmq.Poller()
@@ -171,6 +174,10 @@ class QueueServer:
     def stop(self, reason: str) -> None:
         """End the loop soon; safe from a signal handler or another thread."""
         self._lifetime.stop(reason)
+
+    def stop_after_learner(self, reason: str) -> None:
+        """End when the learner has left, at most ``checkpoint.grace_s`` later; at the second call, at once."""
+        self._lifetime.stop_after_learner(reason)
 
     def run(self) -> str:
         """Serve until the end. Return the reason for the end.

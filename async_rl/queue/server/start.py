@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import AddressError, QueueError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys, client_keys_of
-from async_rl.process.child import is_alive, module_command, package_environment, reuse_freed_memory
+from async_rl.process.child import is_alive, is_parent_gone, module_command, package_environment, reuse_freed_memory
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.server import QueueServer
 from async_rl.queue.storage.journal import Journal
@@ -73,10 +74,19 @@ def _open_journal(config: Config, run_id: str, *, fresh: bool) -> Journal:
 
 
 def serve_until_signal(server: QueueServer) -> str:
-    """Serve until SIGTERM, SIGINT or the server's own end. Return the reason for the end."""
+    """Serve until SIGTERM, SIGINT or the server's own end. Return the reason for the end.
+
+    SIGTERM may have reached the learner, too, which then saves its last step with the queue's help. So the server waits
+    for it, except if the parent is gone or a second SIGTERM comes.
+    """
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        is_urgent = signum == signal.SIGINT or is_parent_gone()
+        (server.stop if is_urgent else server.stop_after_learner)(signal.Signals(signum).name)
+
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda got, _: server.stop(signal.Signals(got).name))
+            signal.signal(number, end)
     return server.run()
 
 
