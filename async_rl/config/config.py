@@ -1,7 +1,8 @@
-"""The whole config, one frozen pydantic model per TOML section, and the checks of keys against keys of other sections.
+"""``Config``, all settings of a run, and the checks of keys against keys of other sections.
 
-``async_rl.config.loading`` reads it from TOML and ``--set``; nothing else builds one from user input. Unknown keys are
-refused. Keys without a value are left out of the TOML (TOML has no null).
+Every section is a frozen pydantic model. ``async_rl.config.loading`` builds a ``Config`` from TOML and ``--set``, and
+no other module builds one from user input. Unknown keys are refused. A key without a value is left out of the TOML,
+which has no null.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from async_rl.process.user_code import is_code_name
 
 
 class Config(Section):
-    """All settings of one run."""
+    """All settings of one run: a field for each section of the TOML file."""
 
     run: RunConfig
     model: ModelConfig
@@ -218,7 +219,7 @@ class Config(Section):
 
     @property
     def system_prompt(self) -> str:
-        """The system message; empty if there is none."""
+        """The system message that rows without one get. Empty if there is none."""
         if self.data.system_prompt is not None:
             return self.data.system_prompt
         if self.environment.is_set:
@@ -227,20 +228,23 @@ class Config(Section):
 
     @property
     def row_needs(self) -> tuple[RowField, ...]:
-        """The fields that every row must have for its rewards; none for environments and the user's own functions."""
+        """The fields that every row of the data must have, because the run's rewards read them.
+
+        Empty for environments and for the user's own reward functions, whose needs are not known.
+        """
         types = () if self.environment.is_set else self.reward.types
         return tuple(dict.fromkeys(key for one in types for key in one.row_fields))
 
     @property
     def code_names(self) -> tuple[str, ...]:
-        """The user's own code that the run asks generators to import."""
+        """Names of the user's own code (environment, rewards, backend) that generators of this run must import."""
         environment = (self.environment.name,) if self.environment.is_set else ()
         others = (*self.reward.names, self.generator.backend)
         return (*environment, *dict.fromkeys(name for name in others if is_code_name(name)))
 
     @property
     def own_vocab_size(self) -> int | None:
-        """Vocabulary size of a backend without a model; None if the backend uses the model's vocabulary."""
+        """The vocabulary size of a backend that has no model. None if the backend uses the model's vocabulary."""
         return None if has_model(self.generator.backend) else self.experimental.fake.vocab_size
 
     @property
@@ -250,9 +254,8 @@ class Config(Section):
 
     @property
     def cache_length(self) -> int:
-        """Length in tokens of the interval below ``max_new_tokens`` in which the overlong penalty grows.
-
-        It is DAPO's L_cache.
+        """Number of tokens before ``max_new_tokens`` over which the penalty on long answers grows. It is DAPO's
+        L_cache.
         """
         return self.reward.cache_length or max(1, min(1024, self.sampling.max_new_tokens // 4))
 
@@ -267,10 +270,12 @@ class Config(Section):
 
     @property
     def temperature_steps(self) -> int:
-        """The version at which sampling reaches ``sampling.temperature_end``; if unset, the run's last."""
+        """The version from which on the temperature is ``sampling.temperature_end``. By default, the run's last
+        version.
+        """
         return self.sampling.temperature_steps or self.learner.steps * self.learner.updates_per_batch
 
     @property
     def max_filtered(self) -> int:
-        """The number of groups filtered since the last step that stops the run."""
+        """The run stops when this many groups were filtered since its last step."""
         return self.queue.max_filtered or 100 * self.learner.groups_per_step

@@ -1,6 +1,6 @@
-"""The sections ``data`` and ``eval``: which rows are trained on, which are evaluated, and how those are answered.
+"""The sections ``data`` and ``eval``: the rows to train on and to evaluate on, and how evaluations are answered.
 
-``[eval]`` holds for every set of ``data.eval``; ``[eval.sets.NAME]`` overrides it for one.
+The keys of ``[eval]`` are for every set of ``data.eval``. ``[eval.sets.NAME]`` changes them for the set ``NAME``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DataConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """How a set of ``data.eval`` is answered: the keys that may differ for one set."""
+    """How a set of ``data.eval`` is answered: the keys of ``[eval]`` that may differ from set to set."""
 
     every: int = Field(
         default=50,
@@ -125,11 +125,13 @@ class EvalConfig(EvalSetConfig):
 
     @field_serializer("sets")
     def _only_what_is_set(self, sets: dict[str, EvalSetConfig]) -> dict[str, dict[str, Any]]:
-        """Write set keys only: when read again, a written default would override the same key of ``[eval]``."""
+        """Return the keys that are set for each set. A written default would override the key of ``[eval]`` when
+        read again.
+        """
         return {name: own.model_dump(exclude_unset=True, exclude_none=True) for name, own in sets.items()}
 
     def of(self, name: str) -> EvalSetConfig:
-        """Return the settings for answering the set ``name``."""
+        """Return the settings for the set ``name``: those of ``[eval]``, changed by those of ``[eval.sets.NAME]``."""
         shared = {key: getattr(self, key) for key in EvalSetConfig.model_fields}
         own = self.sets.get(name, EvalSetConfig()).model_dump(exclude_unset=True)
         return EvalSetConfig(**{**shared, **own})

@@ -1,6 +1,7 @@
-"""Describes each key from the config classes, for ``async-rl config --explain`` and the page docs/config.md.
+"""Writes the description of each key, for ``async-rl config --explain`` and for the page docs/config.md.
 
-``python -m async_rl.config.document > docs/config.md`` writes that page; a test checks that it is current.
+The descriptions come from the config classes. ``python -m async_rl.config.document > docs/config.md`` writes the page,
+and a test checks that it is current.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ This page is generated from the classes in `async_rl/config/`: `python -m async_
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the config. ``default`` is None if it is unset by default, or if it is required."""
+    """One key of the config.
+
+    Attributes:
+        name: name of the key with its section, such as ``run.dir``.
+        field: pydantic's description of the key.
+        default: the default value. None if the key is required, or unset by default.
+    """
 
     name: str
     field: FieldInfo
@@ -46,31 +53,33 @@ class Key:
 
     @property
     def description(self) -> str:
-        """One complete sentence that describes the key."""
+        """The text that says what the key means."""
         return self.field.description or ""
 
     @property
     def values(self) -> str:
-        """Describe the allowed values of the key in words."""
+        """The values that the key may have, in words."""
         text = _values(self.field.annotation, _limits(self.field.metadata))
         section, _, key = self.name.partition(".")
         if section == "loss" and key in OFF_VALUES:
-            text = f"{text}, or {_in_toml(self.name, None)}"
+            off = _in_toml(self.name, None)
+            is_bound = off == "0" and ", above 0" in text
+            text = text.replace(", above 0", ", at least 0") if is_bound else f"{text}, or {off}"
         return self._with_sizes(text)
 
     @property
     def shown_default(self) -> str:
-        """The default in TOML syntax, or ``required`` or ``unset``."""
+        """The default in TOML syntax. ``required`` or ``unset`` if there is none."""
         return "required" if self.field.is_required() else self._with_sizes(_in_toml(self.name, self.default))
 
     def _with_sizes(self, text: str) -> str:
-        """Add a larger unit to each large size in ``text``, as in 1073741824 (1 GiB)."""
+        """Add a larger unit to each large number of bytes in ``text``, as in 1073741824 (1 GiB)."""
         return re.sub(r"\d{5,}", _size, text) if self.name.endswith("_bytes") else text
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One TOML table: its name, its purpose and its keys, without those of inner tables."""
+    """One table of the config's TOML. ``keys`` does not contain the keys of tables inside this one."""
 
     name: str
     description: str
@@ -78,7 +87,7 @@ class Table:
 
 
 def tables() -> Iterator[Table]:
-    """Yield every table of the config in the order of ``Config``, each followed by the tables inside it."""
+    """Yield all tables of the config in the order of ``Config``. Tables inside a table follow it."""
     defaults = Config.model_validate({"run": {"dir": "."}, "model": {"path": "."}})
     for name in Config.model_fields:
         yield from _tables_of(name, getattr(defaults, name))
@@ -100,7 +109,7 @@ def _tables_of(name: str, section: BaseModel) -> Iterator[Table]:
 
 
 def markdown() -> str:
-    """The page docs/config.md."""
+    """Return the text of the page docs/config.md."""
     parts = [_INTRO]
     for table in tables():
         level = "##" if "." not in table.name else "###"
@@ -125,10 +134,12 @@ def _code(text: str) -> str:
 
 
 def explain(config: Config, name: str | None, *, width: int) -> list[str]:
-    """Lines that show each key of ``config`` with its value, its meaning, the values it takes and its default.
+    """Return lines of text that show each key of ``config``: its value, its meaning, its possible values and its
+    default.
 
     Args:
-        name: a section, a table or a key; None for all keys.
+        config: the config whose values are shown.
+        name: a section, a table or a key. None shows all keys.
         width: columns of the terminal.
 
     Raises:
@@ -179,7 +190,7 @@ def _in_toml(name: str, value: Any) -> str:
 
 
 def _values(annotation: Any, limits: str) -> str:
-    """Describe the values of the type ``annotation``."""
+    """Return the values of the type ``annotation`` in words, followed by ``limits``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _values(arguments[0], _limits(arguments[1:]))
@@ -204,7 +215,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _limits(metadata: Sequence[Any]) -> str:
-    """Describe the bounds in ``metadata``, with a comma before each bound."""
+    """Return the bounds in ``metadata`` in words, such as ``, at least 0, below 1``. Empty if there are none."""
     found = ((words, getattr(one, name, None)) for name, words in _LIMITS.items() for one in metadata)
     return "".join(f", {words} {_number(value)}" for words, value in found if value is not None)
 

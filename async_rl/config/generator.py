@@ -1,11 +1,12 @@
 """The sections ``generator``, ``sampling`` and ``environment``, and the table of what each backend can do.
 
-The sections say which engine samples, where and how much at a time; with which settings; and which environment plays
-rollouts of several turns. Evaluations have sampling keys of their own, in ``eval``.
+``generator`` says which inference engine samples, where, and how much at a time. ``sampling`` has the settings with
+which training rollouts are sampled. ``environment`` says which environment plays rollouts of several turns. Evaluations
+have sampling keys of their own, in ``eval``.
 
-``BACKENDS`` describes the built-in backends; ``generator.backend`` builds them. Config checks, the doctor and launch
-read the table before a backend is built. The name of a user's own backend (``module:Class`` or ``file.py:Class``) is
-not in it: its class declares ``capabilities``, which are checked on the machine that imports it.
+``BACKENDS`` describes the built-in backends, which the folder ``async_rl/generator`` implements. Config checks, doctor
+and launch read this table before a backend is built. A user's own backend (``module:Class`` or ``file.py:Class``) is
+not in the table: its class declares ``capabilities``, which are checked on the machine that imports it.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ FALLBACK = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """What a backend can do. The defaults promise the least.
+    """What a backend can do. The default of each attribute is the least that a backend may promise.
 
     Attributes:
         deterministic: under ``sampling.deterministic`` the same lease and weights give the same tokens, bit for bit.
-        scores_tokens: it implements ``generator.parity.ScoringBackend``, so learner and engine can be compared.
-        offline: it can load the weights in a model's directory, for evaluations without a learner.
-        reports_sampling_mask: it obeys ``sampling.top_p`` and ``top_k``, and says which tokens they left.
-        recomputes_kv: it obeys ``generator.kv_after_update = "recompute"``.
-        has_model: it samples from the run's model. Without a model its log-probabilities are artificial, so the parity
-            check is skipped, and no device is needed.
-        min_temperature: the lowest ``sampling.temperature`` that it applies exactly.
-        package: the Python package that it needs in addition to those of async-rl; empty if none.
-        package_version: the version of ``package`` that it is made for, a prefix such as ``0.32``.
+        scores_tokens: the backend implements ``generator.parity.ScoringBackend``, so that its log-probabilities can be
+            compared with the learner's.
+        offline: the backend can load the weights in a model's directory, for evaluations without a learner.
+        reports_sampling_mask: the backend obeys ``sampling.top_p`` and ``top_k``, and reports which tokens they left.
+        recomputes_kv: the backend obeys ``generator.kv_after_update = "recompute"``.
+        has_model: the backend samples from the run's model. Without a model its log-probabilities are artificial, so
+            the parity check is skipped, and no device is needed.
+        min_temperature: the lowest ``sampling.temperature`` that the backend applies exactly.
+        package: the Python package that the backend needs in addition to those of async-rl. Empty if none.
+        package_version: the version of ``package`` that is supported, as a prefix such as ``0.32``.
         install: how to install ``package``.
-        needs_cuda_for_auto: ``generator.backend = "auto"`` picks it on machines with CUDA only.
+        needs_cuda_for_auto: ``generator.backend = "auto"`` chooses this backend on machines with CUDA only.
     """
 
     deterministic: bool = False
@@ -87,10 +89,10 @@ AUTO_CANDIDATES = ("vllm", "transformers")
 
 
 def check_backend_name(name: str) -> None:
-    """Refuse a name that no backend has.
+    """Refuse a value of ``generator.backend`` that names no backend.
 
     Raises:
-        ValueError: it is neither ``auto``, nor in ``BACKENDS``, nor of the form ``module:Class``.
+        ValueError: ``name`` is not ``auto``, not in ``BACKENDS``, and not of the form ``module:Class``.
     """
     if name != AUTO and name not in BACKENDS and not is_code_name(name):
         known = ", ".join((AUTO, *BACKENDS))
@@ -98,7 +100,11 @@ def check_backend_name(name: str) -> None:
 
 
 def known_capabilities(name: str) -> BackendCapabilities | None:
-    """Return a backend's capabilities; None for a user's backend. ``auto`` has those that all candidates share.
+    """Return what the backend ``name`` can do. None for a user's backend, which is not imported here.
+
+    For ``auto`` return what all backends can do that it may choose. ``offline`` is enough for one of them, because in
+    an
+    evaluation without a learner it chooses among those.
 
     Raises:
         ValueError: no backend has this name.
@@ -118,13 +124,16 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
 
 
 def has_model(name: str) -> bool:
-    """Whether the backend samples from the run's model. Of a user's backend this is assumed: it is not imported."""
+    """Return whether the backend ``name`` samples from the run's model. True is assumed for a user's backend."""
     capabilities = known_capabilities(name)
     return capabilities is None or capabilities.has_model
 
 
 def missing_package(name: str, reason: str) -> str:
-    """Return the error for a machine without the package of the built-in backend ``name``."""
+    """Return the error message for a machine on which the package of the built-in backend ``name`` can't be imported.
+
+    ``reason`` is the error of the import.
+    """
     needs = BACKENDS[name]
     return (
         f'generator.backend = "{name}" needs {needs.package} {needs.package_version}, which can\'t be imported here '
@@ -133,10 +142,11 @@ def missing_package(name: str, reason: str) -> str:
 
 
 def check_capabilities(config: Config, capabilities: BackendCapabilities) -> None:
-    """Refuse settings that the backend can't honour.
+    """Refuse settings of ``config`` that its backend can't carry out.
 
     Args:
-        capabilities: those of ``generator.backend``, from the table or declared by the user's own class.
+        config: the run's config.
+        capabilities: what the backend can do, from ``BACKENDS`` or as declared by the user's own class.
 
     Raises:
         ValueError: the message names the key, the value and what was expected.
@@ -204,7 +214,7 @@ class GeneratorConfig(Section):
     max_concurrent_groups: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum number of groups in flight on one generator; if unset, as many as fill "
+        description="Maximum number of groups that one generator samples at the same time; if unset, as many as fill "
         "generator.batch_size.",
     )
     memory_fraction: float = Field(
@@ -235,7 +245,7 @@ class GeneratorConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How training rollouts are sampled; ``eval`` has its own keys."""
+    """How training rollouts are sampled. Evaluations have their own keys in ``eval``."""
 
     group_size: int = Field(
         default=8, ge=1, le=1024, description="Number of rollouts that are sampled for each prompt."
@@ -246,8 +256,8 @@ class SamplingConfig(Section):
     temperature_end: float | None = Field(
         default=None,
         gt=0,
-        description="Temperature that sampling approaches linearly from sampling.temperature; if unset, the "
-        "temperature stays constant.",
+        description="Temperature from the version sampling.temperature_steps on. Before that version it changes "
+        "linearly, starting from sampling.temperature; if unset, the temperature stays constant.",
     )
     temperature_steps: int | None = Field(
         default=None,
@@ -287,7 +297,7 @@ class SamplingConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """Rollouts of several turns: your own code answers the model and scores it."""
+    """Rollouts of several turns: your own code, the environment, answers the model and scores the rollout."""
 
     name: str = Field(
         default="",

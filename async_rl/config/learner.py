@@ -150,7 +150,7 @@ class OptimizerConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning with ``async-rl sft``, for a warm start."""
+    """Supervised fine-tuning with ``async-rl sft``, to prepare a model before reinforcement learning."""
 
     data: str = Field(
         default="", description="JSONL file with rows of prompt and response, or of messages; `async-rl sft` needs it."

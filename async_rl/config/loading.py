@@ -1,4 +1,4 @@
-"""Config files: TOML plus ``--set section.key=value`` to a ``Config`` and back."""
+"""Reads a ``Config`` from a TOML file and ``--set section.key=value`` options, and writes one as TOML."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read the config in ``path`` and apply ``overrides``.
+    """Read the config file at ``path``, apply the ``--set`` options in ``overrides``, and return the checked config.
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown key, a wrong type or range, or keys that contradict.
+        ConfigError: there is no such file, the file is not TOML, a key is unknown, a value has a wrong type or range,
+            or
+            keys contradict each other.
     """
     path = Path(path)
     try:
@@ -74,10 +76,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> Config:
-    """Validate plain data as a config; errors name ``source``.
+    """Return the config in ``raw``, which has a dict for each section. Error messages name ``source``.
 
     Raises:
-        ConfigError: as ``load_config``.
+        ConfigError: a key is unknown, a value has a wrong type or range, or keys contradict each other.
     """
     try:
         return Config.model_validate(raw)
@@ -104,7 +106,10 @@ def _explain(detail: Mapping[str, Any]) -> str:
 
 
 def _first_missing(key: str) -> str:
-    """Return ``key``, or the first required key of a section if the whole section is missing."""
+    """Return the key that the error about the missing ``key`` must name.
+
+    It is ``key`` itself, or the first required key of the section if ``key`` is a whole section.
+    """
     field = Config.model_fields.get(key)
     section = None if field is None else field.annotation
     if not (isinstance(section, type) and issubclass(section, BaseModel)):
@@ -113,7 +118,7 @@ def _first_missing(key: str) -> str:
 
 
 def _suggestion(location: Sequence[Any]) -> str:
-    """Return ``; did you mean section.key?`` if a known key is similar, else nothing."""
+    """Return ``; did you mean section.key?`` if a known key is similar to the unknown one, else an empty string."""
     model: Any = Config
     for part in location[:-1]:
         model = getattr(model.model_fields.get(part), "annotation", None)
@@ -124,9 +129,9 @@ def _suggestion(location: Sequence[Any]) -> str:
 
 
 def machine_overrides(config: Config) -> list[str]:
-    """Return the ``--set`` values with which an operator allows what ``config`` asks of a generator's machine.
+    """Return the ``--set`` options with which the operator of a generator's machine allows what ``config`` asks of it.
 
-    A generator takes these keys from its own ``--set`` only: a queue server can't decide which code runs on another
+    A generator takes these keys from its own ``--set`` only. A queue server must not decide which code runs on another
     machine, without which protection, and where programs are sent.
     """
     names = json.dumps(config.generator.allow_code, ensure_ascii=False)
@@ -142,10 +147,10 @@ def machine_overrides(config: Config) -> list[str]:
 
 
 def refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
-    """Check that ``overrides`` allow what the queue's ``config`` asks of a generator's machine (``MACHINE_KEYS``).
+    """Refuse a queue's ``config`` that sets keys in ``MACHINE_KEYS`` which the generator's ``overrides`` do not set.
 
     Raises:
-        ConfigError: one is missing; the message says what to pass.
+        ConfigError: such a key is set. The message says which ``--set`` option allows it.
     """
     allowed = {override.partition("=")[0].strip() for override in overrides}
     for asked in machine_overrides(config):
@@ -158,10 +163,10 @@ def refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
 
 
 def check_generator_overrides(overrides: Iterable[str]) -> None:
-    """Check that ``overrides`` are valid ``generator.*`` settings, as far as possible without the run's config.
+    """Check the ``--set`` options of a generator, as far as that is possible without the run's config.
 
     Raises:
-        ConfigError: one is malformed, of another section, unknown, or of a wrong type or range.
+        ConfigError: an option is malformed, is not for generators, or has an unknown key or a wrong value.
     """
     raw: dict[str, Any] = {}
     for override in overrides:
@@ -183,7 +188,9 @@ def check_generator_overrides(overrides: Iterable[str]) -> None:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set one ``section.key=value`` in plain data. The value is TOML, or else a bare string.
+    """Set one key in ``raw``, a dict for each section, from the ``--set`` option ``override`` (``section.key=value``).
+
+    The value is read as TOML. If it is not valid TOML, it is a string.
 
     Raises:
         ConfigError: ``override`` is not of that form.
@@ -208,7 +215,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def config_to_toml(config: Config) -> str:
-    """Write the resolved config as TOML, defaults included; reading it back gives an equal config."""
+    """Return the config as TOML text with all defaults. Reading the text back gives an equal config."""
     data = config.model_dump(mode="json", exclude_none=True)
     if config.queue.filter_range is None:
         data["queue"]["filter_range"] = []
@@ -217,7 +224,7 @@ def config_to_toml(config: Config) -> str:
 
 
 def config_difference(old: Config, new: Config) -> list[str]:
-    """Describe every key that differs as ``section.key: old -> new``."""
+    """Return a line ``section.key: old -> new`` for every key whose value differs."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]

@@ -1,14 +1,14 @@
-"""The ``[loss]`` section: its keys, its presets, and the names that its keys may take.
+"""The section ``loss``: its keys, its presets, and the names that its keys may take.
 
-A preset fills the keys that are not set: ``preset = "grpo"`` with ``clip_high = 0.28`` is GRPO with DAPO's upper clip.
-Invalid combinations are listed in ``CONTRADICTIONS`` and refused.
+A preset sets the keys that the user did not set: ``preset = "grpo"`` with ``clip_high = 0.28`` is GRPO with DAPO's
+upper clip. ``CONTRADICTIONS`` lists the combinations of keys that are refused.
 
-The tables say what validation must know of each name. Nothing here computes: the functions of the same names are in the
-learner (``losses/parts.py`` and ``advantages.py``), and a test compares both sides. To add a name, add a row here and
-a function there.
+The tables here say what config checks must know of each name. The functions of the same names are in the learner
+(``losses/parts.py`` and ``advantages.py``), and a test compares both sides. To add a name, add an entry here and a
+function there.
 
-pi is the policy that is trained, mu the behavior policy that sampled, prox the proximal policy of the decoupled loss,
-ref the frozen reference.
+In formulas, pi is the policy that is trained, mu the behavior policy that sampled, prox the proximal policy of the
+decoupled loss, and ref the frozen reference model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from async_rl.config.section import Section
 
 
 class Surrogate(NamedTuple):
-    """A policy objective per token.
+    """A policy objective for each token, which ``loss.surrogate`` names.
 
-    ``has_ratio``: it compares pi with the anchor, so it corrects for staleness itself. ``has_clip``: it reads
-    ``clip_low`` or ``clip_high``. ``has_dual_clip``: it reads ``dual_clip``.
+    Attributes:
+        description: what it computes, for docs/config.md.
+        has_ratio: whether it compares pi with the anchor, so that it corrects for staleness itself.
+        has_clip: whether it uses ``clip_low`` or ``clip_high``.
+        has_dual_clip: whether it uses ``dual_clip``.
     """
 
     description: str
@@ -35,10 +38,12 @@ class Surrogate(NamedTuple):
 
 
 class Advantage(NamedTuple):
-    """An estimator of advantages from rewards.
+    """An estimator of advantages from rewards, which ``loss.advantage`` names.
 
-    ``over_step``: its baseline is over all rollouts of the step, not over those of one group. ``whitens_tokens``: the
-    advantages of all trained tokens are normalised last.
+    Attributes:
+        description: what it computes, for docs/config.md.
+        over_step: whether its baseline is over all rollouts of the step, not over those of one group.
+        whitens_tokens: whether the advantages of all trained tokens are normalised at the end.
     """
 
     description: str
@@ -47,10 +52,12 @@ class Advantage(NamedTuple):
 
 
 class SkipStatistic(NamedTuple):
-    """A statistic over the tokens of a sequence.
+    """A statistic over the ratios of a sequence's tokens, which ``loss.skip_statistic`` names.
 
-    ``is_ratio``: it is an average or maximum of ratios, so it is 1 when pi equals mu. Otherwise it is a divergence and
-    is 0 then.
+    Attributes:
+        description: what it computes, for docs/config.md.
+        is_ratio: whether it is an average or maximum of ratios, so that it is 1 when pi equals mu. Otherwise it is a
+            divergence, which is 0 then.
     """
 
     description: str
@@ -58,7 +65,12 @@ class SkipStatistic(NamedTuple):
 
 
 class KlEstimator(NamedTuple):
-    """An estimate of a KL divergence from samples. ``is_loss``: its gradient pulls pi to the reference."""
+    """An estimate of a KL divergence from samples, which ``loss.kl_estimator`` names.
+
+    Attributes:
+        description: what it computes, for docs/config.md.
+        is_loss: whether it can be a term of the loss, because its gradient pulls pi to the reference.
+    """
 
     description: str
     is_loss: bool = True
@@ -228,8 +240,9 @@ class LossConfig(Section):
     importance_cap: float | None = Field(
         default=None,
         ge=1,
-        description="Largest importance weight: policy / behavior policy for the plain surrogate, proximal / "
-        "behavior policy for a proximal anchor; 0 uses no weights.",
+        description="Importance weights above this number are cut to it; 0 turns the weights off. The weight is "
+        'policy / behavior policy with loss.surrogate = "plain", and proximal / behavior policy with loss.anchor = '
+        '"proximal" or "interpolated".',
     )
 
     skip_threshold: float | None = Field(
@@ -256,13 +269,14 @@ class LossConfig(Section):
         default=None,
         gt=0,
         lt=1,
-        description="Effective sample size, as a share of a step's tokens, below which the step is skipped; 0 skips "
-        "none.",
+        description="A step is skipped if the effective sample size of its ratios policy / behavior policy, divided by "
+        "its number of tokens, is below this number; 0 skips none.",
     )
     max_kl: float | None = Field(
         default=None,
         gt=0,
-        description="KL(behavior policy || policy), in nats, above which the step is skipped; 0 skips none.",
+        description="A step is skipped if its KL(behavior policy || policy), in nats, is above this number; 0 skips "
+        "none.",
     )
 
     kl_coef: float = Field(
@@ -322,27 +336,37 @@ class LossConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference model has to score the sequences."""
+        """Whether a frozen reference model must compute log-probabilities of the sequences."""
         return self.kl_coef != 0
 
     @property
     def is_kl_in_loss(self) -> bool:
-        """Whether the KL to the reference is a term of the loss."""
+        """Whether the KL divergence to the reference model is a term of the loss."""
         return self.kl_coef != 0 and self.kl_placement == "loss"
 
     @property
     def is_kl_in_advantages(self) -> bool:
-        """Whether the KL to the reference changes rewards or advantages, before the loss."""
+        """Whether the KL divergence to the reference model changes rewards or advantages, before the loss is
+        computed.
+        """
         return self.kl_coef != 0 and self.kl_placement in ("reward", "advantage")
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the policy has to score the sequences before the first update on them."""
+        """Whether the policy must compute log-probabilities of the sequences before the first update on them."""
         return self.anchor == "proximal"
 
 
 class Contradiction(NamedTuple):
-    """An invalid combination of settings, with an ``example``. The user sees ``expected`` and ``reason``."""
+    """A combination of settings of ``[loss]`` that is refused.
+
+    Attributes:
+        keys: the keys whose values the error message shows.
+        holds: returns whether a config has this combination.
+        expected: the part of the error message that says what was expected.
+        reason: the part of the error message that says why, and what to do.
+        example: settings that have this combination, for tests.
+    """
 
     keys: tuple[str, ...]
     holds: Callable[[LossConfig], bool]

@@ -1,4 +1,4 @@
-"""The sections ``queue`` and ``weights``: how groups reach the learner, and new versions the generators."""
+"""The sections ``queue`` and ``weights``: how groups reach the learner, and how new weights reach the generators."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class QueueConfig(Section):
     on_stale: OnStale = Field(
         default="mask",
         description="What happens to tokens that are older than queue.max_staleness: mask keeps them out of the loss, "
-        "drop discards their group, and wait delays a step by up to queue.wait_s for groups in flight that the "
-        "step would make too old, then discards those.",
+        "drop discards their group, and wait delays a step by up to queue.wait_s for groups that are still "
+        "being sampled and that the step would make too old, then discards those.",
     )
     wait_s: float = Field(
         default=60.0, gt=0, description='Maximum seconds that one step waits for groups with queue.on_stale = "wait".'
@@ -62,7 +62,8 @@ class QueueConfig(Section):
     max_bytes: int = Field(
         default=2 << 30,
         ge=1 << 20,
-        description="Maximum bytes of groups in the queue, including the maximum size of groups in flight.",
+        description="Maximum bytes of the groups in the queue. A group that a generator is still sampling counts with "
+        "the largest size that it can reach.",
     )
     lease_timeout_s: float = Field(
         default=120.0,

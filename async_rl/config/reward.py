@@ -1,9 +1,9 @@
-"""What every reward needs and can do, by name, and the section ``reward`` with ``reward.code``.
+"""The sections ``reward`` and ``reward.code``, and the table of what each built-in reward needs and can do.
 
-``REWARD_TYPES`` has a row for each name that ``reward.type`` and ``reward.extra`` accept. Config validation, preflight,
-doctor, evaluation and the fake backend ask this table; ``rewards.registry`` has the functions that build the rewards,
-under the same names. A new reward is a row here and a row there. The section says how answers are scored, and how
-programs are judged.
+The sections say how answers are scored, and how programs are run and judged. ``REWARD_TYPES`` has an entry for each
+built-in name that ``reward.type`` and ``reward.extra`` accept. Config checks, preflight, doctor, evaluation and the
+fake backend read it. ``rewards.registry`` has the functions that build the rewards, under the same names. A new reward
+needs an entry in both tables.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class RewardType:
 
     Attributes:
         row_fields: the fields that every row must have.
-        compares_mathematics: ``reward.equality`` decides when two answers are equal.
-        runs_programs: it runs the programs of ``reward.code``, so it needs a sandbox or a verifier.
-        is_user_code: the user's own function, allowed by name and compared by digest; ``reward.time_limit_s`` bounds
-            its async calls.
-        system_prompt: the default system message for rows without one; empty if there is none.
-        answer_form: template of an answer that earns the reward: ``{answer}`` and, if present, ``{thoughts}`` are
-            replaced. Doctor and the fake backend write answers with it.
+        compares_mathematics: whether ``reward.equality`` decides when two answers are equal.
+        runs_programs: whether the reward runs programs as ``reward.code`` says, so that it needs a sandbox or a
+            verifier.
+        is_user_code: whether the reward is the user's own function. ``generator.allow_code`` must list it, and
+            ``reward.time_limit_s`` limits its async calls.
+        system_prompt: the default system message for rows without one. Empty if there is none.
+        answer_form: template of an answer that earns the reward. ``{answer}`` and, if present, ``{thoughts}`` are
+            replaced. Doctor and the fake backend write answers with this template.
     """
 
     row_fields: tuple[RowField, ...] = ()
@@ -90,10 +91,10 @@ USER_CODE = RewardType(is_user_code=True)
 
 
 def reward_type(name: str) -> RewardType:
-    """Look up a built-in reward, or the row for the user's own code.
+    """Return what is known about the reward ``name``, which is a built-in reward or the user's own code.
 
     Raises:
-        ValueError: no reward has this name; the message lists the known ones.
+        ValueError: no reward has this name. The message lists the known names.
     """
     if is_code_name(name):
         return USER_CODE
@@ -125,8 +126,9 @@ class CodeRewardConfig(Section):
     )
     compare: Literal["tokens", "cascade"] = Field(
         default="tokens",
-        description="How the outputs of programs are compared: tokens compares token by token, in order; cascade, as a "
-        "last resort, also compares sets of tokens, which a program can exploit.",
+        description="How the output of a program is compared with the expected one: tokens wants the same tokens in "
+        "the same order. cascade also accepts the same lines in any order, with the tokens of a line in any order and "
+        "repeated, so that a wrong program can pass.",
     )
     partial_credit: bool = Field(
         default=False,
@@ -148,7 +150,7 @@ class CodeRewardConfig(Section):
 
     @property
     def num_workers(self) -> int:
-        """Programs that run at the same time."""
+        """Number of programs that run at the same time."""
         return self.workers or len(os.sched_getaffinity(0))
 
     @field_validator("endpoint")
@@ -237,20 +239,22 @@ class RewardConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every reward that the run asks for, ``type`` first."""
+        """The names of all rewards of the run, ``type`` first."""
         return (self.type, *self.extra)
 
     @property
     def types(self) -> tuple[RewardType, ...]:
-        """The row of ``REWARD_TYPES`` for every reward of the run, that of ``type`` first."""
+        """What is known about each reward of the run, in the order of ``names``."""
         return tuple(reward_type(name) for name in self.names)
 
     @property
     def compares_mathematics(self) -> bool:
-        """Whether math_verify may be needed to compare answers."""
+        """Whether a reward of the run compares answers by their mathematical value, for which math_verify may be
+        needed.
+        """
         return self.equality == "math" and any(one.compares_mathematics for one in self.types)
 
     @property
     def runs_programs(self) -> bool:
-        """Whether one of the rewards needs a sandbox or a verifier."""
+        """Whether one of the rewards runs programs, so that a sandbox or a verifier is needed."""
         return any(one.runs_programs for one in self.types)

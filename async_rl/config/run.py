@@ -1,4 +1,7 @@
-"""The sections ``run``, ``checkpoint``, ``log`` and ``experimental``: what a run writes, what studies set."""
+"""The sections ``run``, ``checkpoint``, ``log`` and ``experimental``.
+
+They say where a run is stored, when it is saved, what it logs, and which settings tests and measurements change.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from async_rl.config.section import Section
 
 
 class RunConfig(Section):
-    """The run itself."""
+    """Where the files of a run are, what the run is called, and its random seed."""
 
     dir: str = Field(
         min_length=1,

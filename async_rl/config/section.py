@@ -1,4 +1,4 @@
-"""The base of every config section. ``config.py`` and the sections in modules of their own build on it."""
+"""The base class of all config sections, and the lookup of names that a config key may take."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ T = TypeVar("T")
 
 
 class Section(BaseModel):
-    """One TOML section: frozen, strict about types, unknown keys refused."""
+    """The base class of a section, which is one table of the TOML file.
+
+    Its values are frozen. A value of another type, an unknown key, an infinite number or NaN is refused.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def look_up(table: Mapping[str, T], name: str, key: str) -> T:
-    """Return the row of ``table`` that the config key ``key`` names.
+    """Return the value of ``table`` for ``name``, which is the value of the config key ``key``.
 
     Raises:
-        ConfigError: there is no such row; the message lists the known names.
+        ConfigError: ``table`` has no such name. The message lists the known names.
     """
     if name not in table:
         raise ConfigError(f"{key}: expected one of {', '.join(table)}, got {name!r}")
