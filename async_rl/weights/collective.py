@@ -306,7 +306,9 @@ class Communicator:
             while in_flight:
                 _finish_one(in_flight, on_chunk)
         except RuntimeError as error:
-            raise WeightsError(f"the broadcast of this version failed: {_first_line(error)}") from error
+            raise WeightsError(
+                f"the broadcast of this version failed: {_first_line(error)}; the learner offers it again"
+            ) from error
 
     def _broadcast_once(self, tensor: Tensor, timeout_s: float) -> Any:
         options = BroadcastOptions()
@@ -327,7 +329,8 @@ class Communicator:
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise WeightsError(
-                        f"the broadcast of this version failed: a peer did not answer for {timeout_s:.1f} s"
+                        f"the broadcast of this version failed: a peer did not answer for {timeout_s:.1f} s; the "
+                        f"learner offers it again"
                     )
                 time.sleep(_NCCL_POLL_S)
             if self._process_group.rank() != 0:

@@ -184,14 +184,16 @@ class _Reader:
                 plain = zstandard.get_frame_parameters(data).content_size
                 if plain > max_size:
                     raise WeightsError(
-                        f"malformed delta of weights: expected at most {max_size} bytes per plane, got {plain}"
+                        f"malformed delta of weights: expected at most {max_size} bytes in one part of the delta, got "
+                        f"{plain}"
                     )
                 data = self._decompressor.decompress(data)
             except zstandard.ZstdError as error:
                 raise WeightsError(f"malformed delta of weights: it can't be decompressed: {error}") from error
         if len(data) > max_size:
             raise WeightsError(
-                f"malformed delta of weights: expected at most {max_size} bytes per plane, got {len(data)}"
+                f"malformed delta of weights: expected at most {max_size} bytes in one part of the delta, got "
+                f"{len(data)}"
             )
         return np.frombuffer(data, np.uint8)
 

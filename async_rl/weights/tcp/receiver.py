@@ -228,7 +228,7 @@ class _VersionPull:
             for delta in deltas:
                 apply_delta(values, memoryview(delta), self._runs[bucket])
         except WeightsError as error:
-            return f"a delta that can't be applied ({error})"
+            return f"a delta that can't be applied ({error}); the bucket is requested as a whole"
         return digest_bytes(values.data)
 
     def _check_delta_sizes(self) -> None:
