@@ -1,5 +1,5 @@
-"""Datasets and tokenizers on disk: files or hub ids enter, checked rows and rendered prompts leave.
+"""Reads datasets, tokenizers and model files. Files or hub ids come in, checked rows and prompts as token ids come out.
 
-The queue server loads rows, backends load tokenizers and render prompts, and preflight checks both before a run starts.
-No weights are read here.
+The queue server loads rows. Backends load tokenizers and turn prompts into token ids. Preflight checks both before a
+run starts. Model weights are not read here.
 """

@@ -1,7 +1,7 @@
 """Reads a model's directory without its weights: tokenizer, chat template and the files that a generator needs.
 
-Called by the learner's preflight (``check_model``, ``model_files``) and by backends (``load_tokenizer``,
-``render_prompt``). Transformers is imported inside the functions: commands that only parse must start fast.
+The learner's preflight calls ``check_model`` and ``model_files``. Backends call ``load_tokenizer`` and
+``render_prompt``. transformers is imported inside the functions, so that commands which do not need it start fast.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _PROBE_MESSAGES: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1
 
 
 def quiet_progress_bars() -> None:
-    """Switch off progress bars for reading and writing weights. Downloads, which may take an hour, keep theirs.
+    """Switch off the progress bars that transformers shows while it reads and writes weights.
 
-    Warnings and errors are left alone.
+    Downloads, which may take an hour, keep their progress bars on a terminal. Warnings and errors are not changed.
     """
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging as transformers_logging
@@ -61,10 +61,10 @@ def quiet_progress_bars() -> None:
 
 
 def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local directory or of a hub id, with a chat template if ``needs_template``.
+    """Load and return the tokenizer of the model at ``path``, a local directory or a hub id.
 
     Raises:
-        ModelError: it can't be loaded, or has no chat template.
+        ModelError: the tokenizer can't be loaded, or ``needs_template`` is set and it has no chat template.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -92,7 +92,7 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
 
 
 def _tokenizer_class(directory: Path) -> str:
-    """The class that ``tokenizer_config.json`` names; empty if it names none (the loader then raises the error)."""
+    """Return the class that ``tokenizer_config.json`` names. Empty if the file names none or can't be read."""
     try:
         config: Any = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -101,12 +101,12 @@ def _tokenizer_class(directory: Path) -> str:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-    """Render a prompt to token ids, int32 [P], with the chat template and its generation prompt.
+    """Return the token ids of a prompt, int32 [P]: ``messages`` in the chat template, with its generation prompt.
 
-    A single ``TEXT_ROLE`` message is tokenized as plain text, without a template.
+    A single message with the role ``TEXT_ROLE`` is tokenized as plain text, without a template.
 
     Raises:
-        ModelError: the template refuses the messages (such as an unknown role), or renders to nothing.
+        ModelError: the template refuses the messages (for example an unknown role), or returns no tokens.
     """
     if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
         return np.asarray(tokenizer(messages[0]["content"])["input_ids"], dtype=np.int32)
@@ -128,10 +128,12 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
 
 
 def model_directory(path: str | Path, *, weights: bool = False) -> Path:
-    """The local directory of a model: itself, or the hub's snapshot of an id (``weights`` fetches those too).
+    """Return the local directory of the model at ``path``: ``path`` itself, or a download if it is a hub id.
+
+    The download includes the weights if ``weights`` is set.
 
     Raises:
-        ModelError: there is no such directory, and the hub has (or lets us have) no such id.
+        ModelError: there is no such directory, and the hub does not have this id or does not permit access to it.
     """
     local = Path(path)
     if local.is_dir():
@@ -152,10 +154,11 @@ def model_directory(path: str | Path, *, weights: bool = False) -> Path:
 
 
 def model_files(path: str | Path) -> dict[str, bytes]:
-    """Return the files for building model and tokenizer, name -> bytes, without weights.
+    """Return the content of the files that a generator needs to build model and tokenizer, by name. Weights are left
+    out.
 
     Raises:
-        ModelError: as ``model_directory``; or a needed file is missing.
+        ModelError: the model does not exist (see ``model_directory``), or it has no ``config.json``.
     """
     directory = model_directory(path)
     if not (directory / "config.json").is_file():
@@ -165,10 +168,10 @@ def model_files(path: str | Path) -> dict[str, bytes]:
 
 
 def vocabulary_size(path: str | Path) -> int | None:
-    """Return the number of token ids that the model scores, from its ``config.json``; None if not stated there.
+    """Return the number of token ids that the model at ``path`` scores. None if its ``config.json`` does not say it.
 
     Raises:
-        ModelError: as ``model_directory``; or the file can't be read.
+        ModelError: the model does not exist (see ``model_directory``), or ``config.json`` can't be read.
     """
     config_path = model_directory(path) / "config.json"
     try:
@@ -180,10 +183,10 @@ def vocabulary_size(path: str | Path) -> int | None:
 
 
 def stated_vocabulary_size(config_json: bytes) -> int | None:
-    """Return the vocabulary size in the content of a model's ``config.json``; None if not stated there.
+    """Return the vocabulary size in the content of a model's ``config.json``. None if it is not there.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the content is not JSON.
     """
     config: Any = json.loads(config_json)
     found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -191,10 +194,11 @@ def stated_vocabulary_size(config_json: bytes) -> int | None:
 
 
 def check_precision(directory: Path, dtype: str = "auto") -> None:
-    """Check in ``config.json`` that learner and engines can share the weights of ``directory`` at ``model.dtype``.
+    """Check in ``config.json`` that learner and backends can use the model's weights at the precision ``dtype``.
 
     Raises:
-        ModelError: it can't be read, has no model type, or declares quantised weights or a head of another precision.
+        ModelError: the file can't be read, has no model type, or declares quantised weights or an output head of
+            another precision.
     """
     path = directory / "config.json"
     try:
@@ -231,11 +235,16 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
 
 
 def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = (), *, dtype: str = "auto") -> None:
-    """A quick preflight that loads no weights. ``messages`` are rendered: the first row's, if it has any.
+    """Check that the model at ``path`` can be used. This is quick, because no weights are loaded.
+
+    Args:
+        path: a local directory or a hub id.
+        messages: the first row's messages, which are rendered as a test. If empty, a built-in message is used.
+        dtype: the value of ``model.dtype``.
 
     Raises:
-        ModelError: no such model, no readable ``config.json``, weights that can't be trained at ``model.dtype``, no
-            tokenizer, or a chat template that fails.
+        ModelError: there is no such model, no readable ``config.json`` or no tokenizer; its weights can't be trained
+            at this precision; or its chat template fails.
     """
     directory = model_directory(path)
     check_precision(directory, dtype)

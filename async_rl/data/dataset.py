@@ -1,9 +1,9 @@
-"""Loads a dataset: a file or a hub id enters, its checked rows leave.
+"""Loads a dataset: the path of a file or a hub id comes in, its checked rows come out.
 
-Called by the queue server (for training and evaluations), offline evaluation and preflight. ``files`` reads a source;
-``parse_row`` checks one row. A row holds a prompt, as ``messages`` or as ``prompt`` text (an environment may do without
-one), and what its reward needs: ``gt_answer`` (mathematics), ``test_cases`` with an optional ``fn_name`` (programs),
-``extra_info`` (environments and rewards of your own), in any combination.
+Called by the queue server (for training and evaluations), by offline evaluation and by preflight. ``files`` reads the
+data, and ``parse_row`` checks one row. A row has a prompt, as ``messages`` or as ``prompt`` text (with an environment
+it may have none). It also has what its reward needs, in any combination: ``gt_answer`` (mathematics), ``test_cases``
+with an optional ``fn_name`` (programs), ``extra_info`` (environments and rewards of your own).
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ _JSON_KEYS: tuple[RowField, ...] = ("messages", "test_cases", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt as the file has it. ``reward_data`` holds every key but the messages; ``gt_answer`` is text."""
+    """One checked row of a dataset.
+
+    Attributes:
+        messages: the prompt, each message with ``role`` and ``content``. Empty if an environment makes the prompt.
+        reward_data: all other keys of the row. ``gt_answer`` is text.
+    """
 
     messages: tuple[Mapping[str, str], ...]
     reward_data: Mapping[str, Any]
@@ -43,15 +48,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """How rows are read.
+    """What a row of the data must have, and how it is read.
 
     Attributes:
-        system_prompt: put in front of every row that has no system message of its own; empty adds nothing.
+        system_prompt: the system message that is added to rows without one. Empty adds none.
         needs: the keys that every row must have for its reward.
-        needs_prompt: whether every row must have a prompt. With an environment it may have none; its messages are then
-            ().
-        columns: the names of keys in the data, where they differ.
-        prompt_format: whether a ``prompt`` is a user's message or text that the model continues as is.
+        needs_prompt: whether every row must have a prompt. With an environment a row may have none.
+        columns: for keys that have another name in the data, the name of the column.
+        prompt_format: whether ``prompt`` is a user's message of a chat, or text that the model continues as is.
     """
 
     system_prompt: str = ""
@@ -62,10 +66,10 @@ class RowRules:
 
 
 def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
-    """Check ``raw`` and return it as a row.
+    """Check ``raw``, one object of the data, and return it as a row. ``where`` is its place in the file.
 
     Raises:
-        DataError: ``raw`` is not a row, or lacks what its reward needs; the message begins with ``where``.
+        DataError: ``raw`` is not a row, or lacks what its reward needs. The message begins with ``where``.
     """
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected a JSON object, got {kind(raw)}")
@@ -85,9 +89,9 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
 
 
 def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: str) -> dict[str, Any]:
-    """Rename the columns of ``raw`` to our keys; a column that has one of our names by chance is left out.
+    """Return the values of ``raw`` with our names for the columns that we know. Other columns keep their names.
 
-    The other columns keep their names.
+    If ``columns`` says that a key is in another column, a column that has the key's own name by chance is left out.
     """
     ours = {columns.get(key, key): key for key in _KEYS}
     displaced = set(_KEYS) - ours.keys()
@@ -139,10 +143,10 @@ def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[M
 
 
 def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Check a chat: a list of ``{"role", "content"}``, or one such object.
+    """Check a chat and return its messages. ``raw`` is a list of objects ``{"role", "content"}``, or one such object.
 
     Raises:
-        DataError: ``raw`` is anything else.
+        DataError: ``raw`` is anything else. The message begins with ``where``.
     """
     listed = [raw] if isinstance(raw, dict) else raw
     if not isinstance(listed, list) or not listed:
@@ -170,7 +174,9 @@ def _answer_text(answer: Any, where: str) -> str:
 
 
 def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str, Any]:
-    """Return ``test_cases`` with ``inputs`` and ``outputs``, and ``fn_name`` if it is in them or a field of the row."""
+    """Check the tests of a row. Return ``test_cases`` with only ``inputs`` and ``outputs``, and ``fn_name`` if
+    there is one.
+    """
     try:
         function = parse_tests(fields).function
     except ValueError as error:
@@ -207,9 +213,13 @@ OnBadRow = Literal["refuse", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedRows:
-    """The good rows of a dataset in file order, the number of bad rows skipped, and the source's SHA-256 in hex.
+    """The rows of a dataset.
 
-    ``first_skipped`` is the error of the first bad row; empty if there was none.
+    Attributes:
+        rows: the good rows, in the order of the file.
+        num_skipped: number of bad rows that were left out.
+        digest: SHA-256 of the data, in hex.
+        first_skipped: the error of the first bad row. Empty if there was none.
     """
 
     rows: tuple[Row, ...]
@@ -219,10 +229,10 @@ class LoadedRows:
 
 
 def load_train_rows(config: Config) -> LoadedRows:
-    """Load the run's training rows: those of ``data.train``, or empty ones where the environment makes its own tasks.
+    """Load the run's training rows: those of ``data.train``, or empty rows if the environment makes its own tasks.
 
     Raises:
-        DataError: as ``load_rows``.
+        DataError: the data can't be read or has a bad row; see ``load_rows``.
     """
     if config.makes_up_rows:
         return empty_rows(config.environment.rows or 0)
@@ -230,16 +240,18 @@ def load_train_rows(config: Config) -> LoadedRows:
 
 
 def empty_rows(num_rows: int) -> LoadedRows:
-    """Return rows without content, for an environment that makes its own tasks, for example from a seed."""
+    """Return ``num_rows`` rows without content, for an environment that makes its own tasks, for example from a
+    seed.
+    """
     digest = hashlib.sha256(f"made up: {num_rows}".encode()).hexdigest()
     return LoadedRows((Row((), {}),) * num_rows, 0, digest)
 
 
 def load_rows_of(config: Config, source: str) -> LoadedRows:
-    """Load the rows of ``source`` by the rules of the run's config.
+    """Load the rows of the dataset ``source``, read as the run's config says.
 
     Raises:
-        DataError: as ``load_rows``.
+        DataError: the data can't be read or has a bad row; see ``load_rows``.
     """
     rules = RowRules(
         system_prompt=config.system_prompt,
@@ -258,15 +270,17 @@ def load_rows_of(config: Config, source: str) -> LoadedRows:
 
 
 def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules | None = None) -> LoadedRows:
-    """Load the rows of ``source`` (see ``files``).
+    """Load the rows of the dataset ``source``, a path or a hub id (see ``files``).
 
     Args:
+        source: the dataset.
         on_bad_row: ``refuse`` raises at the first bad row, ``skip`` leaves bad rows out and counts them.
-        rules: how rows are read; if unset, rows with a ``gt_answer`` and without a system message.
+        rules: how rows are read. None: rows must have a ``gt_answer``, and no system message is added.
 
     Raises:
-        DataError: the source can't be read or has no good row; or, under ``refuse``, a row is not UTF-8, not JSON, not
-            of the right shape, or lacks what its reward needs. The message names ``file:line``.
+        DataError: the data can't be read or has no good row. With ``refuse`` also if a row is not UTF-8, not JSON, not
+            of
+            the right form, or lacks what its reward needs. The message names ``file:line``.
     """
     opened, rules = Source(source), rules or RowRules()
     rows: list[Row] = []

@@ -1,8 +1,8 @@
-"""Reads datasets: a file or a dataset of the hub becomes plain objects, each with its place in the source.
+"""Reads the raw rows of a dataset, each with its place in the file. ``dataset`` checks them afterwards.
 
-``dataset`` checks them. A source is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any
-other file is read as JSONL), a directory that ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging
-Face hub. The libraries for all but JSONL, JSON and CSV are imported where they are needed.
+The name of a dataset is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any other file
+is read as JSONL), a directory that the package ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging
+Face hub. Packages for formats other than JSONL, JSON and CSV are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ _FIELD_LIMIT = 1 << 27
 
 
 class Source:
-    """A dataset to be read once: ``records`` yields (place, object or error); after that ``digest`` is known.
+    """A dataset that can be read once.
 
-    The digest is the SHA-256 in hex of the file, or of the rows where there is no single file.
+    ``records`` yields the rows. After the last row, ``digest`` is the SHA-256 of the data: of the file's bytes, or of
+    the
+    rows if there is no single file.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,10 +57,12 @@ class Source:
         return self._hash.hexdigest()
 
     def records(self) -> Iterator[tuple[str, Any | DataError]]:
-        """Yield the place of every row and its object or error. A place is ``file:line``, or ``file: row N`` from 1.
+        """Yield (place, row) for every row. A row that can't be read is yielded as a DataError in place of the row.
+
+        A place is ``file:line``, or ``file: row N`` counted from 1.
 
         Raises:
-            DataError: the source can't be read at all.
+            DataError: the data can't be read at all.
         """
         if self._is_dataset:
             yield from self._from_datasets()
@@ -97,9 +101,10 @@ class Source:
 
 
 def _split_of(saved: Any, split: str) -> Any:
-    """The rows of ``split`` (``test``, ``train[:60%]``) in a dataset that ``datasets`` saved.
+    """Return the rows of ``split`` (such as ``test`` or ``train[:60%]``) of a dataset that the package ``datasets``
+    saved.
 
-    A dataset that was saved without its name is ``train``. Raises ValueError: it has no such split.
+    A dataset that was saved without a split name counts as ``train``. Raises ValueError if there is no such split.
     """
     import datasets
 
@@ -202,10 +207,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def parse_json(content: bytes, where: str, expected: str) -> Any:
-    """Parse ``content``.
+    """Return the value of the JSON text in ``content``. Error messages begin with ``where`` and say what was
+    ``expected``.
 
     Raises:
-        DataError: it is not UTF-8 or not JSON, repeats a key, or has numbers that JSON does not have.
+        DataError: it is not UTF-8 or not JSON, repeats a key, or has numbers that JSON does not allow.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -237,7 +243,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def kind(value: Any) -> str:
-    """Describe the type of ``value``, for error messages."""
+    """Return a short description of ``value`` for error messages, such as ``a list of 3``."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

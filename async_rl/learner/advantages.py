@@ -1,17 +1,17 @@
-"""Turn rewards into advantages according to ``[loss]``. It runs on rank 0, in numpy.
+"""Turns the rewards of a batch into advantages as ``[loss]`` says. It runs on rank 0, in numpy.
 
-The trainer calls ``with_advantages`` before the first update of a step. A batch with rewards enters; the same batch
-leaves, with an advantage for every trained token. The order is fixed:
+The trainer calls ``with_advantages`` before the first update of a step. It takes a batch with rewards, and returns the
+batch with an advantage for every trained token. The order is fixed:
 
 1. The length bonus and the KL change the *reward*.
 2. The estimator turns rewards into advantages.
 3. ``best_k`` chooses among the rollouts of a group.
 4. The KL changes the *advantage*, token by token.
-5. Some estimators (``whitens_tokens``) normalise over all trained tokens.
+5. Some estimators (``whitens_tokens``) normalise the advantages over all trained tokens.
 
-To add an estimator, add a function here with its row in ``ADVANTAGE_FUNCTIONS``, and a row in the config's
-``ADVANTAGES``. Shape letters: n = rollouts of one group (or of a whole step), N = tokens, R = rollouts of the step.
-float64 throughout. Without a signal (a group of one, equal rewards) an advantage is exactly 0, never NaN.
+To add an estimator, add a function here with an entry in ``ADVANTAGE_FUNCTIONS``, and an entry in the config's
+``ADVANTAGES``. Shape letters: n = rollouts of one group (or of a whole step), N = tokens, R = rollouts of the step. All
+values are float64. If the rewards say nothing (a group of one, equal rewards), an advantage is exactly 0, never NaN.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
 
 
 def group_normalised(rewards: np.ndarray) -> np.ndarray:
-    """GRPO's advantage (arXiv:2402.03300): ``(r - mean) / (std + 1e-4)``, std unbiased (n - 1).
+    """Return GRPO's advantage (arXiv:2402.03300): ``(r - mean) / (std + 1e-4)``, with the unbiased std (n - 1).
 
-    Mean and std are over one group; ``global_norm`` calls it with all rollouts of a step. The paper does not define the
-    advantage for a group of one or for equal rewards; here it is 0.
+    Mean and std are over one group. ``global_norm`` calls this with all rollouts of a step. The paper does not define
+    the
+    advantage for a group of one or for equal rewards. It is 0 here.
 
     Args:
         rewards: float [n], reward units, one per rollout.
@@ -104,7 +105,11 @@ def group_normalised(rewards: np.ndarray) -> np.ndarray:
 
 
 def group_centred(rewards: np.ndarray) -> np.ndarray:
-    """Dr. GRPO's advantage (arXiv:2503.20783): ``r - mean``; float64 [n], reward units. Raises as above."""
+    """Return Dr. GRPO's advantage (arXiv:2503.20783): ``r - mean``, float64 [n], reward units.
+
+    Raises:
+        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
+    """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"expected the rewards of one group, [n], got shape {list(values.shape)}; {_BUG}")
@@ -114,9 +119,12 @@ def group_centred(rewards: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """RLOO's advantage (arXiv:2402.14740): ``r`` minus the mean of the *other* rewards of its group.
+    """Return RLOO's advantage (arXiv:2402.14740): ``r`` minus the mean of the *other* rewards of its group.
 
-    Computed as ``(r - mean) n / (n - 1)``, which is the same; float64 [n], reward units. Raises as above.
+    It is computed as ``(r - mean) n / (n - 1)``, which is the same. The result is float64 [n], in reward units.
+
+    Raises:
+        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
     """
     centred = group_centred(rewards)
     return centred * (len(centred) / max(1, len(centred) - 1))
@@ -136,9 +144,13 @@ The row of the same name in ``config.loss.ADVANTAGES`` says whether n is a group
 
 
 def whitened(values: np.ndarray) -> np.ndarray:
-    """REINFORCE++'s normalisation over tokens (arXiv:2501.03262): ``(v - mean) / (std + 1e-4)``, std with 1 / N.
+    """Normalise over tokens as REINFORCE++ does (arXiv:2501.03262): ``(v - mean) / (std + 1e-4)``, std with 1 / N.
 
-    Takes and returns float64 [N]; returns zeros if all values are equal.
+    Args:
+        values: float64 [N].
+
+    Returns:
+        float64 [N]. Zeros if all values are equal.
     """
     centred = _centred(values)
     if not centred.any():
@@ -154,15 +166,17 @@ def _centred(values: np.ndarray) -> np.ndarray:
 
 
 def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float) -> np.ndarray:
-    """AGPO's reward for short right answers of one group (arXiv:2503.15952v1): ``bonus (1 - (l - min) / (max - min))``.
+    """Return AGPO's extra reward for short right answers (arXiv:2503.15952v1): ``bonus (1 - (l - min) / (max - min))``.
 
-    Only right answers (accuracy 1) get a bonus; min and max are over their lengths. No answer gets a bonus if all or
-    none are right, where the bonus would reward only length, or if all right answers have the same length (0 / 0).
+    Only right answers (accuracy 1) get a bonus. l is the length of the answer; min and max are over the lengths of the
+    group's right answers. No answer gets a bonus if all or none are right, because the bonus would reward only length.
+    The
+    same holds if all right answers have the same length (0 / 0).
 
     Args:
-        accuracies: float [n].
-        num_tokens: int [n], sampled tokens.
-        bonus: bonus of the shortest right answer, reward units.
+        accuracies: float [n], of one group.
+        num_tokens: int [n], sampled tokens of each answer.
+        bonus: the bonus of the shortest right answer, reward units.
 
     Returns:
         float64 [n], reward units.
@@ -179,16 +193,16 @@ def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float)
 
 
 def best(values: np.ndarray, k: int) -> np.ndarray:
-    """Return bool [n], True for the ``k`` highest values; of equal values the earlier ones are chosen."""
+    """Return bool [n], True for the ``k`` highest values. Of equal values the earlier ones are chosen."""
     chosen = np.zeros(len(values), dtype=np.bool_)
     chosen[np.argsort(-values, kind="stable")[:k]] = True
     return chosen
 
 
 def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Sequence[np.ndarray], k: int) -> list[int]:
-    """Return the rollouts that are not among the ``k`` best of their group. Masked rollouts are not counted.
+    """Return the indices of rollouts that are not among the ``k`` best of their group. Masked rollouts are left out.
 
-    The rollouts are ordered by advantage, which within a group is also the order of the rewards.
+    The best rollouts are those with the highest advantage, which within a group is also the order of the rewards.
     """
     beyond: list[int] = []
     for members in groups:
@@ -198,7 +212,7 @@ def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Seq
 
 
 def _baseline_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
-    """Return, for each group, the indices (int64) of the rollouts that count in its baseline."""
+    """Return, for each group, the indices (int64) of the rollouts that count in the group's baseline."""
     left_out = {index for index, cause in prepared.masked.items() if cause in _WITHOUT_REWARD}
     bounds = list(accumulate(prepared.group_sizes, initial=0))
     return [
@@ -227,7 +241,10 @@ def _with_token_advantages(
 
 
 def _token_kl(prepared: PreparedBatch, loss: LossConfig) -> dict[int, np.ndarray]:
-    """KL estimates of every sequence's tokens. Sequences whose behavior logprobs are not all finite are left out."""
+    """Return the KL estimates of each sequence's trained tokens, by sequence id.
+
+    Sequences whose behavior logprobs are not all finite are left out.
+    """
     kl: dict[int, np.ndarray] = {}
     for sequence in prepared.sequences:
         behavior = sequence.behavior_logprobs[sequence.loss_mask]
@@ -244,7 +261,9 @@ def _token_kl(prepared: PreparedBatch, loss: LossConfig) -> dict[int, np.ndarray
 
 
 def _rollout_kl(prepared: PreparedBatch, kl: TokenKl, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Return float64 [R], nats: each rollout's KL summed over its tokens, or its group's mean if it has no KL."""
+    """Return each rollout's KL, summed over its tokens, float64 [R], nats. A rollout without one gets its group's
+    mean.
+    """
     sums = np.zeros(len(prepared.rewards))
     scored = np.zeros(len(prepared.rewards), dtype=np.bool_)
     scored[list(prepared.rollout_of.values())] = True

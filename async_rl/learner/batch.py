@@ -1,7 +1,7 @@
-"""Turn the groups of a step into trainable sequences, with masks and their causes. The trainer calls this on rank 0.
+"""Turns the groups of a step into sequences to train on, with masks and their causes. The trainer calls it on rank 0.
 
 A sequence is a set of plain arrays. If several causes mask a rollout, the first in the order of ``MASK_CAUSES``
-counts. ``with_scores`` adds the log-probabilities that the loss needs; the engine computes them.
+counts. ``with_scores`` adds the log-probabilities that the loss needs, which the engine computes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ MASK_CAUSES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """One step's sequences, split into ``learner.updates_per_batch`` parts, and the origin of each.
+    """The sequences of one step, split into ``learner.updates_per_batch`` parts, and the rollout that each comes from.
 
     Attributes:
-        updates: the sequences to train on. Their advantages are 0 until ``with_advantages``.
-        rollout_of: sequence id to the index of its rollout in the step.
-        sequence_tokens: sequence id to the number of its tokens under the loss mask.
-        arrival_versions: sequence id to the newest announced version when its group arrived.
+        updates: the sequences to train on, for each part. Their advantages are 0 until ``with_advantages``.
+        rollout_of: for each sequence id, the index of its rollout in the step.
+        sequence_tokens: for each sequence id, the number of its tokens under the loss mask.
+        arrival_versions: for each sequence id, the newest announced version when its group arrived at the queue.
         group_sizes: number of rollouts of each group. Rollouts are numbered in the step's order, group after group.
         rewards: float64 [R], one per rollout, masked ones included.
-        accuracies: float64 [R].
+        accuracies: float64 [R], one per rollout, masked ones included.
         rollout_tokens: number of sampled tokens of each rollout.
-        stale_tokens: number of tokens masked as stale in rollouts that are trained on.
-        masked: index of each masked rollout to the cause.
-        reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats; None unless the KL is part
+        stale_tokens: number of tokens that are masked as stale, in rollouts that are trained on.
+        masked: for each masked rollout, its index and the cause.
+        reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats. None unless the KL is part
             of the reward or the advantage.
     """
 
@@ -69,7 +69,7 @@ class PreparedBatch:
 
     @property
     def sequences(self) -> list[TrainSequence]:
-        """The sequences of all updates, in order."""
+        """The sequences of all parts, in order."""
         return [sequence for update in self.updates for sequence in update]
 
     def with_sequences(self, sequences: Iterable[TrainSequence]) -> PreparedBatch:
@@ -99,16 +99,16 @@ def prepare_batch(
     known_weights: Callable[[Group], bool],
     oldest_version: int | None = None,
 ) -> PreparedBatch:
-    """Return the sequences of ``taken``, in order, in ``num_updates`` equal parts. Their advantages are still 0.
+    """Turn the groups of a step into sequences, in order, in ``num_updates`` equal parts. Advantages are still 0.
 
     Masked rollouts give no sequences.
 
     Args:
         taken: the groups of the step.
-        mask_truncated: ``loss.mask_truncated``.
-        num_updates: ``learner.updates_per_batch``.
+        mask_truncated: the value of ``loss.mask_truncated``.
+        num_updates: the value of ``learner.updates_per_batch``.
         known_weights: returns whether this run published the weights with which a group was sampled.
-        oldest_version: tokens sampled with an earlier version are left out of the loss. If unset, all tokens stay.
+        oldest_version: tokens sampled with an earlier version are left out of the loss. None: all tokens stay.
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -137,9 +137,9 @@ def prepare_batch(
 
 
 def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) -> PreparedBatch:
-    """Return ``prepared`` with ``rollouts`` masked for ``cause``. ``rollouts`` are indices of unmasked rollouts.
+    """Return ``prepared`` with the unmasked rollouts of indices ``rollouts`` masked for ``cause``.
 
-    All their tokens count under ``cause``, even stale ones, so ``cause`` must precede ``stale`` in ``MASK_CAUSES``.
+    All their tokens count under ``cause``, even stale ones, so ``cause`` must be before ``stale`` in ``MASK_CAUSES``.
     """
     if not rollouts:
         return prepared
@@ -209,9 +209,11 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
 
 
 def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> PreparedBatch:
-    """Add the log-probabilities of the reference model and of the proximal policy, if ``loss`` needs them.
+    """Return the batch with the log-probabilities of the reference model and of the proximal policy, if ``loss`` needs
+    them.
 
-    The sequences of all updates are scored at once: the proximal policy is the one before the *batch's* first update.
+    The sequences of all parts are scored at once, because the proximal policy is the one before the *batch's* first
+    update.
     """
     needed: list[tuple[str, ScoredBy]] = []
     if loss.needs_reference:
@@ -227,7 +229,7 @@ def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Pr
 
 
 def along_tokens(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
-    """Return float32 [T]: ``values`` at the trained tokens of ``sequence``, 0 elsewhere."""
+    """Return float32 [T] that has ``values`` at the trained tokens of ``sequence``, and 0 elsewhere."""
     along = np.zeros(len(sequence.token_ids), dtype=np.float32)
     along[sequence.loss_mask] = values
     return along

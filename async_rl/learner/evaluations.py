@@ -1,7 +1,8 @@
-"""Evaluations: request them from the queue, collect the answers, record them with the metrics.
+"""Evaluations during training: requests them from the queue, collects the answers, and records them with the metrics.
 
 Generators sample the answers. The trainer requests evaluations before, during and after training, and collects finished
-ones between steps. ``TrainerState.pending_evals`` keeps requested, unwritten evaluations across a restart.
+ones between steps. ``TrainerState.pending_evals`` keeps the evaluations that were requested and not yet recorded, so
+that a restarted learner requests them again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ EVAL_WAIT_S = 0.5
 
 
 class Evaluations:
-    """The evaluations of one learner start. ``record`` is called with the step and figures of each evaluation."""
+    """Requests and records the evaluations of one start of the learner.
+
+    ``record`` is called with the step and the metrics of each finished evaluation.
+    """
 
     def __init__(
         self,
@@ -49,26 +53,28 @@ class Evaluations:
         return bool(self._state.pending_evals)
 
     def request_all(self) -> None:
-        """Request all datasets with the current weights. No training lease is granted until they end."""
+        """Request an evaluation of every evaluation set with the current weights. The queue grants no training
+        lease until then.
+        """
         self._ask(self._every, exclusive=True)
 
     def request_due(self) -> None:
-        """Request the evaluations that are due after this step, while training continues."""
+        """Request the evaluations that are due after the current step. Training continues meanwhile."""
         step = self._state.step
         self._ask([name for name, every in self._every.items() if every and step % every == 0], exclusive=False)
 
     def request_pending(self) -> None:
-        """After a restart, request the unwritten evaluations again, with the current weights."""
+        """After a restart, request the unfinished evaluations again, with the current weights."""
         for dataset, step in self._state.pending_evals:
             self._request(dataset, step, exclusive=False)
 
     def request_last(self) -> None:
-        """Request the evaluation after training, unless this step's was requested already."""
+        """Request the evaluations after the last step, except those that were requested for this step already."""
         asked = {*self._received, *self._state.pending_evals}
         self._ask([name for name in self._every if (name, self._state.step) not in asked], exclusive=True)
 
     def collect(self) -> None:
-        """Record finished evaluations, and confirm them to the queue, which then forgets them."""
+        """Record the evaluations that have finished, and confirm them to the queue, which then forgets them."""
         if not self.are_pending:
             return
         # Ask until no result is returned, because each request confirms the results of the previous request.
@@ -80,7 +86,10 @@ class Evaluations:
                 self._state.pending_evals.remove(key)
 
     def await_all(self, what: str, *, tick: Callable[[], None]) -> None:
-        """Return when every evaluation is recorded. ``tick`` is called while waiting; ``what`` is for the log."""
+        """Wait until every requested evaluation is recorded.
+
+        ``tick`` is called while waiting. ``what`` is the reason for the wait in log messages, if the queue gives none.
+        """
         wait = WaitLog()
         while self.are_pending:
             self.collect()

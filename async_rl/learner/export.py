@@ -1,7 +1,7 @@
-"""Export a checkpoint as a Hugging Face model directory: config, tokenizer, safetensors. One process is enough.
+"""Exports a checkpoint as a Hugging Face model directory: config, tokenizer, safetensors. One process is enough.
 
-Called by ``async-rl export``, and at the end of a run and of ``async-rl sft``. It needs only the checkpoint. For a
-checkpoint of adapters (``lora.rank``) it also needs the model that they belong to, and merges them into it.
+Called by ``async-rl export``, and at the end of a run and of ``async-rl sft``. It needs only the checkpoint. A
+checkpoint of adapters (``lora.rank``) also needs the model that they were trained on, into which they are merged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def check_export_target(out_dir: Path) -> None:
-    """Check that an export to ``out_dir`` overwrites nothing.
+    """Refuse an export to ``out_dir`` that would overwrite files.
 
     Raises:
         RunError: ``out_dir`` exists and is not an empty directory.
@@ -41,24 +41,25 @@ def check_export_target(out_dir: Path) -> None:
 
 
 def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
-    """Write the checkpoint's model to ``out_dir``, whole or not at all, for ``from_pretrained`` to load.
+    """Write the checkpoint's model to ``out_dir``, completely or not at all, so that ``from_pretrained`` can load it.
 
-    ``checkpoint_dir`` is a checkpoint, or a run directory with a latest checkpoint. Weights get the dtype in the
-    model's config; float32 if unset.
+    ``checkpoint_dir`` is a checkpoint, or a run directory that has one. The weights get the dtype in the model's
+    config, or
+    float32 if it has none.
 
     Raises:
         RunError: the checkpoint does not exist or is damaged, ``out_dir`` is not empty, or the adapters' frozen weights
             have changed.
-        ModelError: the checkpoint's weights don't fit its config, or the model that its adapters belong to is gone.
+        ModelError: the checkpoint's weights don't fit its config, or the model of its adapters is gone.
     """
     _export(checkpoint_dir, out_dir, _write)
 
 
 def export_adapter(checkpoint_dir: Path, out_dir: Path) -> None:
-    """Write the checkpoint's adapters alone to ``out_dir``, whole or not at all, in peft's format.
+    """Write only the checkpoint's adapters to ``out_dir``, completely or not at all, in peft's format.
 
     Raises:
-        RunError: as in ``export_checkpoint``, or the checkpoint has no adapters.
+        RunError: the checkpoint does not exist, is damaged or has no adapters, or ``out_dir`` is not empty.
     """
     _export(checkpoint_dir, out_dir, _write_adapter)
 
@@ -92,7 +93,9 @@ def _write_adapter(checkpoint_dir: Path, target: Path) -> None:
 
 
 def _write(checkpoint_dir: Path, target: Path) -> None:
-    """Write with the model's ``save_pretrained``, which knows how names on disk differ from names in memory."""
+    """Write the checkpoint's model with ``save_pretrained``, which knows how names on disk differ from names in
+    memory.
+    """
     from transformers import AutoConfig
 
     quiet_progress_bars()
@@ -112,7 +115,7 @@ def _write(checkpoint_dir: Path, target: Path) -> None:
 
 
 def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model that the adapters belong to, with the adapters merged into its weights."""
+    """Return the model that the adapters were trained on, with the adapters merged into its weights."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
@@ -121,7 +124,7 @@ def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) 
 
 
 def _whole(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model with all weights from the checkpoint."""
+    """Return the model with the weights of a checkpoint that holds all weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

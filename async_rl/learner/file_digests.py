@@ -1,12 +1,12 @@
-"""Digests of a checkpoint's files: written before the checkpoint gets its name, checked before it is read.
+"""Digests of a checkpoint's files, with which a damaged checkpoint is recognised before it is loaded.
 
 ``digests.json`` has the size and the xxh3_128 of every file. While a checkpoint is being written, every rank calls
-``write_part`` for the shards that it has just written, all ranks at once. Then rank 0 calls ``write_manifest``, which
-joins the parts and reads only the small files that no rank has listed.
+``write_part`` for the files that it has just written, all ranks at once. Then rank 0 calls ``write_manifest``, which
+joins the parts and reads only the small files that no rank has listed. ``find_damage`` compares the files with it.
 
-Cost: every rank reads its own shards once more, from the page cache: about 0.2 s per GB, where writing and flushing
-take a second or more. A start reads the checkpoint once more, with up to 8 threads; the load that follows finds it in
-the page cache, if it fits.
+Cost: every rank reads its own files once more, from the page cache: about 0.2 s per GB, where writing and flushing
+take a second or more. A start reads the checkpoint once more, with up to 8 threads. The load that follows finds the
+checkpoint in the page cache, if it fits.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ Entry = tuple[int, str]
 
 
 def write_part(directory: Path, rank: int, paths: Iterable[Path]) -> None:
-    """Write the digests of the files that this rank has written into ``directory``."""
+    """Write the digests of ``paths``, the files that this rank has written, into the checkpoint ``directory``."""
     entries = {path.relative_to(directory).as_posix(): digest_of(path) for path in paths}
     (directory / f"{_PART}{rank:05d}.json").write_text(json.dumps(entries), encoding="utf-8")
 
 
 def write_manifest(directory: Path) -> None:
-    """Write ``digests.json`` for all files below ``directory``, and remove the parts. Call it when all are written."""
+    """Write ``digests.json`` for all files of the checkpoint ``directory``. Call this when all files are written.
+
+    The files of ``write_part`` are read and removed.
+    """
     entries: dict[str, Entry] = {}
     for part in directory.glob(f"{_PART}*"):
         entries |= json.loads(part.read_text(encoding="utf-8"))
@@ -56,7 +59,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def find_damage(directory: Path) -> str:
-    """Describe the first damaged file of a checkpoint, in order of names. Return an empty text if every file is whole.
+    """Return a description of the first damaged file of a checkpoint, in order of names. Empty if no file is damaged.
 
     Raises:
         RunError: a file can't be read for a reason that says nothing about its content, such as missing permissions.
@@ -87,7 +90,10 @@ def _damage_of(path: Path, expected: Entry) -> str:
 
 
 def _damage_by(error: OSError, path: Path) -> str:
-    """Describe the damage that a failed read shows. Raises RunError: another cause, with which no file is damaged."""
+    """Return the description of the damage that a failed read of ``path`` shows.
+
+    Raises RunError if the error has another cause, which says nothing about the file.
+    """
     if error.errno not in _DAMAGE:
         raise RunError(
             f"can't read {path}: {error.strerror or error}; correct that (permissions, the limit on open files), then "
@@ -97,7 +103,7 @@ def _damage_by(error: OSError, path: Path) -> str:
 
 
 def digest_of(path: Path) -> Entry:
-    """Read a file; its size and digest."""
+    """Read a file. Return its size in bytes and its digest."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

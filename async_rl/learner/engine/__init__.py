@@ -1,9 +1,9 @@
-"""Everything that touches the learner's device: model, log-probabilities, gradients, optimizer, ranks.
+"""The part of the learner that uses the device: model, log-probabilities, gradients, optimizer and ranks.
 
-The trainer or ``sft`` gives it the sequences of one optimizer step. It returns ``UpdateStats`` and, on request,
-log-probabilities and unsharded parameters, and writes checkpoints. ``Engine``, defined here, is the protocol that
-callers use; ``fsdp_engine.FsdpEngine`` implements it. Callers run on rank 0; the other ranks follow its commands
-(``ranks.py``).
+The trainer or ``sft`` gives the engine the sequences of one optimizer step, and gets ``UpdateStats`` back. On request
+the engine returns log-probabilities and unsharded parameters, and writes checkpoints. ``Engine``, defined here, is the
+protocol that callers use, and ``fsdp_engine.FsdpEngine`` implements it. Callers run on rank 0, and the other ranks
+follow the commands of rank 0 (``ranks.py``).
 """
 
 from __future__ import annotations
@@ -31,17 +31,24 @@ class UpdateStats:
     Attributes:
         stepped: False if the optimizer step was skipped: the gradient is not finite, no token is left to train on, or
             a limit is exceeded (``loss.min_ess``, ``loss.max_kl``).
-        reason: why the step was skipped; empty if it was not.
-        tokens_trained: tokens in the loss.
-        ratio_mean, ratio_max: of pi/mu over trained tokens.
+        reason: why the step was skipped. Empty if it was not.
+        loss: the loss of the step.
+        grad_norm: norm of the gradient, before clipping.
+        lr: learning rate of the step.
+        tokens_trained: number of tokens in the loss.
+        ratio_mean: mean of pi/mu over trained tokens.
+        ratio_max: maximum of pi/mu over trained tokens.
         clip_fraction: share of trained tokens whose ratio was clipped at a bound.
         ess: normalised effective sample size, in (0, 1].
-        entropy, mean_abs_log_ratio: means over trained tokens, nats.
-        skipped_sequence_ids, skipped_tokens: sequences that the loss skipped, and the number of their tokens.
-        mismatch_kl: staleness (0, 1, ...) -> (sum of the k3 estimate of KL(mu || pi), number of tokens).
+        entropy: mean over trained tokens, nats.
+        mean_abs_log_ratio: mean of |log pi/mu| over trained tokens, nats.
+        skipped_sequence_ids: sequences that the loss skipped.
+        skipped_tokens: number of tokens of these sequences.
+        mismatch_kl: for each staleness (0, 1, ...), the sum of the k3 estimate of KL(mu || pi) and the number of
+            tokens.
         out_of_range_tokens: number of single tokens outside ``loss.token_range``.
-        reference_kl: mean KL in the loss, nats.
-        by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``; no rows if nothing was measured.
+        reference_kl: mean KL to the reference model in the loss, nats.
+        by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``. No rows if nothing was measured.
     """
 
     stepped: bool
@@ -65,23 +72,27 @@ class UpdateStats:
 
 
 class Engine(Protocol):
-    """The trainer's interface to model, optimizer and ranks."""
+    """The learner's model, optimizer and ranks, as the trainer uses them."""
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
-        """Make one optimizer step on ``sequences``. ``version`` is the learner's version before the step."""
+        """Make one optimizer step on ``sequences`` and return its statistics.
+
+        ``version`` is the learner's version before the step.
+        """
         ...
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> Mapping[int, np.ndarray]:
-        """Return log-probabilities of each sequence's trained tokens: sequence id to float32 [N], nats, no gradient.
+        """Return the log-probabilities of each sequence's trained tokens: sequence id to float32 [N], nats, without
+        gradient.
 
-        It computes them as ``update`` does: with temperature, packed, on all ranks. It changes no state.
+        They are computed as ``update`` does: with temperature, packed, on all ranks. No state of the engine changes.
         """
         ...
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter, unsharded, with its Hugging Face name, in a fixed order, on rank 0's host or device.
 
-        It runs collectives on all ranks, so read it to the end before you call another method.
+        The iterator runs collectives on all ranks, so read it to the end before you call another method.
         """
         ...
 
@@ -90,7 +101,7 @@ class Engine(Protocol):
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote, on any number of ranks."""
+        """Restore what ``save`` wrote into ``directory``, on any number of ranks."""
         ...
 
     def tick(self) -> None:
@@ -98,5 +109,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the other ranks. May be called again."""
+        """Let the other ranks end. Further calls do nothing."""
         ...
