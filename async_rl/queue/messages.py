@@ -1,13 +1,13 @@
 """All messages between the queue server and its clients, as records. The receiver checks the types of their fields.
 
 First come records that several messages and the queue itself use, then the requests, grouped by sender, and the
-replies, grouped by receiver. ``REQUESTS`` and ``REPLIES`` list the wire type of each.
+replies, grouped by receiver. ``REQUESTS`` and ``REPLIES`` map the type name of each message to its record.
 
-One ROUTER socket serves all clients. Every request carries ``request_id``, and its reply carries the same id. A client
-repeats a request under the same id until it is answered, so every handler is idempotent. Any reply to a generator may
-also carry a notice (``announcement``, ``cancelled``, ``finished``); a message of type ``notice`` without
-``request_id`` carries only that. Several messages to one peer may travel as the frames of one multipart message.
-No torch, no sockets.
+One ROUTER socket serves all clients. Every request has a ``request_id``, and its reply has the same id. A client
+repeats a request with the same id until the reply comes, so every request may be handled more than once. Each reply to
+a generator may also carry a notice: the fields ``announcement``, ``cancelled`` and ``finished``. A message of type
+``notice`` has only these fields, and no ``request_id``. Several messages to one peer may be sent as the frames of one
+multipart message.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from async_rl.net.codec import Count
 from async_rl.records import Group, Lease, Prompt
 
 SAME_VERSION = "install the same version of async-rl on every machine"
-"""The remedy in errors about a message that does not fit its record."""
+"""The end of error messages about a message that does not fit its record. It says what the user should do."""
 RECEIVE_HIGH_WATER_MARK = 64
-"""Maximum number of received messages of one peer that wait in memory."""
+"""Maximum number of received messages of one peer that wait in the socket's memory."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-"""A name that the server stores; its length is limited."""
+"""The type of a name that the server stores. Its length is limited."""
 
 DropCause = Literal[
     "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
@@ -34,16 +34,21 @@ DropCause = Literal[
 DROP_CAUSES: tuple[DropCause, ...] = get_args(DropCause)
 
 Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused"]
-"""The outcome of a returned group."""
+"""What became of a returned group."""
 
 FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error"]
 """The reason why a generator returns a lease without a group. A prompt that is too long is not tried again."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """The newest published version. ``channel`` is the learner's weights address, ``digest`` its manifest's digest.
+    """The learner's message that it has published a new version of the weights.
 
-    ``probe`` holds tokens that generators must score at this version (``parity.decode_probe``). It may be empty.
+    Attributes:
+        lineage: the learner's id.
+        version: the number of the version.
+        digest: the digest of the version's manifest.
+        channel: the address at which generators get the weights.
+        probe: an encoded ``parity.Probe``, tokens that generators must score at this version. It may be empty.
     """
 
     lineage: str
@@ -54,7 +59,10 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The data that a generator needs to start. ``files`` has the model config and the tokenizer, name -> bytes."""
+    """The data that a generator needs to start.
+
+    ``files`` maps the names of the model config and tokenizer files to their bytes.
+    """
 
     run_id: str
     config_toml: str
@@ -62,7 +70,17 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class GeneratorStats(msgspec.Struct, frozen=True):
-    """Totals since the generator started. Times are wall-clock; ``busy_sequence_s`` is a sum over running sequences."""
+    """A generator's totals since it started. Times are in seconds of wall-clock time.
+
+    Attributes:
+        max_running: the number of sequences that it can sample at a time.
+        wall_s: the time since it started.
+        busy_s: the time in which it sampled.
+        busy_sequence_s: the sum, over all sequences, of the time in which each was sampled.
+        pause_s: the time in which it paused to activate versions.
+        num_activations: the number of activated versions.
+        num_tokens: the number of sampled tokens.
+    """
 
     max_running: int = 0
     wall_s: float = 0.0
@@ -74,9 +92,10 @@ class GeneratorStats(msgspec.Struct, frozen=True):
 
 
 class LeasesGranted(msgspec.Struct, frozen=True):
-    """Answer to a lease request.
+    """The reply to a lease request. It has the granted leases.
 
-    If no lease is granted, ``reason`` says why, and ``activate`` may name a version that the generator must activate.
+    If no lease is granted, ``reason`` says why, and ``activate`` may name a version that the generator must activate
+    first.
     """
 
     leases: tuple[Lease, ...]
@@ -85,13 +104,16 @@ class LeasesGranted(msgspec.Struct, frozen=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """Leases that can't be trained any more. The generator must stop sampling them."""
+    """The ids of leases whose groups can't be trained any more. The generator must stop sampling them."""
 
     lease_ids: tuple[str, ...]
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """The outcome of a returned or failed lease. ``why`` is the reason of a refusal; empty for other outcomes."""
+    """What became of a lease that the generator returned.
+
+    ``why`` is the reason if the group was refused, else empty.
+    """
 
     lease_id: str
     verdict: Verdict
@@ -99,24 +121,28 @@ class Returned(msgspec.Struct, frozen=True):
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """The queue announced a version, or a learner, that is new to this generator."""
+    """The event that the queue has announced a version, or a learner, that is new to this generator."""
 
     announcement: Announcement
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The run is over. The generator exits with code 0."""
+    """The event that the run is over. The generator exits with code 0."""
 
 
 GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
 
 
 class TakenGroup(msgspec.Struct, frozen=True, eq=False):
-    """A group that the learner took. ``queued_s`` is its time in the queue.
+    """A group that the learner took, with its prompt.
 
-    ``masked``: its accuracy is outside ``queue.filter_range``, but ``queue.refill = false`` keeps it in the batch.
-    ``arrival_version`` is the newest announced version when the group arrived, so that staleness in flight
-    (arrival_version - sampled version) and in the queue (trained version - arrival_version) can be distinguished.
+    Attributes:
+        queued_s: the seconds that the group was in the queue.
+        arrival_version: the newest announced version when the group arrived. It splits the staleness of a token into a
+            part before the arrival (arrival_version - version of the token) and a part in the queue (trained version -
+            arrival_version).
+        masked: whether the group's accuracy is outside ``queue.filter_range``. With ``queue.refill = false`` such a
+            group stays in the batch.
     """
 
     group: Group
@@ -127,7 +153,19 @@ class TakenGroup(msgspec.Struct, frozen=True, eq=False):
 
 
 class QueueStats(msgspec.Struct, frozen=True):
-    """Statistics of the queue. ``generators`` is the sum over the generators in ``alive_generators`` (ids)."""
+    """Statistics of the queue at one time.
+
+    Attributes:
+        depth: the number of groups that are ready.
+        bytes: the size of the groups that are stored, evaluations included.
+        in_flight: the number of groups that are being sampled.
+        num_generators: the number of generators that are alive.
+        generators: the sum of the totals of these generators.
+        ledger: all counts of the ledger, by name.
+        prompts_too_long: the number of prompts that were excluded as too long.
+        epoch: the epoch of the newest sampled prompt.
+        alive_generators: the ids of the generators that are alive.
+    """
 
     depth: int
     bytes: int
@@ -141,16 +179,16 @@ class QueueStats(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Answer to a take: exactly ``num_groups`` groups, in order of (named version, stream position)."""
+    """The reply to a take: the groups of one step, in the order of (named version, stream position)."""
 
     groups: tuple[TakenGroup, ...]
 
 
 class NotReady(msgspec.Struct, frozen=True):
-    """Answer to a take that can't be filled yet. ``reason`` is one line for the watchdog.
+    """The reply to a take for which too few groups are ready. ``reason`` says why, in one line for the log.
 
-    ``stop`` says why the run can't continue; empty if it can. ``exhausted``: no further step can be filled, because the
-    stream has ended or all steps are trained.
+    ``stop`` says why the run can't continue; empty if it can. ``exhausted`` says whether no further step will be ready,
+    because the data has ended or all steps are trained.
     """
 
     reason: str
@@ -160,9 +198,10 @@ class NotReady(msgspec.Struct, frozen=True):
 
 
 class TrainedCounts(msgspec.Struct, frozen=True):
-    """Counts of a trained step, for the ledger of rollouts and tokens (sums over its groups).
+    """What the learner did with the rollouts and tokens of a step. The ledger counts them.
 
-    Each rollout and each received token of the step counts as trained, or as masked under its first cause.
+    Each rollout and each received token of the step is counted as trained, or as masked under its first cause.
+    ``stepped`` is False if the optimizer step was skipped.
     """
 
     stepped: bool
@@ -173,14 +212,18 @@ class TrainedCounts(msgspec.Struct, frozen=True):
 
 
 class Acked(msgspec.Struct, frozen=True):
-    """Answer to an ack. ``snapshot`` is opaque: the checkpoint stores it, and the next attach sends it back."""
+    """The reply to the learner's report of a step, with statistics and, if requested, a snapshot of the queue.
+
+    The learner stores the snapshot's bytes in its checkpoint without reading them, and sends them back in its next
+    ``Attach``.
+    """
 
     stats: QueueStats
     snapshot: bytes | None = None
 
 
 class EvalResult(msgspec.Struct, frozen=True, eq=False):
-    """One finished evaluation: the prompt and the group of every row, in row order."""
+    """A finished evaluation: the prompt and the group of every row, in the order of the rows."""
 
     dataset: str
     step: int
@@ -188,9 +231,9 @@ class EvalResult(msgspec.Struct, frozen=True, eq=False):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """Fields of every request in addition to those of its record. The reply repeats ``request_id``.
+    """The fields that every request has in addition to those of its record. The reply repeats ``request_id``.
 
-    ``secret`` proves, on a server without keys, that a generator's messages come from the owner of its id.
+    On a server without keys, ``secret`` proves that a generator's message comes from the owner of its id.
     """
 
     request_id: Name | None = None
@@ -201,7 +244,10 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True):
-    """The sender takes over the queue. The parts are the ``files`` in order, then the snapshot if there is one."""
+    """The learner takes over the queue.
+
+    The parts are the contents of ``files`` in order, then the snapshot if there is one.
+    """
 
     run_id: str
     lineage: Name
@@ -215,17 +261,17 @@ class Attach(msgspec.Struct, frozen=True):
 
 
 class OfLearner(msgspec.Struct, frozen=True):
-    """A request of a learner."""
+    """Base class of requests that only a learner sends. ``lineage`` is the learner's id."""
 
     lineage: str
 
 
 class Alive(OfLearner, frozen=True):
-    """The learner is alive. No reply."""
+    """The learner reports that it is alive. The server sends no reply."""
 
 
 class ConfirmLineage(OfLearner, frozen=True):
-    """Confirm that the learner still owns the queue. If it does not, the reply is an error of kind "lineage"."""
+    """The learner asks whether it still owns the queue. If it does not, the reply is an error of kind "lineage"."""
 
 
 class LearnerGoodbye(OfLearner, frozen=True):
@@ -233,7 +279,10 @@ class LearnerGoodbye(OfLearner, frozen=True):
 
 
 class Evaluate(OfLearner, frozen=True):
-    """Evaluate a dataset of ``data.eval``. If ``exclusive``, no training lease is granted until it is done."""
+    """The learner requests an evaluation of a dataset of ``data.eval``.
+
+    If ``exclusive``, no training lease is granted until the evaluation is done.
+    """
 
     dataset: str
     step: int
@@ -242,27 +291,30 @@ class Evaluate(OfLearner, frozen=True):
 
 
 class GetEvalResults(OfLearner, frozen=True):
-    """Send the finished evaluations except those in ``received``, which the server may delete."""
+    """The learner requests all finished evaluations except those in ``received``, which the server may delete."""
 
     received: tuple[tuple[str, int], ...] = ()
 
 
 class AwaitEval(OfLearner, frozen=True):
-    """Wait for a finished evaluation that was not delivered yet."""
+    """The learner waits until an evaluation is finished that it has not requested yet."""
 
 
 class Take(OfLearner, frozen=True):
-    """Take the groups of the next step, after ``step`` steps. The learner trains them first at ``version``."""
+    """The learner requests the groups of its next step.
+
+    It has done ``step`` steps, and trains the groups at ``version``.
+    """
 
     step: int
     version: int
 
 
 class StepAck(msgspec.Struct, frozen=True):
-    """The step that was taken as ``step`` is done, and the learner is at ``version``.
+    """The learner reports that it has done the step for which it took groups as ``step``. It is now at ``version``.
 
-    ``lease_bound`` is the staleness bound of new leases; if unset, ``queue.max_staleness``. If ``snapshot``, the answer
-    contains the queue's snapshot for a checkpoint.
+    ``lease_bound`` is its staleness bound for new leases. None stands for ``queue.max_staleness``. If ``snapshot`` is
+    true, the reply has the queue's snapshot for a checkpoint.
     """
 
     lineage: str
@@ -274,43 +326,49 @@ class StepAck(msgspec.Struct, frozen=True):
 
 
 class TakeSnapshot(OfLearner, frozen=True):
-    """Request the queue's state between two steps, for a checkpoint."""
+    """The learner requests a snapshot of the queue between two steps, for a checkpoint."""
 
 
 class CheckpointCommitted(OfLearner, frozen=True):
-    """The checkpoint after ``step`` steps is complete. The server may delete groups that only older ones need."""
+    """The learner reports that the checkpoint after ``step`` steps is complete.
+
+    The server may delete the groups that only older checkpoints need.
+    """
 
     step: int
 
 
 class GetProbeAnswers(OfLearner, frozen=True):
-    """Request every generator's newest probe answer, of version ``since`` or later."""
+    """The learner requests the newest answer to a probe of each generator, if it is of version ``since`` or later."""
 
     since: int
 
 
 class Quarantine(OfLearner, frozen=True):
-    """Grant this generator no more leases, and drop its groups. ``reason`` is text for people."""
+    """The learner requests that a generator gets no more leases, and that its groups are dropped.
+
+    ``reason`` is for people.
+    """
 
     generator_id: str
     reason: str
 
 
 class Finish(OfLearner, frozen=True):
-    """The run is over. The server notifies the generators."""
+    """The learner reports that the run is over. The server notifies the generators."""
 
 
 # Requests of generators.
 
 
 class OfGenerator(msgspec.Struct, frozen=True):
-    """A request of a generator."""
+    """Base class of requests that only a generator sends."""
 
     generator_id: Name
 
 
 class Hello(OfGenerator, frozen=True):
-    """Register a generator. ``replaces`` names a dead generator, whose leases are requeued at once."""
+    """A generator registers. If ``replaces`` names a dead generator, that generator's leases are requeued at once."""
 
     host: Name
     backend: Name
@@ -318,7 +376,7 @@ class Hello(OfGenerator, frozen=True):
 
 
 class LeaseRequest(OfGenerator, frozen=True):
-    """Request up to ``max_leases`` leases. The generator samples with ``version`` of ``lineage``."""
+    """A generator requests up to ``max_leases`` leases. Its weights are ``version`` of the learner ``lineage``."""
 
     lineage: Name
     version: int
@@ -326,20 +384,26 @@ class LeaseRequest(OfGenerator, frozen=True):
 
 
 class Heartbeat(OfGenerator, frozen=True):
-    """Report progress by lease. A lease expires if its progress does not grow for ``queue.lease_timeout_s``."""
+    """A generator reports the number of sampled tokens of each lease, and its totals.
+
+    A lease expires if its number does not grow for ``queue.lease_timeout_s``.
+    """
 
     progress: dict[str, Count]
     stats: GeneratorStats
 
 
 class ReturnGroups(OfGenerator, frozen=True):
-    """Return finished groups. The parts are the encoded groups of these leases, in this order."""
+    """A generator returns finished groups.
+
+    The parts are the encoded groups of the leases ``lease_ids``, in this order.
+    """
 
     lease_ids: tuple[str, ...]
 
 
 class FailLease(OfGenerator, frozen=True):
-    """Return a lease without a group. ``detail`` is text for people."""
+    """A generator returns a lease without a group. ``detail`` is text for people."""
 
     lease_id: str
     cause: FailureCause
@@ -347,7 +411,7 @@ class FailLease(OfGenerator, frozen=True):
 
 
 class AnswerProbe(OfGenerator, frozen=True):
-    """The answer to a version's probe (``parity.encode_answer``)."""
+    """A generator's answer to the probe of a version. ``answer`` is an encoded ``parity.Answer``."""
 
     lineage: Name
     version: int
@@ -355,31 +419,31 @@ class AnswerProbe(OfGenerator, frozen=True):
 
 
 class Goodbye(OfGenerator, frozen=True):
-    """A generator leaves. Its leases are requeued at once."""
+    """A generator shuts down. The prompts of its leases are requeued at once."""
 
 
 # Requests of any client.
 
 
 class Ping(msgspec.Struct, frozen=True):
-    """Request the run id and the package versions of the server."""
+    """A client requests the server's run id and package versions."""
 
 
 class GetStatus(msgspec.Struct, frozen=True):
-    """Request the full status of the queue, for people."""
+    """A client requests the full status of the queue, for people."""
 
 
 # Replies to the learner. ``NotReady`` and ``Acked`` are above. A snapshot is sent as a part of an ``Acked``.
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """The learner owns the queue."""
+    """The reply to ``Attach``: the learner now owns the queue."""
 
     run_id: str
 
 
 class TakenEntry(msgspec.Struct, frozen=True):
-    """Metadata of one taken group in a batch reply. The group itself is a separate message part.
+    """What a batch says about one taken group. The encoded group itself is a part of the message.
 
     The fields mean the same as in ``TakenGroup``.
     """
@@ -391,9 +455,9 @@ class TakenEntry(msgspec.Struct, frozen=True):
 
 
 class BatchPart(msgspec.Struct, frozen=True):
-    """Groups ``first``, ``first + 1``, ... of a batch of ``num_groups`` groups. The parts are the encoded groups.
+    """Some groups of a batch: number ``first`` and the following of ``num_groups`` groups.
 
-    If ``more``, further messages of the same reply follow.
+    The parts are the encoded groups. If ``more`` is true, further messages with groups of the same batch follow.
     """
 
     groups: tuple[TakenEntry, ...]
@@ -403,14 +467,17 @@ class BatchPart(msgspec.Struct, frozen=True):
 
 
 class EvalRow(msgspec.Struct, frozen=True):
-    """A row of a finished evaluation. If ``answered``, a part has its group; if not, it could not be sampled."""
+    """A row of a finished evaluation. If ``answered``, a part of the message has its group.
+
+    If not, it could not be sampled.
+    """
 
     prompt: Prompt
     answered: bool
 
 
 class EvalEntry(msgspec.Struct, frozen=True):
-    """One finished evaluation."""
+    """The prompts of a finished evaluation, in the order of the rows. The groups are parts of the message."""
 
     dataset: str
     step: int
@@ -418,19 +485,22 @@ class EvalEntry(msgspec.Struct, frozen=True):
 
 
 class EvalResults(msgspec.Struct, frozen=True):
-    """Finished evaluations. The parts are the encoded groups of all answered rows, in order."""
+    """The reply to ``GetEvalResults``: all finished evaluations.
+
+    The parts are the encoded groups of their answered rows.
+    """
 
     results: tuple[EvalEntry, ...]
 
 
 class EvalWait(msgspec.Struct, frozen=True):
-    """The reason why no evaluation can be delivered yet; empty if one can."""
+    """The reply to ``AwaitEval``: the reason why no finished evaluation can be sent yet; empty if one can."""
 
     reason: str
 
 
 class ProbeAnswers(msgspec.Struct, frozen=True):
-    """Answers to probes. The parts are the encoded answers of these generators, in this order."""
+    """The reply to ``GetProbeAnswers``. The parts are the encoded answers of ``generators``, in this order."""
 
     generators: tuple[str, ...]
 
@@ -439,7 +509,10 @@ class ProbeAnswers(msgspec.Struct, frozen=True):
 
 
 class WelcomeReply(msgspec.Struct, frozen=True):
-    """A ``Welcome``. ``files`` lists file names; the parts are their contents, in the same order."""
+    """The reply to ``Hello``, with the fields of ``Welcome``.
+
+    The parts are the contents of ``files``, in the same order.
+    """
 
     run_id: str
     config_toml: str
@@ -447,19 +520,19 @@ class WelcomeReply(msgspec.Struct, frozen=True):
 
 
 class NotYet(msgspec.Struct, frozen=True):
-    """No learner has attached yet."""
+    """The reply to ``Hello`` if no learner has attached."""
 
     reason: str
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """Answer to a heartbeat. The generator must stop sampling the ``cancelled`` leases."""
+    """The reply to a heartbeat. The generator must stop sampling the leases ``cancelled``."""
 
     cancelled: tuple[str, ...]
 
 
 class ReturnReply(msgspec.Struct, frozen=True):
-    """The outcomes of the returned or failed leases. ``why`` has the reason of each refusal."""
+    """The reply to returned or failed leases: what became of each, by lease id, and why a group was refused."""
 
     verdicts: dict[str, Verdict]
     why: dict[str, str]
@@ -469,11 +542,11 @@ class ReturnReply(msgspec.Struct, frozen=True):
 
 
 class Ok(msgspec.Struct, frozen=True):
-    """The request succeeded."""
+    """The reply that a request succeeded."""
 
 
 class Pong(msgspec.Struct, frozen=True):
-    """Answer to a ping. ``versions`` has the versions of the packages that are installed where the server runs."""
+    """The reply to a ping. ``versions`` has the versions of the packages that are installed where the server runs."""
 
     run_id: str
     attached: bool
@@ -481,13 +554,17 @@ class Pong(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The status of the queue, as plain data for people."""
+    """The reply to ``GetStatus``: the status of the queue, as plain data for people."""
 
     status: dict[str, Any]
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """The request was refused. ``kind`` is "lineage", "wire" (malformed), "queue" or "internal" (a bug)."""
+    """The reply that a request was refused. ``message`` says why.
+
+    ``kind`` is "lineage" (a newer learner owns the queue), "id_in_use" (of a generator), "wire" (malformed request),
+    "queue" (refused for another reason) or "internal" (a bug).
+    """
 
     kind: str
     message: str
@@ -513,4 +590,4 @@ REPLIES: Mapping[str, type[msgspec.Struct]] = {
     "ok": Ok, "pong": Pong, "status": Status, "error": ErrorReply,
 }  # fmt: skip
 WIRE_TYPES = {record: type_ for types in (REQUESTS, REPLIES) for type_, record in types.items()}
-"""The wire type of every record that is a message."""
+"""The type name in the message's header, for each record that is a message."""

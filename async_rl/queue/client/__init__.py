@@ -1,4 +1,4 @@
-"""Both clients of the queue, for rank 0 of the learner and for a generator (``clients``).
+"""The clients of the queue: one for the learner's rank 0, one for a generator.
 
-A call sends a record of ``queue.messages`` through ``connection``, which repeats the request until it is answered.
+Each method of a client sends a record of ``queue.messages``. ``connection`` repeats the request until the reply comes.
 """

@@ -1,7 +1,8 @@
 """The two clients of the queue: ``LearnerQueue`` for rank 0 of the learner, ``GeneratorQueue`` for a generator.
 
-``LearnerQueue`` is synchronous. ``GeneratorQueue`` pipelines its requests: only ``poll`` and ``hello`` block, and every
-answer is an event of ``poll``. Both repeat a request until it is answered, also after a restart of the server.
+The methods of ``LearnerQueue`` wait for the reply. ``GeneratorQueue`` sends requests without waiting: only ``poll`` and
+``hello`` wait, and ``poll`` returns every reply as an event. Both repeat a request until the reply comes, also after a
+restart of the server.
 """
 
 from __future__ import annotations
@@ -52,25 +53,26 @@ logger = logging.getLogger(__name__)
 ALIVE_EVERY_S = 5.0
 _LOOK_EVERY_S = 0.25
 _LOST_AFTER_S = 1.0
-"""A connection that is lost for this long is logged."""
+"""Seconds without a connection after which this is logged."""
 _MAX_RESTARTS = 5
-"""Restarts of the server for one request. The request itself may crash the server."""
+"""Maximum number of restarts of the server for one request. The request itself may crash the server."""
 _HELLO_WAIT_S = 5.0
 _ID_IN_USE_S = 0.5
-"""Interval of the tries to get an id that another generator has."""
+"""Seconds between two tries to get an id that another generator still has."""
 _HELLO_MARGIN_S = 0.5
-"""Time before the end of the wait at which the server must answer, so that its reason still arrives."""
+"""The server must answer this many seconds before the client stops waiting, so that the client still gets the
+reason."""
 _RETURN_BYTES = 1 << 20
 _RETURN_GROUPS = 16
-"""Groups that finish between two polls share a message, up to these limits in bytes and groups. For a small group, most
-of the cost is its message."""
+"""Limits on the bytes and the number of groups that are returned in one message. For a small group, most of the cost is
+its message, so groups that finish between two polls share one."""
 
 
 # The learner.
 
 
 class _KeepAlive:
-    """Reports from a separate thread and socket that the learner is alive, even while the main thread trains."""
+    """A thread with its own socket that tells the queue that the learner is alive, even while the learner trains."""
 
     def __init__(self, address: str, lineage: str, keys: ClientKeys | None) -> None:
         self._address, self._lineage, self._keys = address, lineage, keys
@@ -92,15 +94,19 @@ class _KeepAlive:
 
 
 class LearnerQueue:
-    """The queue as the learner's rank 0 uses it. Methods block until answered.
+    """The client with which the learner's rank 0 uses the queue. Methods wait for the reply.
 
-    ``revive`` is called repeatedly while there is no connection to the server. It may restart a dead server; it returns
-    True if it did. ``while_waiting`` is called repeatedly while an answer is awaited. ``check_lock`` raises
-    LineageError if another process has taken over the run directory: a ``launch`` that did so has another queue server,
-    and this queue does not know it.
+    Args:
+        timeout_s: longest wait for a reply, in addition to the wait that a method requests.
+        revive: called repeatedly while there is no connection to the server. It may restart a dead server, and returns
+            True if it did.
+        while_waiting: called repeatedly while a method waits.
+        check_lock: raises LineageError if another process has taken over the run directory. A ``launch`` that took it
+            over has another queue server, so this one can't know of it.
 
-    Raises (all methods): ``LineageError`` if a newer learner owns the queue. ``QueueError`` if the server refuses, or
-    does not answer within ``timeout_s`` (plus the requested wait).
+    Raises:
+        LineageError: (all methods) a newer learner owns the queue.
+        QueueError: (all methods) the server refuses the request, or does not answer in time.
     """
 
     def __init__(
@@ -126,7 +132,10 @@ class LearnerQueue:
         self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
         config_toml: str, files: Mapping[str, bytes], snapshot: bytes | None,
     ) -> None:  # fmt: skip
-        """Take over the queue. Its state is restored from ``snapshot``; if None, it is empty."""
+        """Take over the queue. Its state is restored from ``snapshot``, or is empty if ``snapshot`` is None.
+
+        ``files`` maps file names to bytes that the queue gives to generators.
+        """
         names = tuple(sorted(files))
         parts = [files[name] for name in names]
         if snapshot is not None:
@@ -146,11 +155,14 @@ class LearnerQueue:
         self._call(messages.ConfirmLineage(lineage))
 
     def announce(self, announcement: Announcement) -> None:
-        """Announce a published version. Return at once; if the queue refuses it, the next method that blocks raises."""
+        """Send the announcement of a published version, without waiting for the reply.
+
+        If the queue refuses it, the next method that waits raises the error.
+        """
         self._unawaited.add(self._connection.post(announcement))
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
-        """Request every generator's newest probe answer, of version ``since`` or later, by generator."""
+        """Return each generator's newest answer to a probe, by generator id, if it is of version ``since`` or later."""
         reply = self._call(messages.GetProbeAnswers(lineage, since))
         names = read_as(reply.fields, messages.ProbeAnswers).generators
         if len(names) != len(reply.parts):
@@ -161,15 +173,18 @@ class LearnerQueue:
         return {name: decode_answer(bytes(part)) for name, part in zip(names, reply.parts, strict=True)}
 
     def quarantine(self, lineage: str, generator_id: str, reason: str) -> None:
-        """Give this generator no more leases, and drop its groups that are not taken."""
+        """Make the queue give no more leases to this generator, and drop its groups that the learner has not taken."""
         self._call(messages.Quarantine(lineage, generator_id, reason))
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:
-        """Start an evaluation of a set of ``data.eval``. If ``exclusive``, training leases wait until it is done."""
+        """Start an evaluation of a set of ``data.eval``.
+
+        If ``exclusive``, training leases wait until the evaluation is done.
+        """
         self._call(messages.Evaluate(lineage, dataset, step, min_version, exclusive))
 
     def eval_results(self, lineage: str, received: Sequence[tuple[str, int]] = ()) -> list[EvalResult]:
-        """Request the finished evaluations. Each is sent again until ``received`` names it.
+        """Return all finished evaluations. Each is returned again by later calls until ``received`` names it.
 
         A row that could not be sampled has a group without rollouts.
         """
@@ -179,16 +194,22 @@ class LearnerQueue:
         return [_eval_result(entry, payloads, lineage) for entry in results]
 
     def await_eval(self, lineage: str, wait_s: float) -> str:
-        """Wait for a finished evaluation that was not delivered yet. Return the reason if there is none, else empty."""
+        """Wait up to ``wait_s`` for a finished evaluation that was not returned yet.
+
+        Return "", or the reason if there is none.
+        """
         return read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait).reason
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
-        """Send the request of the next ``take``, which must name the same step and version. Return at once."""
+        """Send the request of the next ``take``, which must have the same step and version.
+
+        Don't wait for the reply.
+        """
         request = Take(lineage, step, version)
         self._begun_take = (request, self._connection.post(request, wait_s=wait_s))
 
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
-        """Take the groups of the next step. Wait up to ``wait_s``.
+        """Return the groups of the next step. Wait up to ``wait_s`` for them; then return why they are not ready.
 
         The learner has done ``step`` steps, and trains the groups first at ``version``.
         """
@@ -207,41 +228,48 @@ class LearnerQueue:
         return read_as(reply.fields, NotReady)
 
     def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
-        """Report a trained step. With ``next_take_s``, also begin the next step's take, which waits up to that long."""
+        """Report a trained step.
+
+        With ``next_take_s``, also request the groups of the next step, and wait up to that long for them. The next
+        ``take`` returns these groups.
+        """
         request_id = self._connection.post(ack, with_next=next_take_s is not None)
         if next_take_s is not None:
             self.begin_take(ack.lineage, ack.step + 1, ack.version, next_take_s)
         return _acked(self._await(request_id, "ack", 0.0))
 
     def checkpoint_committed(self, lineage: str, step: int) -> None:
-        """Report that the checkpoint after ``step`` steps is complete. The queue may delete older snapshots."""
+        """Report that the checkpoint after ``step`` steps is complete. The queue may then delete older snapshots."""
         self._call(messages.CheckpointCommitted(lineage, step))
 
     def snapshot(self, lineage: str) -> bytes:
-        """Request the queue's state between two steps, for a checkpoint."""
+        """Return the queue's state between two steps as bytes, for a checkpoint."""
         payload = _acked(self._call(messages.TakeSnapshot(lineage))).snapshot
         if payload is None:
             raise WireError(f"malformed 'acked': expected a snapshot of the queue, got none; {SAME_VERSION}")
         return payload
 
     def finish(self, lineage: str) -> None:
-        """End the run. The queue notifies the generators."""
+        """Report that the run is over. The queue notifies the generators."""
         self._call(messages.Finish(lineage))
 
     def status(self) -> dict[str, Any]:
-        """The full status of the queue for people, as plain data."""
+        """Return the full status of the queue, as plain data for people."""
         return read_as(self._call(messages.GetStatus()).fields, messages.Status).status
 
     def ping(self) -> str:
-        """The run id that the server serves; empty before its first learner if none was given."""
+        """Return the id of the run that the server serves.
+
+        It is empty before the first learner if the server got no run id.
+        """
         return read_as(self._call(messages.Ping()).fields, messages.Pong).run_id
 
     def versions(self) -> dict[str, str]:
-        """The packages that are installed where the server runs, name -> version."""
+        """Return the versions of the packages that are installed where the server runs, by name."""
         return read_as(self._call(messages.Ping()).fields, messages.Pong).versions
 
     def close(self) -> None:
-        """Leave the queue. Unless the run is finished, the server ends ``experimental.linger_s`` later."""
+        """Leave the queue. Unless the run is finished, the server ends ``experimental.linger_s`` seconds later."""
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._lineage is not None:
@@ -253,7 +281,7 @@ class LearnerQueue:
         return self._await(request_id, WIRE_TYPES[type(request)], wait_s)
 
     def _await(self, request_id: str, type_: str, wait_s: float) -> Message:
-        """Wait for the answer to this request. Keep the answers to other requests that arrive meanwhile."""
+        """Wait for the reply to one request. Keep the replies to other requests that arrive meanwhile."""
         deadline = time.monotonic() + self._timeout_s + wait_s
         while (message := self._answers.pop(request_id, None)) is None:
             left_s = deadline - time.monotonic()
@@ -285,7 +313,10 @@ class LearnerQueue:
         return message
 
     def _note(self, request_id: str, answer: Message) -> None:
-        """Keep an answer. A part of a batch is decoded at once, while the next part is being sent."""
+        """Keep a reply until it is awaited.
+
+        Groups of a batch are decoded at once, while the next ones are being sent.
+        """
         if answer.type == "batch":
             part = read_as(answer.fields, BatchPart)
             if len(part.groups) != len(answer.parts):
@@ -306,7 +337,7 @@ class LearnerQueue:
         self._answers[request_id] = answer
 
     def _watch_connection(self, type_: str, left_s: float) -> bool:
-        """Log once that the connection is lost, and call ``revive``. Return whether it restarted the server."""
+        """If the connection is lost, log this once and call ``revive``. Return whether the server was restarted."""
         if self._connection.is_connected:
             return False
         now = time.monotonic()
@@ -350,10 +381,10 @@ def _eval_result(entry: messages.EvalEntry, payloads: Iterator[Frame], lineage: 
 
 
 class GeneratorQueue:
-    """The queue as a generator uses it. One thread owns it.
+    """The client with which a generator uses the queue. Only one thread may use it.
 
-    Only the owner of ``keys`` may use ``generator_id``, or on a server without keys whoever knows ``secret``. If
-    ``secret`` is unset, it is random, so only this process may.
+    On a server with keys, only the owner of ``keys`` may use ``generator_id``. On a server without keys, only a client
+    with the same ``secret`` may. If ``secret`` is None, it is random, so only this process may.
 
     Raises:
         AddressError: the address is malformed.
@@ -372,13 +403,15 @@ class GeneratorQueue:
         self._num_unanswered = 0
 
     def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
-        """Register this generator. Wait up to ``wait_s`` for a queue, and for a learner attached to it.
+        """Register this generator and return the data that it needs.
 
-        It also waits while another generator has this id: after a restart that may be this one, killed a moment ago.
-        ``replaces`` names a dead generator, whose leases are requeued at once.
+        Wait up to ``wait_s`` for a queue with an attached learner. The method also waits while another generator has
+        this id, which may be a killed process of this generator. ``replaces`` names a dead generator, whose leases are
+        requeued at once.
 
         Raises:
-            AddressError: no queue answered. QueueError: a queue answered, but no learner has attached.
+            AddressError: no queue answered.
+            QueueError: a queue answered, but no learner has attached.
             IdInUseError: another generator had this id all the time.
         """
         deadline, is_waiting = time.monotonic() + wait_s, False
@@ -422,37 +455,40 @@ class GeneratorQueue:
 
     @property
     def num_unanswered_returns(self) -> int:
-        """Number of returned groups and failures that the queue has not answered yet."""
+        """The number of returned groups and failures to which the queue has not replied yet."""
         return self._num_unanswered
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last reply if a reply is overdue; 0 otherwise."""
+        """Seconds since the queue's last reply if a reply is overdue; 0 if none is."""
         return self._connection.silent_s
 
     @property
     def finished(self) -> bool:
-        """Whether the queue has announced that the run is over."""
+        """Whether the queue has sent the notice that the run is over."""
         return self._finished
 
     @property
     def announcement(self) -> Announcement | None:
-        """The newest version that the queue announced."""
+        """The newest version that the queue announced; None before the first."""
         return self._announcement
 
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
-        """Request leases to sample with ``version`` of ``lineage``. Do nothing while a request is outstanding."""
+        """Request leases for weights of ``version`` of ``lineage``.
+
+        Do nothing if the last lease request has no reply yet.
+        """
         if not self.lease_request_outstanding:
             request = messages.LeaseRequest(self.generator_id, lineage, version, max_leases)
             self._connection.post(request, wait_s=wait_s)
 
     def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
-        """Report progress by lease, as numbers that must grow. Do nothing while a heartbeat is outstanding."""
+        """Report the number of sampled tokens by lease id. Do nothing if the last heartbeat has no reply yet."""
         if not self.heartbeat_outstanding:
             self._connection.post(messages.Heartbeat(self.generator_id, dict(progress), stats))
 
     def return_group(self, group: Group) -> None:
-        """Send a finished group, at the latest with the next ``poll``. A ``Returned`` event has its outcome."""
+        """Send a finished group, at the latest in the next ``poll``. A ``Returned`` event says what became of it."""
         self._returning[group.lease_id] = encode_group(group)
         self._num_unanswered += 1
         num_bytes = sum(map(len, self._returning.values()))
@@ -460,17 +496,19 @@ class GeneratorQueue:
             self._send_returns()
 
     def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
-        """Return a lease without a group. A ``Returned`` event has the outcome."""
+        """Return a lease without a group. A ``Returned`` event has the queue's reply."""
         self._num_unanswered += 1
         self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail[:2000]))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
-        """Send the answer to a probe. The learner requests it from the queue. It is repeated until answered."""
+        """Send the answer to a probe to the queue, which keeps the answer for the learner."""
         data = encode_answer(answer)
         self._connection.post(messages.AnswerProbe(self.generator_id, lineage, answer.version, data))
 
     def poll(self, timeout_s: float) -> list[GeneratorEvent]:
-        """Receive the queue's messages as events. Return with the first, or after ``timeout_s``.
+        """Return the messages that the queue has sent, as events.
+
+        If there are none, wait up to ``timeout_s`` for the first.
 
         Raises:
             QueueError: the server refused a request.
@@ -482,7 +520,7 @@ class GeneratorQueue:
         return events
 
     def leave(self) -> None:
-        """Leave the queue: it requeues the remaining leases at once. Only ``close`` may follow."""
+        """Leave the queue. The prompts of the remaining leases are requeued at once. Only ``close`` may follow."""
         if self._is_known:
             self._connection.send_once(messages.Goodbye(self.generator_id))
             self._is_known = False
@@ -522,7 +560,7 @@ class GeneratorQueue:
         return events
 
     def _notice(self, message: Message) -> list[GeneratorEvent]:
-        """The events in a message's notice, which any message may carry."""
+        """Return the events in a message's notice: a new version, cancelled leases, the end of the run."""
         events: list[GeneratorEvent] = []
         announced = message.fields.get("announcement")
         if announced is not None:

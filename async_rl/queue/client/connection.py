@@ -1,6 +1,6 @@
-"""A client's DEALER socket. It repeats each request until it is answered, and returns each reply with its request.
+"""A client's DEALER socket to the queue server. It repeats each request until the reply comes.
 
-Both queue clients use it. It is not thread-safe: one thread owns it.
+Both queue clients use it. It is not thread-safe: only one thread may use it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, WIRE_TYPES
 RESEND_S = 5.0
 _RETRY_S = 0.02
 _LIMITS = Limits(max_bytes=1 << 34, max_depth=None)
-"""Messages of the server have loose limits, because its keys prove its identity."""
+"""Limits on messages from the server. They are loose, because the server is trusted."""
 COPY_BELOW_BYTES = 1 << 20
-"""Smaller frames are copied into the socket, because a frame that is not copied costs a thread switch when it is sent.
-"""
+"""Frames below this size are copied when they are sent, because sending a frame without a copy costs a thread
+switch."""
 # As plain numbers: zmq combines its own flags in Python, which would cost time for every frame.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE = int(zmq.POLLIN)
@@ -38,7 +38,10 @@ _READABLE = int(zmq.POLLIN)
 
 @dataclass(slots=True)
 class Outstanding:
-    """A request without an answer. ``due_at`` is the time to send it next, ``sent_at`` the time it was sent last."""
+    """A request that has no reply yet.
+
+    ``due_at`` is when to send it next, ``sent_at`` when it was sent last, or None.
+    """
 
     request_id: str
     type: str
@@ -50,10 +53,11 @@ class Outstanding:
 
 
 class Connection:
-    """A client's socket to ``address``. It connects in the background, and reconnects after a restart of the server.
+    """A client's socket to the server at ``address``.
 
-    ``keys`` are needed if the server has keys. Nothing is sent to a server that does not have the key that they name.
-    ``secret`` is sent with every message (``messages.Envelope``).
+    It connects in the background, also after a restart of the server. If the server has keys, ``keys`` are needed. With
+    ``keys``, messages are sent only to the server whose public key they have. ``secret`` is sent with every message
+    (``messages.Envelope``).
 
     Raises:
         AddressError: the address is malformed.
@@ -91,34 +95,35 @@ class Connection:
 
     @property
     def keys_hint(self) -> str:
-        """A hint for the case that no reply comes: a server does not reply to unknown keys."""
+        """Text for errors about a missing reply: a server does not reply to a client whose key it does not know."""
         if self._has_keys:
             return "the server answers only if its allowed.txt lists this key, and if it made this key file"
         return "a server with keys answers only clients with a key (--keys FILE, or queue.keys)"
 
     @property
     def silent_s(self) -> float:
-        """Seconds without any reply while a reply is overdue."""
+        """Seconds since the last reply if a reply is overdue; 0 if none is."""
         return 0.0 if self._waiting_since is None else max(0.0, time.monotonic() - self._waiting_since)
 
     @property
     def is_connected(self) -> bool:
         """Whether the socket was connected at the last ``poll``.
 
-        A busy or suspended server still counts as connected.
+        A connection to a busy or suspended server still counts.
         """
         return self._is_connected
 
     def has_outstanding(self, type_: str) -> bool:
-        """Whether a request of this type has no answer yet."""
+        """Return whether a request of the type ``type_`` has no reply yet."""
         return self._num_outstanding[type_] > 0
 
     def post(
         self, request: msgspec.Struct, parts: Sequence[Frame] = (), *, wait_s: float = 0.0, with_next: bool = False
     ) -> str:
-        """Send a request of ``messages``. Return its id. The server may delay the answer by up to ``wait_s``.
+        """Send a request (a record of ``messages``) and return its id.
 
-        If ``with_next``, send it together with the next request, which wakes the server once for both.
+        The server may delay the reply by up to ``wait_s``. With ``with_next``, the request is sent together with the
+        next one, so that both wake the server only once.
         """
         request_id = f"{self._prefix}-{next(self._numbers)}"
         now, type_ = time.monotonic(), WIRE_TYPES[type(request)]
@@ -132,7 +137,7 @@ class Connection:
         return request_id
 
     def send_once(self, request: msgspec.Struct) -> bool:
-        """Send a message that needs no answer. Return False without a connection, or after ``close``."""
+        """Send a message that needs no reply. Return False if there is no connection, or after ``close``."""
         if self._socket.closed:
             return False
         self._follow_link(time.monotonic())
@@ -144,14 +149,15 @@ class Connection:
         return True
 
     def forget(self, request_id: str) -> None:
-        """Stop waiting for this answer."""
+        """Stop waiting for the reply to this request, and stop repeating the request."""
         self._pop(request_id)
         self._update_silence(time.monotonic(), has_received=False)
 
     def poll(self, timeout_s: float) -> list[tuple[Outstanding | None, Message]]:
-        """Receive messages, each with the request that it answers. Return with the first, or after ``timeout_s``.
+        """Return the received messages, each with the request that it answers, or with None if it answers none.
 
-        An answer with ``more`` set is not the last of its request.
+        If there are none, wait up to ``timeout_s`` for the first. A reply whose field ``more`` is true is followed by
+        further messages for the same request.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -169,7 +175,7 @@ class Connection:
                 return received
 
     def close(self) -> None:
-        """Close the socket. It may be called again."""
+        """Close the socket. A second call does nothing."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._monitor.close()
@@ -177,7 +183,10 @@ class Connection:
         self._context.term()
 
     def _follow_link(self, now: float) -> None:
-        """After a reconnection, make all requests due at once, because those sent before may be lost."""
+        """Note whether the socket is connected.
+
+        After a reconnection, send all requests again, because earlier ones may be lost.
+        """
         while is_readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -197,7 +206,7 @@ class Connection:
             self._try_send(unsent, now)
 
     def _try_send(self, requests: Sequence[Outstanding], now: float) -> None:
-        """Send requests as one multipart message, which the server reads one by one."""
+        """Send requests as one multipart message. If the socket has no room, try again later."""
         frames = [frame for request in requests for frame in self._frames(request)]
         try:
             send_frames(self._socket, frames)
@@ -235,7 +244,7 @@ class Connection:
         return received
 
     def _answered(self, request_id: str, message: Message, now: float) -> Outstanding | None:
-        """Return the request that this message answers. Remove it unless more messages of the answer follow."""
+        """Return the request that ``message`` answers. Remove the request unless more messages of the reply follow."""
         if message.fields.get("more") is not True:
             return self._pop(request_id)
         request = self._outstanding.get(request_id)
@@ -244,7 +253,10 @@ class Connection:
         return request
 
     def _update_silence(self, now: float, *, has_received: bool) -> None:
-        """Update ``silent_s``. An answer counts as overdue only after the time by which the server may delay it."""
+        """Update the time for ``silent_s``.
+
+        A reply is overdue only when the time by which the server may delay it is over.
+        """
         if not any(o.sent_at is None or now > o.sent_at + o.wait_s for o in self._outstanding.values()):
             self._waiting_since = None
         elif has_received or self._waiting_since is None:
@@ -252,12 +264,15 @@ class Connection:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message has arrived. This costs half as much as a poller or an exception of ``recv``."""
+    """Return whether a message has arrived at ``socket``.
+
+    This costs half as much as a poller or an exception of ``recv``.
+    """
     return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
-    """Send all frames or none; copy only those that are cheaper to copy.
+    """Send ``frames`` as one multipart message, all or none. Only small frames are copied.
 
     Raises:
         zmq.Again: the socket has no room. Only the first frame can raise it.
@@ -276,7 +291,7 @@ _ERRORS = {"lineage": LineageError, "id_in_use": IdInUseError}
 
 
 def raise_error(message: Message) -> None:
-    """Raise the error of an error reply. Do nothing for other messages."""
+    """Raise the error that a reply of type "error" describes. Do nothing for other messages."""
     if message.type == "error":
         text = str(message.fields.get("message", "the queue server refused a request without a reason"))
         raise _ERRORS.get(str(message.fields.get("kind")), QueueError)(text)

@@ -1,5 +1,6 @@
-"""The queue's storage: encoded groups (payloads) and the records of its journal.
+"""The queue's data on disk: payloads (the bytes of encoded groups) and a journal of all small records.
 
-The core stores payloads in a ``PayloadStore`` and records its changes in ``Changes``. The server commits both to the
-``Journal`` once per turn of its loop, and loads them after a restart. The journal keeps payloads in segment files.
+The core stores payloads in a ``PayloadStore`` and collects its changes in ``Changes``. The server writes both to the
+``Journal`` once in each turn of its loop, and loads them after a restart. The journal keeps the payloads in files
+called segments.
 """

@@ -1,11 +1,11 @@
-"""The journal's index: an SQLite database of small records. It is checked as a whole when it is opened.
+"""The journal's index: an SQLite database of small records, which is checked as a whole when it is opened.
 
-Every value begins with a checksum of its key and its content, because SQLite notices damage to its own structure only.
-If the index is damaged, ``Journal`` calls ``move_aside`` and begins an empty one. SQLite ignores a damaged end of its
-log; the index is then at an earlier commit, and nothing here can see that.
+Every value begins with a checksum of its key and its content, because SQLite only notices damage to its own structure.
+If the index is damaged, ``Journal`` calls ``move_aside`` and begins an empty index. SQLite ignores damage at the end of
+its own log. The index then has the content of an earlier commit, which can't be noticed here.
 
-Tables: ``meta`` (text), ``state`` (blobs by name), ``entries`` (records by kind and key), ``moved`` (current places of
-payloads that were copied forward).
+Tables: ``meta`` (text), ``state`` (byte strings by name), ``entries`` (records by kind and key), ``moved`` (the new
+places of payloads that were copied to another file).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from async_rl.queue.storage.payloads import Spot
 INDEX = "index.sqlite"
 _START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
 _FORMAT = 6
-"""Increase this number with every change of the tables, or of the kinds and fields of records."""
+"""Format number of the index. Increase it with every change of the tables, or of the kinds and fields of records."""
 _DIGEST_BYTES = 8
 _MAX_PLACE = 1 << 48
-"""Numbers of segments and offsets are smaller."""
+"""Numbers of segment files and offsets in them must be smaller."""
 _NO_DAMAGE = frozenset({
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_INTERRUPT,
 })  # fmt: skip
-"""Errors of SQLite that say nothing about the content of the index. All others mean that it is damaged."""
+"""SQLite's error codes that say nothing about the content of the index. All other codes mean that it is damaged."""
 _PRAGMAS = (
     # One owner: no shared-memory file, and no file locks to take in every transaction.
     "locking_mode = EXCLUSIVE",
@@ -49,7 +49,7 @@ _PRAGMAS = (
 
 
 def seal(data: bytes, *key: str) -> bytes:
-    """``data`` after its checksum, which covers its key too."""
+    """Return ``data`` with a checksum in front that covers ``data`` and the record's key."""
     return _digest(data, key) + data
 
 
@@ -72,11 +72,13 @@ _SCHEMA = f"""
 
 
 def open_index(directory: Path, identity: str) -> sqlite3.Connection:
-    """Open the index of ``directory`` and check it; create it if there is none.
+    """Open and check the index of the journal in ``directory``. Create the index if there is none.
+
+    ``identity`` names the run of the journal.
 
     Raises:
-        QueueError: it has another identity or format.
-        sqlite3.Error, DamagedJournalError: it can't be used. ``is_damage`` says whether it is damaged.
+        QueueError: the index has another identity or format.
+        sqlite3.Error, DamagedJournalError: the index can't be used. ``is_damage`` says whether it is damaged.
     """
     path = directory / INDEX
     # The server may be built in one thread and run in another.
@@ -103,7 +105,8 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
     """Check the structure of the database and the checksum of every record.
 
     Raises:
-        QueueError: it has another format. sqlite3.Error, DamagedJournalError: it is damaged.
+        QueueError: the index has another format.
+        sqlite3.Error, DamagedJournalError: the index is damaged.
     """
     (structure,) = index.execute("PRAGMA quick_check(1)").fetchone()
     if structure != "ok":
@@ -127,7 +130,7 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
 
 
 def is_damage(error: Exception, directory: Path) -> bool:
-    """Whether this error of ``open_index`` says that the index is damaged."""
+    """Return whether an error of ``open_index`` means that the index is damaged, not just that it can't be accessed."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None and code & 0xFF == sqlite3.SQLITE_READONLY:
         # SQLite says so of a damaged header, too.
@@ -136,7 +139,10 @@ def is_damage(error: Exception, directory: Path) -> bool:
 
 
 def move_aside(directory: Path, reason: str) -> str:
-    """Rename the index and its log to ``NAME.damaged-N``. Return a sentence about it. Raises OSError."""
+    """Rename the index and its log to ``NAME.damaged-N``. Return a sentence for the log that says so.
+
+    Raises OSError.
+    """
     number = 1
     while (aside := directory / f"{INDEX}.damaged-{number}").exists():
         number += 1
@@ -165,21 +171,31 @@ def transaction(index: sqlite3.Connection) -> Iterator[None]:
 
 
 def read_entries(index: sqlite3.Connection) -> Iterator[tuple[str, str, bytes]]:
-    """Kind, key and content of every record. Raises DamagedJournalError: a checksum does not match."""
+    """Yield the kind, key and content of every record.
+
+    Raises:
+        DamagedJournalError: a checksum does not match.
+    """
     for kind, key, fields in index.execute("SELECT kind, key, fields FROM entries"):
         yield kind, key, _unseal(fields, kind, key)
 
 
 def read_state(index: sqlite3.Connection) -> dict[str, bytes]:
-    """The blobs by name. Raises DamagedJournalError: a checksum does not match."""
+    """Return the byte strings of the table ``state`` by name.
+
+    Raises:
+        DamagedJournalError: a checksum does not match.
+    """
     return {name: _unseal(value, name) for name, value in index.execute("SELECT name, value FROM state")}
 
 
 def read_moved(index: sqlite3.Connection) -> dict[tuple[int, int], Spot]:
-    """The places of moved payloads. They have no checksum: at a wrong place no payload has the expected digest.
+    """Return the new place of each payload that was copied to another file, by its first place (segment, offset).
+
+    Places have no checksum. A wrong place is noticed when a payload is read, because the payload has a digest.
 
     Raises:
-        DamagedJournalError: a place is not in any file.
+        DamagedJournalError: a place can't be in any file.
     """
     rows = index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
     if not all(isinstance(number, int) and 0 <= number < _MAX_PLACE for row in rows for number in row):
@@ -188,7 +204,11 @@ def read_moved(index: sqlite3.Connection) -> dict[tuple[int, int], Spot]:
 
 
 def read_meta(index: sqlite3.Connection, name: str) -> str | None:
-    """The text that ``write_meta`` wrote. Raises DamagedJournalError: its checksum does not match."""
+    """Return the text that ``write_meta`` wrote under ``name``; None if there is none.
+
+    Raises:
+        DamagedJournalError: the checksum does not match.
+    """
     row = index.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
     return None if row is None else _unseal(row[0], name).decode()
 
@@ -198,7 +218,11 @@ def write_meta(index: sqlite3.Connection, name: str, value: str) -> None:
 
 
 def _unseal(sealed: Any, *key: Any) -> bytes:
-    """The inverse of ``seal``. Raises DamagedJournalError: the checksum does not match."""
+    """Return the data that ``seal`` got, after a check of the checksum.
+
+    Raises:
+        DamagedJournalError: the checksum does not match.
+    """
     if not isinstance(sealed, bytes) or not all(isinstance(part, str) for part in key):
         raise DamagedJournalError("a record has values of wrong types")
     data = sealed[_DIGEST_BYTES:]

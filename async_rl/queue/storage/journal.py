@@ -1,15 +1,17 @@
-"""The queue's state on disk: payloads in segment files, and an SQLite index of small records over them.
+"""The queue's state on disk: the bytes of groups (payloads) in segment files, and small records in an SQLite index.
 
-The server appends payloads as they arrive. Once a turn it commits the changes, before it sends that turn's replies.
-Committed data survives the death of any process. The operating system writes it to disk later, because nothing is
-synced. So a power cut may lose or damage data. Wrong bytes are never returned: payloads and records have checksums.
+The server appends payloads as they arrive. Once in each turn of its loop it commits all changes, before it sends the
+replies of that turn. Committed data survives the death of any process. The operating system writes it to the disk
+later, because the journal does not wait for that (no fsync). So a power cut may lose or damage data. Damaged bytes are
+never returned, because payloads and records have checksums.
 
-A damaged payload is lost alone (``payloads.py``). The index is checked as a whole when it is opened. If it is damaged,
-it is moved aside to ``index.sqlite.damaged-N``, and the journal begins empty: the learner then restores the queue from
-its last checkpoint. SQLite itself ignores a damaged end of its log. The journal is then at an earlier commit.
+If a payload is damaged, only this payload is lost (``payloads.py``). The index is checked as a whole when it is opened.
+If it is damaged, it is renamed to ``index.sqlite.damaged-N``, and the journal begins empty. The learner then restores
+the queue from its last checkpoint. SQLite ignores damage at the end of its own log. The journal then has the content of
+an earlier commit.
 
-One process at a time owns a directory, through a lock that ends with the process. The directory must be on a local
-disk: on a network file system neither locks nor the order of writes are reliable.
+Only one process at a time may use a journal's directory. It holds a lock that ends with the process. The directory must
+be on a local disk, because on a network file system neither locks nor the order of writes are reliable.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ _NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs_nodev", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
     "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
 })  # fmt: skip
-"""9p and virtiofs are not listed: they give a virtual machine or a sandbox access to the disk of its host."""
+"""Types of network file systems. 9p and virtiofs are not among them: they give a virtual machine or a sandbox access to
+the disk of its host."""
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs"})
-"""Other FUSE file systems are mostly network file systems, and are refused."""
+"""FUSE file systems that are on a local disk. Others are mostly network file systems, and are refused."""
 
 LOST = (
     "what the queue did since the learner's last checkpoint is lost: the learner restores that checkpoint, and the "
@@ -48,13 +51,13 @@ LOST = (
 _PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
 Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer", "generator"]
-"""Records by lease id: ``group`` (ready, taken, or referred to by a snapshot), ``lease`` (in flight), ``closed_lease``.
-By name: ``snapshot`` (the groups it refers to), ``evaluation``, ``answer`` (one row of an evaluation), and
-``generator``."""
+"""The kind of a record, with its key in the index. By lease id: ``group`` (ready, taken, or in a snapshot), ``lease``
+(in flight), ``closed_lease`` (ended). By name: ``snapshot`` (the groups in it), ``evaluation``, ``answer`` (to one row
+of an evaluation), and ``generator``."""
 
 
 class Change(NamedTuple):
-    """The current fields of a changed record; ``fields`` is None if it was deleted."""
+    """A record that was changed, with its current fields; ``fields`` is None if the record was deleted."""
 
     kind: Kind
     key: str
@@ -62,10 +65,11 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """The records that the queue's core changed since the last commit, each in its latest state.
+    """The records that the queue's core has changed since the last commit, each with its newest fields.
 
-    The server drains them once a turn and commits them before any reply of that turn is sent. A record that was added
-    and deleted in between is never written. Without ``is_wanted`` (no journal) nothing is collected.
+    The server takes them once in each turn of its loop, and commits them before it sends a reply of that turn. A record
+    that was added and deleted in between is never written. If ``is_wanted`` is False (there is no journal), nothing is
+    collected.
     """
 
     def __init__(self, *, is_wanted: bool = True) -> None:
@@ -74,9 +78,10 @@ class Changes:
         self._fresh: set[tuple[Kind, str]] = set()
 
     def put(self, kind: Kind, key: str, fields: Any, *, is_new: bool = False) -> None:
-        """Add or replace a record. If ``fields`` is mutable, ``drain`` decides which state is written.
+        """Add or replace a record. If ``fields`` is mutable, its state at the time of ``drain`` is written.
 
-        ``is_new``: no earlier commit holds this key, so deleting the record before the drain writes nothing.
+        ``is_new`` says that no commit has this key. If the record is deleted before the next ``drain``, nothing is
+        written.
         """
         if self._is_wanted:
             if is_new:
@@ -84,7 +89,7 @@ class Changes:
             self._noted[kind, key] = fields
 
     def delete(self, kind: Kind, key: str) -> None:
-        """Delete a record."""
+        """Delete the record with this kind and key."""
         if not self._is_wanted:
             return
         if (kind, key) in self._fresh:
@@ -94,7 +99,7 @@ class Changes:
             self._noted[kind, key] = None
 
     def drain(self) -> list[Change]:
-        """Return and clear the changes since the last drain."""
+        """Return the changes since the last call, and forget them."""
         noted, self._noted = self._noted, {}
         self._fresh.clear()
         return [Change(kind, key, fields) for (kind, key), fields in noted.items()]
@@ -102,24 +107,33 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The content of the last commit. Every kind has a map from key to fields; tuples have become lists."""
+    """The content of the last commit.
+
+    ``entries`` has, for each kind, the fields of each record by key; tuples have become lists. ``state`` has byte
+    strings by name.
+    """
 
     entries: Mapping[Kind, Mapping[str, Mapping[str, Any]]]
     state: Mapping[str, bytes]
 
 
 class Journal:
-    """A ``PayloadStore`` that also stores small records. Both outlive the process. One process owns the directory.
+    """A ``PayloadStore`` on disk that also stores small records. Only one process at a time may use its directory.
 
-    ``identity`` names the run of these records. The directory keeps the first identity that is given. An owner without
-    an identity may open it, too: a server started by hand gets its run id from the learner. After a
-    start: ``load``, then ``adopt`` if ``load`` returned something, then ``commit`` repeatedly. It is not thread-safe.
+    After a start, call ``load``, then ``adopt`` if ``load`` returned something, then ``commit`` repeatedly. It is not
+    thread-safe.
 
-    ``damage`` says what is damaged and was moved aside; empty if nothing was.
+    Args:
+        identity: the run of the records. The directory keeps the first identity that it gets. It may be empty, because
+            a server started by hand gets its run id from the learner only later.
+        segment_bytes: the size from which a segment file is full.
+
+    Attributes:
+        damage: what is damaged and was moved aside, in words; empty if nothing was.
 
     Raises:
         ConfigError: the directory can't be created, or is on a network file system.
-        QueueError: another process owns the directory, or it has another identity or format.
+        QueueError: another process uses the directory, or it has another identity or format.
     """
 
     def __init__(self, directory: Path, *, identity: str = "", segment_bytes: int = 64 << 20) -> None:
@@ -151,32 +165,43 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk in segment files, without the files (at most two) that are overwritten next."""
+        """The size of all segment files in bytes, without the files (at most two) that will be overwritten next."""
         return self._segments.num_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of payloads that were not released, with their headers. They are a part of ``num_bytes``."""
+        """The size in bytes of all payloads that were not released, with their headers.
+
+        It is a part of ``num_bytes``.
+        """
         return self._segments.live_bytes
 
     # Payloads.
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Append a payload. After a restart it is present if a committed record refers to it.
+        """Write a payload to a segment file.
+
+        After a restart the payload is still there if a committed record has its ref.
 
         Raises:
-            StorageFullError: there is no room now. QueueError: the disk fails.
+            StorageFullError: there is no room now.
+            QueueError: the disk fails.
         """
         return self._segments.keep(payload)
 
     def read(self, ref: PayloadRef) -> bytes:
-        """The payload at ``ref``. Raises DamagedPayloadError: it can't be read back. QueueError: it was released."""
+        """Return the payload with this ref.
+
+        Raises:
+            DamagedPayloadError: the payload is damaged or missing.
+            QueueError: the payload was released.
+        """
         return self._segments.read(ref)
 
     def release(self, ref: PayloadRef) -> None:
-        """Release ``ref``, which is never read again.
+        """Give up a payload, which is never read again.
 
-        Its bytes stay until a commit, because a committed record may refer to them.
+        Its bytes stay on disk until a commit, because a committed record may still have its ref.
         """
         if ref in self._segments.moved:
             self._obsolete.append((ref.segment, ref.offset))
@@ -185,14 +210,16 @@ class Journal:
     # Records.
 
     def commit(self, changes: Iterable[Change], state: Mapping[str, bytes]) -> None:
-        """Commit all changes or none, with the payloads that they name. ``state`` replaces blobs of the same names.
+        """Write all changes, or none, together with the payloads whose refs they have.
 
-        It also frees disk space: it deletes files without live payloads, and limits dead bytes to the number of live
-        bytes, or to two segments if that is more.
+        ``state`` has byte strings by name, which replace those of the same names. The method also frees disk space: it
+        deletes files in which all payloads were released, and copies payloads so that released bytes are at most as
+        many as live bytes, or as two segments if that is more.
 
         Raises:
-            StorageFullError: there is no room now. QueueError: the disk fails. In both cases the last commit stays
-                valid; next, commit the same changes again or call ``revert``.
+            StorageFullError: there is no room now.
+            QueueError: the disk fails. After both errors the last commit is still valid. Commit the same changes again,
+                or call ``revert``.
         """
         assert self._is_adopted, "commit before adopt would free the payloads of an earlier process"
         # A commit that is tried again must not copy again: that would fill the disk.
@@ -220,7 +247,7 @@ class Journal:
         self._is_adopted = self._last_segment is None
 
     def load(self) -> Saved | None:
-        """Load the content of the last commit; None if nothing was ever committed."""
+        """Return the content of the last commit; None if nothing was ever committed."""
         if self._last_segment is None:
             return None
         with _database_errors(self._directory):
@@ -230,10 +257,10 @@ class Journal:
             return Saved(entries, indexes.read_state(self._index))
 
     def adopt(self, refs: Iterable[PayloadRef]) -> Counter[str]:
-        """Keep only these payloads of earlier processes. Call it after ``load``. The next commit deletes the others.
+        """Keep only the payloads ``refs`` of earlier processes. The next commit deletes all others.
 
-        Return the files that are missing or too short, with the number of payloads that are lost. Reading these raises
-        DamagedPayloadError.
+        Call it after ``load``. Return the files that are missing or too short, each with the number of payloads that
+        are lost. Reading a lost payload raises DamagedPayloadError.
         """
         with _database_errors(self._directory):
             moved = indexes.read_moved(self._index)
@@ -248,7 +275,7 @@ class Journal:
         return lost
 
     def move_aside(self, reason: str) -> None:
-        """Move the index aside, because its records do not belong together, and go on with an empty journal.
+        """Rename the index because its records don't fit together (``reason``), and go on with an empty journal.
 
         Raises:
             QueueError: the disk fails.
@@ -261,7 +288,7 @@ class Journal:
         self.revert()
 
     def close(self) -> None:
-        """Close the files and release the directory."""
+        """Close the files and unlock the directory."""
         self._opened.close()
 
     def _write_entries(self, changes: Iterable[Change]) -> None:
@@ -275,7 +302,7 @@ class Journal:
             self._index.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", gone)
 
     def _write_refs(self, moves: Iterable[Move]) -> None:
-        """Write the places of moved payloads, and the highest file number used so far."""
+        """Write the new places of copied payloads, and the highest number of a segment file so far."""
         if self._obsolete:
             self._index.executemany("DELETE FROM moved WHERE segment = ? AND offset = ?", self._obsolete)
         rows = [(ref.segment, ref.offset, *spot) for ref, spot in moves]
@@ -286,7 +313,7 @@ class Journal:
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """The inverse of ``pack_plain``; tuples have become lists."""
+    """Return the data that ``pack_plain`` packed. Tuples have become lists."""
     return msgspec.msgpack.decode(data)
 
 
@@ -302,7 +329,7 @@ def _database_errors(directory: Path) -> Iterator[None]:
 
 
 def _lock(directory: Path) -> int:
-    """Create and lock the directory. The lock ends when the returned descriptor is closed."""
+    """Create and lock a journal's directory. Return a file descriptor; closing it ends the lock."""
     with ExitStack() as opened:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -326,7 +353,7 @@ def _lock(directory: Path) -> int:
 
 
 def refuse_network_file_system(directory: Path) -> None:
-    """Raise ConfigError if ``directory`` is on a network file system. It need not exist.
+    """Raise ConfigError if ``directory``, which need not exist, is on a network file system.
 
     Without /proc/self/mountinfo (not on Linux) do nothing.
     """
@@ -342,12 +369,15 @@ def refuse_network_file_system(directory: Path) -> None:
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Whether this file system type of mountinfo(5) is one that several machines share."""
+    """Return whether several machines can share a file system of the type ``kind`` (as in mountinfo(5))."""
     return kind in _NETWORK_FILE_SYSTEMS or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 
 def file_system_of(path: Path, mountinfo: str) -> str:
-    """The type of the file system that contains ``path`` (absolute, without links), from the text of mountinfo(5)."""
+    """Return the type of the file system that contains ``path`` (absolute, without links).
+
+    ``mountinfo`` is text in the format of mountinfo(5).
+    """
     best, found = -1, "unknown"
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")

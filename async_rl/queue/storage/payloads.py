@@ -1,8 +1,8 @@
-"""Payload stores: keep encoded groups as byte strings, read and release them by their ``PayloadRef``.
+"""Payload stores: they keep the bytes of encoded groups, which are read and released by their ``PayloadRef``.
 
-The queue's core stores summaries only. ``MemoryPayloads`` keeps payloads in this process. ``Segments`` keeps them in
-files, so that they outlive the process; only ``journal.Journal`` calls it, and decides when files may be deleted.
-``RecentPayloads`` keeps recent payloads of another store in memory, too.
+The queue's core itself keeps only summaries of groups. ``MemoryPayloads`` keeps payloads in the memory of this process.
+``Segments`` keeps them in files, so that they outlive the process. Only ``journal.Journal`` calls ``Segments``, and
+decides when files may be deleted. ``RecentPayloads`` keeps the newest payloads of another store in memory, too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ _COPY_BELOW_BYTES = 32 << 10
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"ARLBODY1"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
-"""Errors that may end by themselves, or when space is freed: a full disk, a full quota, no free file descriptor."""
+"""Error numbers that may stop by themselves or when space is freed: a full disk, a full quota, no free file
+descriptor."""
 _PROBE_BYTES = 1 << 20
 _NAME = re.compile(r"segment-(\d{8,})")
 _SPARE = "spare"
 
 
 class PayloadRef(msgspec.Struct, frozen=True, gc=False):
-    """The place of one payload in its store. ``digest`` is its xxh3_64, or 0 in memory."""
+    """The place of one payload in its store.
+
+    ``digest`` is the xxh3_64 of the payload, or 0 if the store is in memory.
+    """
 
     segment: int
     offset: int
@@ -46,33 +50,35 @@ class PayloadRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class PayloadStore(Protocol):
-    """Keeps payloads until they are released."""
+    """A store that keeps payloads (bytes of encoded groups) until they are released."""
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Store ``payload``, which must not change any more.
+        """Store ``payload``, whose bytes must not change any more. Return its ref.
 
         Raises:
-            StorageFullError: there is no room now. QueueError: the disk fails.
+            StorageFullError: there is no room now.
+            QueueError: the disk fails.
         """
         ...
 
     def read(self, ref: PayloadRef) -> Payload:
-        """The payload at ``ref``.
+        """Return the payload with this ref.
 
         Raises:
-            DamagedPayloadError: it can't be read back. Only ``release`` it then.
+            DamagedPayloadError: the payload is damaged. The caller may then only ``release`` it.
         """
         ...
 
     def release(self, ref: PayloadRef) -> None:
-        """Release ``ref``, which is never read again."""
+        """Delete the payload with this ref, which is never read again."""
         ...
 
 
 def owned(payload: Payload) -> Payload:
-    """Return ``payload`` in memory that may be kept: the payload itself if it fills its buffer, else a copy.
+    """Return ``payload`` itself if it fills its whole buffer, else a copy, so that no larger buffer stays in memory.
 
-    A view of a part would keep the whole message in memory. A small message may share its buffer with others.
+    A view of a part would keep the whole received message in memory. A small payload is always copied, because a small
+    message may share its buffer with others.
     """
     whole = payload.obj if isinstance(payload, memoryview) else payload
     is_whole = len(payload) >= _COPY_BELOW_BYTES and memoryview(whole).nbytes == len(payload)
@@ -80,12 +86,12 @@ def owned(payload: Payload) -> Payload:
 
 
 def digest_of(payload: Payload) -> int:
-    """xxh3_64 of the bytes."""
+    """Return the xxh3_64 of a payload."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
 class MemoryPayloads:
-    """Payloads in memory. They are lost when the process ends."""
+    """A payload store in memory. The payloads are lost when the process ends."""
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
@@ -107,7 +113,10 @@ class MemoryPayloads:
 
 
 class RecentPayloads:
-    """Keeps up to ``max_bytes`` of another store's payloads in memory too. Most payloads are read once, and soon."""
+    """A payload store that also keeps up to ``max_bytes`` of the payloads of ``store`` in memory.
+
+    This saves reading files, because most payloads are read once, and soon.
+    """
 
     def __init__(self, store: PayloadStore, max_bytes: int) -> None:
         self._store, self._max_bytes = store, max_bytes
@@ -150,7 +159,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class _Segment:
-    """One file, and the refs of the live payloads in it. Sizes include headers."""
+    """One segment file, and the refs of the payloads in it that were not released (live). Sizes include headers."""
 
     number: int
     path: Path
@@ -161,24 +170,26 @@ class _Segment:
 
 
 class Segments:
-    """Append-only files of one directory, ``segment-00000001`` and so on, with one file descriptor each.
+    """A payload store in append-only files of one directory: ``segment-00000001`` and so on, each with an open file.
 
-    A file is complete once it has ``segment_bytes``, and is removed as a whole. In a file, every payload follows a
-    header with magic, length and xxh3_64. File numbers are never reused, and every process starts a new file. So no
+    A file is full once it has ``segment_bytes``, and is removed as a whole. In a file, every payload follows a header
+    with magic, length and xxh3_64. File numbers are never used again, and every process starts a new file. So no
     payload is written behind an incomplete one that a killed process left.
 
-    One removed file is kept as ``spare``. It becomes the next segment and is overwritten from its beginning: writing to
-    existing pages costs a third of writing to new ones. Behind the new data old bytes remain; no ref points to them.
+    One removed file is kept as ``spare``. It becomes the next segment and is overwritten from its beginning, because
+    writing to existing pages costs a third of writing to new ones. Old bytes remain behind the new data, but no ref
+    points to them.
 
-    A ref has the place where its payload was *first* written, and never changes. A few long-lived payloads would keep
-    every file that contains them, so they are copied into the open file, and ``moved`` has their new places.
+    A ref has the place where its payload was *first* written, and never changes. A few payloads that are needed for
+    long would keep all files that contain them. So they are copied into the newest file, and ``moved`` has their new
+    places.
 
-    A payload is checked when it is read. One that is damaged, or whose file is missing or too short, is read as
-    DamagedPayloadError and released like any other; the others are not affected.
+    A payload is checked when it is read. If it is damaged, or its file is missing or too short, ``read`` raises
+    DamagedPayloadError. Such a payload is released like any other, and the others are not affected.
 
     ``after`` is the highest file number that the caller knows to have been used. If the disk fails, every method raises
-    QueueError with the name of the directory; if the disk is full, StorageFullError. Stored payloads stay unchanged
-    then, and the same call may be repeated.
+    QueueError with the name of the directory. If the disk is full, it raises StorageFullError. Stored payloads then
+    stay unchanged, and the same call may be repeated.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, after: int = 0) -> None:
@@ -203,7 +214,10 @@ class Segments:
         return self._last
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Append a payload. After the return, it survives this process."""
+        """Write a payload to the newest file and return its ref.
+
+        After the return, the payload survives this process.
+        """
         digest = digest_of(payload)
         spot = self._append(_HEADER.pack(_MAGIC, len(payload), digest), payload)
         ref = PayloadRef(*spot, len(payload), digest)
@@ -211,7 +225,7 @@ class Segments:
         return ref
 
     def read(self, ref: PayloadRef) -> bytes:
-        """The payload of a live ref.
+        """Return the payload with this ref.
 
         Raises:
             DamagedPayloadError: the payload can't be read, or its bytes are damaged.
@@ -230,10 +244,10 @@ class Segments:
         return payload
 
     def release(self, ref: PayloadRef) -> None:
-        """Mark the ref as no longer live. Its file stays until ``settle``.
+        """Mark a payload as released. Its file stays until ``settle`` removes it.
 
         Raises:
-            QueueError: the ref was not live.
+            QueueError: the payload was released before, or is unknown.
         """
         if ref in self._lost:
             self._lost.discard(ref)
@@ -242,9 +256,9 @@ class Segments:
         self.moved.pop(ref, None)
 
     def adopt(self, ref: PayloadRef, spot: Spot) -> bool:
-        """Mark a payload of an earlier process, at ``spot``, as live.
+        """Mark a payload that an earlier process wrote as live. ``spot`` is its current place.
 
-        Return False if its file is missing or too short: then the payload is lost.
+        Return False if its file is missing or too short. The payload is then lost.
         """
         if spot != (ref.segment, ref.offset):
             self.moved[ref] = spot
@@ -256,12 +270,13 @@ class Segments:
         return True
 
     def copy_forward(self) -> list[Move]:
-        """Copy live payloads out of the files with the smallest share of live bytes, until few bytes are dead.
+        """Copy live payloads out of the files with the smallest share of live bytes, so that the files can be removed.
 
-        Afterwards the dead bytes are at most as many as the live ones, or as two files have. The moves take effect with
-        ``settle``; until then both copies exist, and the new one counts as dead. On a full disk, copy as many as
-        possible: the next commit may free space.
-        Bytes are copied without a check. Damage is reported when the payload is read. A payload that can't be copied is
+        Afterwards the released bytes are at most as many as the live ones, or as two files have. Return the moves. They
+        take effect with ``settle``; until then both copies exist, and the new one counts as released. On a full disk,
+        copy as many as possible, because the next commit may free space.
+
+        Bytes are copied without a check. Damage is noticed when the payload is read. A payload that can't be copied is
         lost.
         """
         excess = self.num_bytes - self.live_bytes - max(2 * self._segment_bytes, self.live_bytes)
@@ -285,7 +300,10 @@ class Segments:
         return moves
 
     def settle(self, moves: Iterable[Move]) -> None:
-        """Apply the moves, which are committed now. Then remove the files that have no live payload."""
+        """Use the new places of the payloads in ``moves``, which are now committed.
+
+        Then remove files without live payloads.
+        """
         for ref, spot in moves:
             self._leave(ref, self._find(ref)[0])
             self.moved[ref] = spot
@@ -375,7 +393,7 @@ class Segments:
         self.num_bytes -= segment.num_bytes
 
     def _next(self) -> _Segment:
-        """Open an empty segment to write to."""
+        """Open an empty file to write to."""
         number = self._last + 1
         path, flags = self.path_of(number), os.O_RDWR | os.O_CREAT
         if self._has_spare:
@@ -407,12 +425,15 @@ class Segments:
         return segment
 
     def path_of(self, number: int) -> Path:
-        """The path of a file, which need not exist."""
+        """Return the path of the segment file with this number. The file need not exist."""
         return self._directory / f"segment-{number:08d}"
 
 
 def disk_error(directory: Path, error: Exception) -> StorageError:
-    """The error to raise when the disk refuses a write or read: a StorageFullError if it may work again later."""
+    """Return the error to raise when the disk refuses a write or read.
+
+    It is StorageFullError if a later try may succeed.
+    """
     if is_out_of_room(error, directory):
         return StorageFullError(
             f"the queue's journal in {directory} has no room: {error}; free disk space or quota there, or raise the "
@@ -425,10 +446,10 @@ def disk_error(directory: Path, error: Exception) -> StorageError:
 
 
 def is_out_of_room(error: Exception, directory: Path) -> bool:
-    """Whether ``error`` says that disk, quota or descriptors are used up.
+    """Return whether ``error`` means that the disk, a quota or the file descriptors are used up.
 
-    SQLite reports a full quota and missing descriptors with the same errors as other causes. For those errors, check
-    by writing a probe file in ``directory``.
+    SQLite reports a full quota and missing descriptors with the same codes as other causes. For these codes, the
+    function tries to write a temporary file in ``directory``.
     """
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
@@ -454,6 +475,9 @@ def _size(ref: PayloadRef) -> int:
 
 
 def _write_rest(file: int, data: bytes, written: int, start: int) -> None:
-    """Write the rest after a short write. Raises OSError: the disk is full."""
+    """Write the bytes of ``data`` from ``written`` on, after a write that stopped early.
+
+    Raise OSError if the disk is full.
+    """
     while written < len(data):
         written += os.pwrite(file, memoryview(data)[written:], start + written)
