@@ -1,9 +1,10 @@
-"""Check that engine and learner compute the same log-probabilities from the same weights and tokens. No torch.
+"""Check that a generator's engine and the learner compute the same log-probabilities from the same weights and tokens.
 
-The learner scores a few given tokens while it holds a version. It sends them, as a ``Probe``, with the version's
-announcement. Every generator scores the same tokens once it has activated that version, and returns its ``Answer``
-through the queue. So neither side waits, and both sides score at the same version. ``learner.parity`` and
-``generator.parity`` implement the two sides; the doctor compares in one process.
+While the learner has a version of the weights, it scores a few given tokens. It sends these tokens and its
+log-probabilities, as a ``Probe``, with the announcement of the version. Each generator scores the same tokens once it
+has activated that version, and sends its ``Answer`` through the queue. So no side waits, and both score with the same
+version. ``learner.parity`` and ``generator.parity`` implement the two sides. The doctor compares both sides in one
+process. No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from async_rl.queue.messages import SAME_VERSION
 
 MAX_SEQUENCES = 8
 MAX_CONTEXT = 64
-"""Maximum number of given tokens before the first scored one."""
+"""Maximum number of given tokens before the first scored token."""
 MAX_SCORED = 32
 """Maximum number of scored tokens in a sequence."""
 
@@ -34,7 +35,7 @@ _FAR = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeSequence:
-    """Tokens, int32 [T]. The last ``num_scored`` of them are scored, each given all tokens before it."""
+    """Tokens to score, int32 [T]. Each of the last ``num_scored`` tokens is scored given all tokens before it."""
 
     token_ids: np.ndarray
     num_scored: int
@@ -42,13 +43,16 @@ class ProbeSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """The tokens that generators must score at ``version``, and the learner's results.
+    """The tokens that generators must score at ``version``, and the learner's log-probabilities of them.
 
     Attributes:
-        temperature: the divisor of the logits. Top-p and top-k are not applied.
-        logprobs: the learner's log-probabilities, float32 [num_scored] for each sequence, nats.
+        lineage: the learner's id.
+        version: the weights version to score with.
+        temperature: the number by which the logits are divided. Top-p and top-k are not applied.
+        sequences: the tokens to score.
+        logprobs: the learner's log-probabilities, in nats, float32 [num_scored] for each sequence.
         dtype: the dtype in which the learner computes, by torch's name.
-        limit: ``experimental.parity_limit``; if None, it depends on the dtypes of both sides.
+        limit: ``experimental.parity_limit``. If None, the limit depends on the dtypes of both sides.
     """
 
     lineage: str
@@ -62,11 +66,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """A generator's results at the probe's version.
+    """A generator's log-probabilities for a probe.
 
     Attributes:
-        logprobs: float32 [N], for all scored tokens in order; None if the engine can't score given tokens.
-        backend, dtype: the engine, and the dtype in which it computes.
+        version: the weights version, as in the probe.
+        backend: the name of the engine.
+        dtype: the dtype in which the engine computes, by torch's name.
+        logprobs: float32 [N], for the scored tokens of all sequences in order. None if the engine can't score given
+            tokens.
         cause: the likely cause of a difference above the limit, found by the generator's experiments; empty if unknown.
         excluded: the causes that those experiments excluded.
     """
@@ -81,9 +88,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """|engine - learner| over ``tokens`` log-probabilities, nats; ``bias`` is the mean of engine - learner.
+    """How much the log-probabilities of engine and learner differ: |engine - learner| over ``tokens`` tokens, in nats.
 
-    A difference is infinite if one side gives a token the probability 0.
+    ``bias`` is the mean of engine - learner. A difference is infinite if one side gives a token the probability 0.
     """
 
     tokens: int
@@ -95,7 +102,7 @@ class Difference:
     bias: float
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """All fields but ``bias``, with ``prefix`` before each name, for a row of ``metrics.jsonl``."""
+        """Return all fields but ``bias`` by name, with ``prefix`` before each name, for a row of ``metrics.jsonl``."""
         names = ("tokens", "mean", "p50", "p95", "p99", "max")
         return {f"{prefix}{name}": getattr(self, name) for name in names}
 
@@ -107,7 +114,7 @@ class Difference:
 
 
 def compare(engine: np.ndarray, learner: np.ndarray) -> Difference:
-    """Compare log-probabilities [N] of the same tokens.
+    """Return the difference between two arrays [N] of log-probabilities of the same tokens.
 
     Raises:
         ValueError: the two differ in length, or are empty.
@@ -125,9 +132,10 @@ def compare(engine: np.ndarray, learner: np.ndarray) -> Difference:
 
 
 def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
-    """The mean |difference| above which the two sides count as different.
+    """Return the mean |difference|, in nats, above which engine and learner count as different.
 
-    Results of two kernels differ by about 0.01 if they round to bfloat16, and by 1e-6 in float32.
+    It is ``limit`` or, if that is None, depends on the dtypes of both sides. Results of two kernels differ by about
+    0.01 if they round to bfloat16, and by 1e-6 in float32.
     """
     if limit is not None:
         return limit
@@ -135,17 +143,18 @@ def parity_limit(limit: float | None, dtypes: Sequence[str]) -> float:
 
 
 def far_limit(limit: float | None) -> float:
-    """The mean |difference| above which a generator is quarantined: 20 times the limit of rounding, or ``limit``.
+    """Return the mean |difference|, in nats, above which a generator is quarantined: 20 times ``parity_limit``.
 
-    By default it is 1 nat. No dtype that a generator claims changes it.
+    The limit for rounded dtypes is used, whatever dtype a generator claims. By default the result is 1 nat.
     """
     return _FAR * parity_limit(limit, ())
 
 
 def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:
-    """Whether the engine seems to exclude tokens (top-p, top-k) that the learner counts.
+    """Return whether the engine seems to leave out tokens (by top-p or top-k) that the learner counts.
 
-    Then the engine gives every excluded token the probability 0, and all others a higher one than the learner does.
+    In this case the engine gives every token left out the probability 0, and all others a higher one than the learner
+    does.
     """
     delta = engine.astype(np.float64) - learner.astype(np.float64)
     kept = delta[engine > -np.inf]
@@ -156,7 +165,7 @@ def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:
 
 
 def encode_probe(probe: Probe) -> bytes:
-    """Encode a probe for ``Announcement.probe``."""
+    """Return a probe as bytes, for ``Announcement.probe``."""
     fields = {
         "lineage": probe.lineage, "version": probe.version, "temperature": float(probe.temperature),
         "scored": [given.num_scored for given in probe.sequences], "dtype": probe.dtype, "limit": probe.limit,
@@ -165,7 +174,7 @@ def encode_probe(probe: Probe) -> bytes:
 
 
 def decode_probe(data: bytes) -> Probe:
-    """The inverse of ``encode_probe``.
+    """Return the probe from bytes that ``encode_probe`` returned.
 
     Raises:
         WireError: the data is malformed.
@@ -199,7 +208,7 @@ def decode_probe(data: bytes) -> Probe:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """Encode an answer. The queue keeps it for the learner."""
+    """Return a generator's answer as bytes. The queue keeps the bytes for the learner."""
     fields = {
         "version": answer.version, "backend": answer.backend, "dtype": answer.dtype, "cause": answer.cause,
         "excluded": list(answer.excluded),
@@ -208,7 +217,7 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """The inverse of ``encode_answer``.
+    """Return the answer from bytes that ``encode_answer`` returned.
 
     Raises:
         WireError: the data is malformed.

@@ -1,6 +1,7 @@
-"""The queue server: a process around the pure state machine of ``queue.core``.
+"""The queue server: the process that owns the queue's state and talks to the learner and the generators.
 
-Requests of learner and generators enter at one socket; replies, notices and batches leave. ``start`` starts a server or
-finds the one that runs (called by the command ``async-rl queue``, ``launch`` and the learner); ``server`` is its loop
-with the pending requests, ``sockets`` the socket with its limits, ``handlers`` one function per request.
+All requests come through one socket, and replies, notices and batches leave through it. ``start`` starts a server or
+finds the running one (for the command ``async-rl queue``, ``launch`` and the learner). ``server`` has the loop,
+``pending`` the requests that wait, ``sockets`` the socket and its limits, and ``handlers`` a function for each request.
+The rules are in ``queue.core``.
 """

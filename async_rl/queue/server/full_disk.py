@@ -1,4 +1,4 @@
-"""A full disk: its report in status and log, and the messages that are held until a commit succeeds."""
+"""What the queue server does while its disk is full: report it, and keep messages until a commit succeeds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
 _NOTIFY_EVERY_S = 5.0
-"""Interval of the notices without which clients would give up."""
+"""Seconds between two notices to the clients that the disk is full. Without them the clients would give up."""
 _MAX_BYTES = 256 << 20
 _MAX_MESSAGES = 10_000
 
 
 @dataclass(slots=True)
 class FullDisk:
-    """The state of the disk. ``reason`` says why it has no room, and is empty if it has. ``now`` is in seconds."""
+    """Whether the queue's disk is full. ``reason`` says why it has no room; empty if it has.
+
+    All times are in seconds.
+    """
 
     reason: str = ""
     _since: float = 0.0
@@ -40,19 +43,25 @@ class FullDisk:
         self.reason, self._is_logged = "", False
 
     def must_notify(self, now: float) -> bool:
-        """Whether a notice to the clients that answers are delayed is due. If so, start the next interval."""
+        """Return whether it is time to send the notice that the disk is full.
+
+        If so, the time until the next one starts.
+        """
         is_due = now - self._notified_at >= _NOTIFY_EVERY_S
         if is_due:
             self._notified_at = now
         return is_due
 
     def status(self, now: float) -> str:
-        """Return the text that ``async-rl status`` shows. It is empty if the disk has room."""
+        """Return the text about the full disk that ``async-rl status`` shows; empty if the disk has room."""
         return self.reason and f"for {now - self._since:.0f} s: {self.reason}"
 
 
 class HeldMessages:
-    """Messages that arrived while no change could be committed. A repeated request is held once."""
+    """Messages that arrived while the disk was full, so that no change could be committed.
+
+    A repeated request is kept once.
+    """
 
     def __init__(self) -> None:
         self._held: dict[tuple[bytes, str, str, str | None], list[memoryview]] = {}
@@ -64,12 +73,12 @@ class HeldMessages:
         return self._num_bytes < _MAX_BYTES and len(self._held) < _MAX_MESSAGES
 
     def add(self, peer: bytes, key: str, type_: str, request_id: str | None, frames: list[memoryview]) -> None:
-        """Hold one message; ``key`` is its sender's."""
+        """Keep one message. ``key`` is the public key of its sender."""
         if (peer, key, type_, request_id) not in self._held:
             self._num_bytes += sum(map(len, frames))
             self._held[peer, key, type_, request_id] = frames
 
     def pop_all(self) -> list[tuple[bytes, str, list[memoryview]]]:
-        """Remove and return all messages as (peer, key, frames), in order of arrival."""
+        """Remove and return all messages as (peer, key, frames), in the order of their arrival."""
         held, self._held, self._num_bytes = self._held, {}, 0
         return [(peer, key, frames) for (peer, key, _, _), frames in held.items()]

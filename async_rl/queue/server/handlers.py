@@ -194,7 +194,10 @@ class Handlers:
         try:
             stated = stated_vocabulary_size(files["config.json"]) if "config.json" in files else None
         except ValueError as error:
-            raise WireError(f"model.path: expected JSON in its config.json, which the learner sent: {error}") from error
+            raise WireError(
+                f"model.path: the learner sent a config.json that is not valid JSON: {error}; correct config.json in "
+                f"the model's folder"
+            ) from error
         return stated or self._config.own_vocab_size
 
     def _on_alive(self, request: messages.Alive, message: Message, now: float) -> None:

@@ -1,4 +1,4 @@
-"""When the queue server ends: the run is finished, its learner or parent is gone, or it was asked to end."""
+"""Decide when the queue server ends: the run is finished, its learner or parent is gone, or a signal asked for it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from async_rl.net.streams import is_readable
 from async_rl.queue.core.state import QueueState
 
 LEARNER_SILENCE_S = 20.0
-"""A learner that sent nothing for this long, not even ``Alive``, counts as gone."""
+"""A learner counts as gone when it sent nothing, not even ``Alive``, for this many seconds."""
 FINISH_GRACE_S = 10.0
-"""Time after the end of the run in which generators are notified."""
+"""Longest time, in seconds after the end of the run, that the server waits until all generators know of the end."""
 
 
 class Lifetime:
-    """The reasons for which a queue server ends.
+    """Decides when the queue server ends.
 
     Args:
         linger_s: seconds for which the server waits for another learner after its learner is gone.
-        orphan_s: seconds after its start in which a learner must attach. None: no limit.
-        grace_s: seconds for which ``stop_after_learner`` lets the learner save a checkpoint.
-        parent_watch_fd: the reading end of a pipe whose other end the parent holds open. None: no parent is watched.
+        orphan_s: seconds after its start in which a learner must attach. None for no limit.
+        parent_watch_fd: the read end of a pipe that closes when the parent dies. None if no parent is watched.
     """
 
     def __init__(self, *, linger_s: float, orphan_s: float | None, grace_s: float, parent_watch_fd: int | None) -> None:
@@ -39,18 +38,21 @@ class Lifetime:
 
     @property
     def fds(self) -> list[int]:
-        """File descriptors that become readable when the server must end. A poll for messages includes them."""
+        """File descriptors that become readable when the server must end.
+
+        The server polls them together with its socket.
+        """
         return [fd for fd in (self._wake_read, self._parent_watch_fd) if fd is not None]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the server must end, at most ``timeout_s``."""
+        """Wait up to ``timeout_s`` seconds, or until the server must end."""
         poller = select.poll()
         for fd in self.fds:
             poller.register(fd, select.POLLIN)
         poller.poll(timeout_s * 1000)
 
     def stop(self, reason: str) -> None:
-        """Make ``reason_to_end`` return ``reason``; safe from a signal handler or another thread."""
+        """Make the server end, for ``reason``. This is safe from a signal handler or another thread."""
         self._stop_reason, self._stop_at = reason, time.monotonic()
         os.write(self._wake_write, b"x")
 
@@ -65,14 +67,15 @@ class Lifetime:
         os.write(self._wake_write, b"x")
 
     def note_learner(self, now: float) -> None:
-        """Record that the learner sent a message, or that the server could not receive its messages until now."""
+        """Record that the learner sent a message at ``now``, or that its messages could not be received until then."""
         self._learner_seen = now
 
     def reason_to_end(self, state: QueueState, unaware: Iterable[str], now: float, *, learner_left: bool) -> str:
-        """Return why the server ends now; empty if it goes on.
+        """Return why the server must end now; empty if it must not.
 
-        ``unaware`` are the generators that do not know yet that the run is finished. ``learner_left``: the learner
-        sent ``LearnerGoodbye``.
+        Args:
+            unaware: the generators that do not know yet that the run is finished.
+            learner_left: whether the learner has said that it ends (``LearnerGoodbye``).
         """
         is_learner_gone = learner_left or now - self._learner_seen >= LEARNER_SILENCE_S
         if self._stop_reason:
@@ -101,5 +104,5 @@ class Lifetime:
 
 
 def _is_broken(fd: int) -> bool:
-    """Whether the parent closed its end of the parent watch, a pipe to which nothing is ever written."""
+    """Return whether the other end of a pipe to which nothing is ever written is closed: the parent has died."""
     return is_readable(fd, 0.0) and not os.read(fd, 1)

@@ -1,4 +1,4 @@
-"""Requests that can't be answered yet. The server adds them, and tries them again after every change of the queue."""
+"""The requests that can't be answered yet. The server tries them again after every change of the queue."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from async_rl.net.wire import Message
 from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Reply
 
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
-"""Enough for a hello and a lease request of every generator. Above this number, requests are answered at once."""
+"""Maximum number of requests that wait: enough for a hello and a lease request of every generator. Further requests are
+answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The sender and type of a request. ``generator_id`` is None for messages that no generator sent.
+    """The sender and the type of a request.
 
-    ``key`` is the sender's public key; empty on a server without keys.
+    Attributes:
+        peer: the routing id of the sender's connection.
+        request_id: the id that the reply repeats; None if the sender wants no reply.
+        generator_id: the generator that sent the request; None if no generator sent it.
+        type: the type name of the message.
+        key: the sender's public key; empty on a server without keys.
     """
 
     peer: bytes
@@ -39,10 +45,13 @@ class _Pending:
 
 
 class PendingRequests:
-    """Deferred requests.
+    """The requests that wait for their replies.
 
-    ``revision`` grows with every change of the queue. ``send`` sends a reply. ``attempt`` calls the given function,
-    which returns the reply to this request or None, and turns refusals into replies.
+    Args:
+        revision: returns a number that grows with every change of the queue.
+        send: sends a reply.
+        attempt: calls the given function, which returns the reply to the request, or None if it must still wait. A
+            refusal becomes an error reply.
     """
 
     def __init__(
@@ -53,7 +62,7 @@ class PendingRequests:
         self._pending: list[_Pending] = []
 
     def add(self, request: Request, message: Message, deferred: Deferred, now: float) -> None:
-        """Add a request and try all. It replaces an earlier request of the same type and peer."""
+        """Add a request and try all requests. It replaces an earlier request of the same type from the same peer."""
         same = (request.peer, request.type)
         self._pending = [p for p in self._pending if (p.request.peer, p.request.type) != same]
         deadline = now + (deferred.wait_s if len(self._pending) < _MAX_PENDING else 0.0)
@@ -61,14 +70,14 @@ class PendingRequests:
         self.answer(now)
 
     def answer(self, now: float) -> None:
-        """Try all requests in order of arrival. Repeat until no answer changes the queue."""
+        """Try all requests in the order of their arrival, and again until no reply changes the queue."""
         revision = None
         while revision != self._revision():
             revision = self._revision()
             self._pending = [pending for pending in self._pending if not self._is_answered(pending, now)]
 
     def answer_only(self, type_: str) -> None:
-        """Try the requests of this type once."""
+        """Try all requests of the type ``type_`` once."""
         for pending in self._pending[:]:
             is_due = pending.request.type == type_ and pending.tried_at_revision != self._revision()
             if is_due and self._is_answered(pending, time.monotonic()):
@@ -80,11 +89,11 @@ class PendingRequests:
         return [(pending.request, pending.message) for pending in popped]
 
     def deadlines(self) -> Iterator[float]:
-        """The deadline of every request."""
+        """Return the time until which each request may wait."""
         return (pending.deadline for pending in self._pending)
 
     def waits(self, now: float) -> list[dict[str, Any]]:
-        """The pending requests with their peers and waiting times, as plain data for ``async-rl status``."""
+        """Return who waits for what, and for how long, as plain data for ``async-rl status``."""
         return [
             {"who": p.request.generator_id or "learner", "for": p.request.type, "since_s": now - p.since}
             for p in self._pending

@@ -1,11 +1,11 @@
-"""The server's socket, with keys and with limits on rates and sizes. It receives and sends raw frames.
+"""The queue server's socket, with keys and with limits on the rates and sizes of messages. It handles raw frames.
 
-A peer is one connection, identified by its routing id, not by key or host. By default all roles of a run share a key
-and a host, and a faulty client must not block the others.
+A peer is one connection, and is identified by its routing id instead of its key or host. By default all processes of a
+run share a key and a host, and a faulty client must not block the others.
 
-This module does not decode messages; the server's loop, which owns the socket, reports malformed ones. Outgoing
-messages are collected until ``flush``, which the loop calls after the journal has committed the changes that they
-report.
+This module does not decode messages. The server's loop, which owns the socket, reports malformed ones to it. Messages
+to send are collected until ``flush``. The loop calls ``flush`` after the journal has committed the changes that these
+messages report.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ LOG_EVERY_S = 10.0
 
 
 BLOCKED_S = 60.0
-"""A peer that sent too many malformed messages is ignored for this long."""
+"""Seconds for which a peer is ignored after it sent too many malformed messages."""
 MAX_PEERS = 8192
-"""Maximum number of peers whose rates are kept. Above it, the peer that was silent longest is removed."""
+"""Maximum number of peers whose rates are remembered. Above it, the peer that was silent longest is forgotten."""
 _ATTACH_BYTES = 256 << 20
-"""An attach message may exceed ``queue.max_bytes`` by this: it has tokenizer files in addition to a snapshot."""
+"""Bytes by which an attach message may exceed ``queue.max_bytes``, because it has tokenizer files in addition to a
+snapshot."""
 _SMALL_BYTES = 1 << 20
 _LARGEST = 2**53
 _HEADER_BYTES = 256 << 10
-"""Limits the memory of a decoded header: decoding enlarges msgpack's smallest values about 64 times."""
+"""Maximum size of a message's header. It limits memory, because decoding enlarges msgpack's smallest values about 64
+times."""
 _BUNDLE_BYTES = 1 << 20
 _ANY = "tcp://127.0.0.1:0"
 
 
 @dataclass(slots=True)
 class _LoggedCount:
-    """Counts events that peers can cause at will, so they are logged at most every ``LOG_EVERY_S``."""
+    """Counts events that peers can cause at will, so that they are logged only once in ``LOG_EVERY_S``."""
 
     count: int = 0
     _logged: int = 0
     _logged_at: float = -LOG_EVERY_S
 
     def to_log(self, now: float) -> int:
-        """The number of events to log now; 0 if there are none, or if the last log line is too recent."""
+        """Return the number of new events to log; 0 if there are none, or if the last log line is too recent."""
         new = self.count - self._logged
         if not new or now - self._logged_at < LOG_EVERY_S:
             return 0
@@ -67,16 +69,16 @@ class _LoggedCount:
 
 @dataclass(slots=True)
 class _Bundle:
-    """Messages that are sent as one multipart message."""
+    """Messages to one peer that are sent as one multipart message."""
 
     frames: list[Frame] = field(default_factory=list)
     num_bytes: int = 0
 
 
 class Endpoint:
-    """A ROUTER socket bound to ``config.address``, with rate limits from ``rates``.
+    """The queue server's ROUTER socket, bound to ``config.address``, with the rate limits in ``rates``.
 
-    If the config sets no port, ``last_port`` is tried first.
+    If the config sets no port, the socket first tries ``last_port``, the port of the run's last server.
 
     Raises:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
@@ -107,20 +109,20 @@ class Endpoint:
             raise
 
     def register(self, poller: zmq.Poller) -> None:
-        """Wake ``poller`` for messages and for connections that begin or end."""
+        """Make ``poller`` wake up for messages, and for connections that begin or end."""
         poller.register(self._socket, zmq.POLLIN)
         self._connections.register(poller)
 
     @property
     def check_within_s(self) -> float:
-        """Call ``receive`` again after this time, even if nothing arrives."""
+        """Seconds after which ``receive`` must be called again, even if nothing arrives."""
         return self._connections.check_within_s
 
     def receive(self, most: int, now: float) -> Iterator[tuple[bytes, str, list[memoryview]]]:
-        """Yield up to ``most`` arrived messages as (peer, key, frames). Drop those of peers above their rate.
+        """Yield up to ``most`` arrived messages as (peer, key, frames). Messages of peers above their rate are dropped.
 
-        ``key`` is the client's public key, which CURVE has verified; empty on a server without keys. Call this in every
-        turn of the loop: it also closes connections above a limit.
+        ``key`` is the client's public key, which CURVE has verified, or empty on a server without keys. Call this
+        method in every turn of the loop, because it also closes connections above a limit.
         """
         self._check_connections(now)
         for _ in range(most):
@@ -137,11 +139,11 @@ class Endpoint:
                     self._current = None
 
     def admits_another(self, peer: bytes, now: float) -> bool:
-        """Whether to accept one more message that came in the same bundle as the peer's last."""
+        """Return whether to accept one more message from the same multipart message of this peer."""
         return self._limiter.admits(peer, now)
 
     def note_malformed(self, peer: bytes, now: float) -> None:
-        """Count a malformed message of this peer; a peer that sends too many is ignored for a while."""
+        """Count a malformed message of this peer. A peer that sends too many is ignored for ``BLOCKED_S``."""
         if self._limiter.note_malformed(peer, now):
             logger.warning(
                 "peer %r (%s) sent more than experimental.max_malformed_per_minute = %d malformed messages and is "
@@ -149,9 +151,9 @@ class Endpoint:
             )  # fmt: skip
 
     def require_learner_key(self, type_: str, key: str) -> None:
-        """Check that a message, which only the learner may send, was sent with the key ``client.key``.
+        """Check that a message that only the learner may send was sent with the key ``client.key``.
 
-        Without keys any client may send it.
+        On a server without keys any client may send it.
 
         Raises:
             QueueError: the message was sent with another key.
@@ -166,7 +168,7 @@ class Endpoint:
             )
 
     def _check_connections(self, now: float) -> None:
-        """Close connections above a limit. Log them, and handshakes that were refused."""
+        """Close connections above a limit. Log their number, and the number of refused handshakes."""
         self._connections.check()
         self._refused.count, self._closed.count = self._connections.num_refused, self._connections.num_closed
         if new := self._refused.to_log(now):
@@ -185,11 +187,11 @@ class Endpoint:
             )  # fmt: skip
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> None:
-        """Collect one message, its frame and its parts, for the next ``flush``.
+        """Collect a message to ``peer`` (its frame and its parts) until the next ``flush``.
 
-        Small messages to one peer are sent as one bundle, which wakes the socket's thread and the peer once; the peer
-        reads them one by one. A bundle arrives completely or not at all. So a large bundle gets no further message: the
-        peer can work on it while the next bundle is being sent.
+        Small messages to one peer are joined to one multipart message, which wakes the socket's thread and the peer
+        only once. A multipart message arrives completely or not at all. So no message is added to a large one: the peer
+        can work on it while the next is being sent.
         """
         bundles = self._outgoing.setdefault(peer, [])
         if not bundles or bundles[-1].num_bytes >= _BUNDLE_BYTES:
@@ -198,7 +200,10 @@ class Endpoint:
         bundles[-1].num_bytes += sum(map(len, frames))
 
     def flush(self) -> None:
-        """Send all messages. Messages that a peer does not read are dropped; the peer repeats its request."""
+        """Send all collected messages.
+
+        A message to a peer that does not read is dropped; the peer will repeat its request.
+        """
         outgoing, self._outgoing = self._outgoing, {}
         for peer, bundles in outgoing.items():
             for bundle in bundles:
@@ -213,9 +218,9 @@ class Endpoint:
                         )  # fmt: skip
 
     def send_now(self, peer: bytes, frames: Sequence[Frame]) -> None:
-        """Send one message at once, before the collected ones. It must not report a change of the state.
+        """Send one message at once, before the collected ones. It must not report a change of the queue's state.
 
-        A peer that does not read loses the message.
+        A message to a peer that does not read is dropped.
         """
         try:
             send_frames(self._socket, [peer, *frames])
@@ -223,15 +228,15 @@ class Endpoint:
             self._dropped.count += 1
 
     def discard(self) -> None:
-        """Delete the collected messages."""
+        """Delete the collected messages without sending them."""
         self._outgoing.clear()
 
     def block(self, peer: bytes, now: float) -> None:
-        """Ignore this peer for ``BLOCKED_S``."""
+        """Ignore the messages of this peer for ``BLOCKED_S``."""
         self._limiter.block(peer, now)
 
     def counters(self) -> dict[str, int]:
-        """Counts of malformed messages, messages above a rate, refused handshakes and closed connections so far."""
+        """Return the numbers of malformed and rate-limited messages, refused handshakes and closed connections."""
         limiter, connections = self._limiter, self._connections
         return {
             "malformed": limiter.num_malformed, "limited": limiter.num_limited,
@@ -246,7 +251,7 @@ class Endpoint:
         self._context.term()
 
     def _sender(self) -> str:
-        """The sender of the current message: its key, or its address if there are no keys."""
+        """Return the public key of the current message's sender or, without keys, the sender's address, as text."""
         frame, name = self._current, "User-Id" if self._config.keys else "Peer-Address"
         return f"{name} {frame.get(name)}" if frame is not None else "key and address unknown"
 
@@ -297,7 +302,7 @@ def _shown(host: str) -> str:
 
 @dataclass(slots=True)
 class _Peer:
-    """The levels of a peer's two token buckets at time ``at``: for messages, and for malformed messages."""
+    """How many messages, and how many malformed ones, a peer may still send at the time ``at`` (token buckets)."""
 
     messages: float
     malformed: float
@@ -306,7 +311,7 @@ class _Peer:
 
 
 class RateLimiter:
-    """Limits the message rate of each peer, and counts malformed and dropped messages. ``now`` is in seconds."""
+    """Limits the message rate of each peer. It counts malformed and dropped messages. All times are in seconds."""
 
     def __init__(self, *, max_messages_per_s: float, max_malformed_per_minute: float) -> None:
         self._message_rate, self._malformed_rate = max_messages_per_s, max_malformed_per_minute / 60
@@ -318,7 +323,10 @@ class RateLimiter:
         return len(self._peers)
 
     def admits(self, peer: bytes, now: float) -> bool:
-        """Whether to accept this peer's next message. If not, count it as dropped; the peer gets no answer."""
+        """Return whether to accept this peer's next message. If not, count it as dropped.
+
+        The peer gets no reply then.
+        """
         known = self._peer(peer, now)
         if now < known.blocked_until or known.messages < 1:
             self.num_limited += 1
@@ -327,7 +335,10 @@ class RateLimiter:
         return True
 
     def note_malformed(self, peer: bytes, now: float) -> bool:
-        """Count a malformed message. Return whether the peer exceeded its rate and is ignored for ``BLOCKED_S``."""
+        """Count a malformed message of this peer.
+
+        Return whether it sent too many, and is now ignored for ``BLOCKED_S``.
+        """
         self.num_malformed += 1
         known = self._peer(peer, now)
         known.malformed -= 1
@@ -356,7 +367,7 @@ class RateLimiter:
 
 
 class MessageLimits:
-    """Size limits of messages to the server. ``max_bytes`` is ``queue.max_bytes``."""
+    """Limits on the sizes of messages to the server. ``max_bytes`` is ``queue.max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._by_type = {"attach": max_bytes + _ATTACH_BYTES, "return": max_bytes}
@@ -390,12 +401,19 @@ class MessageLimits:
 
 
 def _check_numbers(values: Iterable[Any]) -> None:
-    """Reject numbers that sums, clocks, JSON or the journal can't represent: NaN, and amounts above 2^53."""
+    """Refuse numbers that sums, clocks, JSON or the journal can't represent: NaN, and absolute values above 2^53.
+
+    Raises:
+        WireError: ``values``, or a map or list in it, has such a number.
+    """
     for value in values:
         kind = type(value)
         if kind is int or kind is float:
             if not -_LARGEST <= value <= _LARGEST:
-                raise WireError(f"expected numbers from -{_LARGEST} to {_LARGEST} in a message, got {value}")
+                raise WireError(
+                    f"expected numbers from -{_LARGEST} to {_LARGEST} in a message, got {value}; this is a bug in the "
+                    f"sender of the message, please report it"
+                )
         elif kind is dict:
             _check_numbers(value.values())
         elif kind is list:

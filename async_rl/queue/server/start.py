@@ -1,4 +1,4 @@
-"""Start a queue server, or find the running one: ``run_queue`` for the command, ``ensure_queue`` for rank 0."""
+"""Start a queue server (``run_queue``, for the command), or find or start one (``ensure_queue``, for the learner)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from async_rl.run.queue_files import read_record
 logger = logging.getLogger(__name__)
 
 _PING_S = 10.0
-"""How long to wait for an answer: a recorded server may be busy, and a second server would split the run."""
+"""Seconds to wait for the answer of a recorded server. It may be busy, and a second server would split the run."""
 _START_S = 60.0
 _LOOK_AGAIN_S = 0.2
 
@@ -37,14 +37,20 @@ def run_queue(
     config: Config, *, insecure: bool, run_id: str | None = None, fresh: bool = False,
     parent_watch_fd: int | None = None, on_ready: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
-    """Load the data, bind, and serve until the end. ``async-rl queue CONFIG`` calls it.
+    """Run a queue server until its end: load the data, bind the socket, and serve. ``async-rl queue CONFIG`` calls it.
 
-    It continues from the journal of an earlier server, unless ``fresh``. With a ``run_id`` only that run's learner may
-    attach, and the server ends if none attaches in time. ``on_ready`` gets the address. SIGTERM and SIGINT end it
-    cleanly.
+    The server continues from the journal of an earlier server, unless ``fresh``. SIGTERM and SIGINT end it cleanly.
+
+    Args:
+        run_id: only the learner of this run may attach, and the server ends if it does not attach in time. None accepts
+            any run.
+        parent_watch_fd: the read end of a pipe that closes when the parent dies. The server then ends.
+        on_ready: called with the server's address.
 
     Raises:
-        DataError: a data set is wrong. AddressError: the address can't be bound. ConfigError: the config does not fit.
+        DataError: a data set is wrong.
+        AddressError: the address can't be bound.
+        ConfigError: the config does not fit.
     """
     from async_rl.data.dataset import load_rows_of, load_train_rows
 
@@ -62,7 +68,7 @@ def run_queue(
 
 
 def journal_directory(config: Config) -> Path:
-    """The directory of this run's journal."""
+    """Return the directory of the run's journal: ``queue.journal_dir``, or ``queue`` in the run directory."""
     return Path(config.queue.journal_dir or Path(config.run.dir) / "queue")
 
 
@@ -74,11 +80,7 @@ def _open_journal(config: Config, run_id: str, *, fresh: bool) -> Journal:
 
 
 def serve_until_signal(server: QueueServer) -> str:
-    """Serve until SIGTERM, SIGINT or the server's own end. Return the reason for the end.
-
-    SIGTERM may have reached the learner, too, which then saves its last step with the queue's help. So the server waits
-    for it, except if the parent is gone or a second SIGTERM comes.
-    """
+    """Serve until SIGTERM, SIGINT or the server's own end. Return the reason for the end."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         is_urgent = signum == signal.SIGINT or is_parent_gone()
@@ -94,14 +96,16 @@ def ensure_queue(
     config: Config, run_id: str, insecure: bool, log_path: Path, *, command: Sequence[str] | None = None,
     may_start: bool = True, wait_s: float = _START_S,
 ) -> str:  # fmt: skip
-    """Return the address of this run's queue server. Start one in a separate session if none is running.
+    """Return the address of this run's queue server. If no server is running, start one in a separate session.
 
-    ``command`` starts a server (the config file and options are appended); if unset, this package's command does. If
-    not ``may_start``, another process starts the server: wait for it up to ``wait_s``.
+    Args:
+        command: the command that starts a server, to which the config file and options are appended. None uses this
+            package's command.
+        may_start: if False, another process starts the server. The function then waits up to ``wait_s`` for it.
 
     Raises:
-        QueueError: the started server ended or did not answer in time (the message has the end of its log), or there
-            is no server and it may not be started.
+        QueueError: the started server ended or did not answer in time (the message has the end of its log), or there is
+            no server and it may not be started.
         AddressError: ``queue.address`` is on another host and nothing answers there.
     """
     wanted = config.queue.address
@@ -128,10 +132,10 @@ def ensure_queue(
 
 
 class QueueRestarter:
-    """Starts this run's queue server again if its process is gone, at the same port and from its journal.
+    """Starts this run's queue server again if its process has died, at the same port and from its journal.
 
-    The learner that owns the server calls it while it has no connection to ``address``. A living process is not
-    replaced, because it may be busy or suspended.
+    The learner that started the server calls it while it has no connection to ``address``. A process that is alive is
+    not replaced, because it may be busy or suspended.
     """
 
     def __init__(
@@ -143,10 +147,10 @@ class QueueRestarter:
         self._log_path, self._address, self._command = log_path, address, command
 
     def __call__(self) -> bool:
-        """Start the server if its process is gone. Return whether it was started.
+        """Start the server if its process has died. Return whether it was started.
 
         Raises:
-            QueueError: the server ended at once, or its port was taken.
+            QueueError: the new server ended at once, or the port is used by another process.
         """
         record = read_record(Path(self._config.run.dir))
         if record is None or record.address != self._address or is_alive(record.pid):
@@ -162,7 +166,7 @@ class QueueRestarter:
 
 
 def finish_queue(config: Config, run_id: str) -> None:
-    """Notify this run's server, if one is running, that the run is over: its learner ended without doing so."""
+    """Tell this run's queue server that the run is over, if a server is running. The learner ended without doing so."""
     address = _running(config, run_id)
     if address is None:
         return
@@ -178,7 +182,7 @@ def finish_queue(config: Config, run_id: str) -> None:
 
 
 def answering_run(address: str, timeout_s: float, keys: ClientKeys | None = None) -> str | None:
-    """The run id that the server at ``address`` serves; None if nothing answers in time."""
+    """Return the id of the run that the server at ``address`` serves; None if nothing answers within ``timeout_s``."""
     queue = LearnerQueue(address, timeout_s, keys)
     try:
         return queue.ping()
@@ -189,9 +193,9 @@ def answering_run(address: str, timeout_s: float, keys: ClientKeys | None = None
 
 
 def _running(config: Config, run_id: str) -> str | None:
-    """Return the address of a live server that serves this run, or no run yet; None if there is none.
+    """Return the address of a running server that serves this run, or no run yet; None if there is none.
 
-    Try the recorded address, then a fixed ``queue.address``.
+    The address recorded in ``queue.json`` is tried first, then ``queue.address`` if it has a port.
     """
     record, keys = read_record(Path(config.run.dir)), client_keys_of(config.queue.keys)
     if record is not None and is_alive(record.pid) and answering_run(record.address, _PING_S, keys) in (run_id, ""):
@@ -239,7 +243,7 @@ def _tail(path: Path) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether ``host`` is an address of this machine, or all addresses."""
+    """Return whether ``host`` is an address of this machine, or stands for all its addresses."""
     return host in ("*", "0.0.0.0", "::") or _can_bind_host(host, 0)
 
 
