@@ -64,7 +64,8 @@ def launch(
 ) -> None:
     """Run everything that CONFIG describes on this machine: queue server, learner, generators. Show a live view.
 
-    The same command resumes a stopped run from its latest checkpoint. Every process that it starts ends when it ends.
+    Ctrl-C or SIGTERM saves the last step and ends the run; the same command resumes it. Every process that launch
+    starts ends when it ends.
 
     \b
     Example:

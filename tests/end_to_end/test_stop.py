@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -76,12 +77,16 @@ def test_a_launch_that_gets_sigterm_saves_and_the_same_command_resumes(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_signal_at_one_of_two_ranks_saves_for_both_and_one_rank_resumes(tmp_path: Path, start: Callable[..., Role]):
+def test_a_signal_at_the_queue_and_one_of_two_ranks_saves_for_both_and_one_rank_resumes(
+    tmp_path: Path, start: Callable[..., Role]
+):
     config, run_dir = a_config(tmp_path), tmp_path / "run"
     ranks = start_ranks(start, config, world_size=2)
     address = wait_until("the queue server", lambda: queue_address(run_dir))
     generator = start("generator", "generator", "--connect", address)
     await_steps(run_dir, *ranks, generator)
+    # As when roles that run by themselves are preempted: the queue server waits for the learner.
+    os.kill(json.loads((run_dir / "queue.json").read_text())["pid"], signal.SIGTERM)
     os.kill(ranks[1].process.pid, signal.SIGTERM)
     assert [rank.wait() for rank in ranks] == [143, 143]
     step = saved_step(run_dir)

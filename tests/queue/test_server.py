@@ -16,6 +16,7 @@ import zmq
 
 from async_rl.errors import AddressError, LineageError, QueueError
 from async_rl.net.wire import decode, encode
+from async_rl.process.stop import StopRequest
 from async_rl.queue.messages import (
     Announced,
     Announcement,
@@ -462,6 +463,21 @@ def test_a_server_that_gets_sigterm_serves_its_learner_until_that_has_saved_and_
     assert server.process.communicate(timeout=20)[0] == "ended: SIGTERM\n"
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert ledger["groups"]["in_flight"] == 2
+
+
+def test_a_learner_that_waits_for_groups_notices_a_signal(servers, tmp_path):
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner = servers.learner(server.address)
+    attach(learner)
+    with StopRequest(3600.0, exit_now=lambda code: None) as stop:
+        # The signal interrupts the poll of the socket, which must go on as if nothing had happened.
+        timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM])
+        timer.start()
+        while not stop.signum:
+            assert isinstance(learner.take("line-a", 0, 0, wait_s=0.5), NotReady)
+        timer.join()
+        assert learner.snapshot("line-a")
+    assert stop.signum == signal.SIGTERM
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM twice", "grace"])
