@@ -1,11 +1,11 @@
-"""One handler per request: it turns a message into calls of the queue's core, and returns the reply. No sockets.
+"""One function for each request: it calls the queue's core with the fields of the message, and returns the reply.
 
-A handler gets the request as its record and returns a ``Reply``, or a ``Deferred`` (a long poll) that the server tries
-again after every change until the request's time is up. A malformed or refused message raises ``WireError`` or
-``QueueError``, which the server sends as the reply.
+A handler gets the request as its record. It returns a ``Reply``, or a ``Deferred`` if the client may wait for the
+reply. The server tries a ``Deferred`` again after every change of the queue, until the request's time is over. For a
+malformed or refused message the handler raises ``WireError`` or ``QueueError``, which the server sends as the reply.
 
-Peers choose generator ids. So all data that handlers store by id is in ``GeneratorRegistry``, which limits the number
-of ids.
+Clients choose generator ids themselves. So all data that is stored by generator id is in ``GeneratorRegistry``, which
+limits the number of ids. This module uses no sockets.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from async_rl.queue.storage.payloads import Payload
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
-"""Maximum seconds that a request waits for its reply. Then its client repeats it."""
+"""Maximum number of seconds that a request waits for its reply. After that the client repeats it."""
 _MESSAGE_BYTES = 1 << 20
 _MAX_MESSAGES = 64
-"""Maximum number of messages of one batch: well below the number that a socket queues for a peer before it drops some.
-"""
+"""Maximum number of messages in which a batch is sent. It is well below the number that a socket queues for a peer
+before it drops messages."""
 
 
 MAX_GENERATORS = 4096
 FORGET_S = 300.0
-"""A generator that was silent for this long, or that left, is removed if the registry is full."""
+"""If the registry is full, generators that left or were silent for this many seconds are removed."""
 MAX_ANSWER_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply's record and parts; the server adds ``request_id`` and the notice.
+    """A reply: its record and its parts. The server adds ``request_id`` and the notice.
 
-    ``further`` are more messages of the same reply; all but the last have ``more`` set.
+    ``further`` are more messages of the same reply. All messages but the last have ``more`` set.
     """
 
     record: msgspec.Struct
@@ -79,14 +79,17 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A later reply. ``attempt(now, last)`` returns the reply, or None if it must wait. If ``last``, it never waits."""
+    """A reply that may come later. ``attempt(now, last)`` returns the reply, or None to wait longer.
+
+    If ``last`` is True, ``attempt`` must return a reply. ``wait_s`` is how long the request may wait.
+    """
 
     wait_s: float
     attempt: Callable[[float, bool], Reply | None]
 
 
 class WelcomePack(msgspec.Struct, frozen=True):
-    """The data for generators that the learner sent when it attached."""
+    """The data for generators that the learner sent when it attached: the config, and files with their names."""
 
     config_toml: str
     names: tuple[str, ...]
@@ -94,7 +97,10 @@ class WelcomePack(msgspec.Struct, frozen=True):
 
 
 class Handlers:
-    """Handles requests by type. If ``run_id`` is empty, the first learner sets it."""
+    """Handles all requests to the queue server.
+
+    ``run_id`` is the run that it serves; if empty, the first learner sets it.
+    """
 
     def __init__(self, state: QueueState, config: Config, eval_rows: Mapping[str, Sequence[Row]], run_id: str) -> None:
         self.state, self.run_id = state, run_id
@@ -105,10 +111,11 @@ class Handlers:
         self._quarantined: set[str] = set()
 
     def handle(self, message: Message, now: float) -> Reply | Deferred | None:
-        """Return the reply; None if the request needs none.
+        """Handle a request and return the reply; None if the request needs none.
 
         Raises:
-            WireError: the message is malformed. QueueError: it is refused.
+            WireError: the message is malformed.
+            QueueError: the request is refused.
         """
         record = REQUESTS.get(message.type)
         if record is None:
@@ -118,9 +125,9 @@ class Handlers:
         return getattr(self, f"_on_{message.type}")(read_as(message.fields, record), message, now)
 
     def generator_of(self, message: Message, peer: bytes, key: str, now: float) -> str | None:
-        """The id of the generator that sent this, registered with its connection; None if no generator sent it.
+        """Return the id of the generator that sent a message; None if no generator sent it.
 
-        ``key`` is the sender's public key; empty on a server without keys.
+        Register its connection ``peer``. ``key`` is the sender's public key; empty on a server without keys.
 
         Raises:
             WireError: the id is malformed, or the connection belongs to another generator.
@@ -189,7 +196,7 @@ class Handlers:
         return Reply(messages.Attached(self.run_id))
 
     def _vocab_size(self, pack: WelcomePack) -> int | None:
-        """The size of the vocabulary, from the learner's ``config.json`` or from a backend without a model."""
+        """Return the vocabulary's size, from the learner's ``config.json`` or the backend; None if unknown."""
         files = dict(zip(pack.names, pack.files, strict=True))
         try:
             stated = stated_vocabulary_size(files["config.json"]) if "config.json" in files else None
@@ -393,11 +400,14 @@ class Handlers:
 
     @property
     def saved_key(self) -> tuple[Any, ...]:
-        """A key that changes whenever the result of ``save`` does."""
+        """A value that changes whenever the result of ``save`` does."""
         return self.run_id, self.learner_gone, self.registry.num_changes
 
     def save(self) -> dict[str, Any]:
-        """The state of the handlers without the welcome, as plain data."""
+        """Return the handlers' state as plain data for the journal.
+
+        A restarted server then can answer repeated requests. ``welcome`` is not part of it.
+        """
         granted = {
             generator_id: (request_id, [lease.lease_id for lease in answer.leases])
             for generator_id, (request_id, answer) in self.registry.granted().items()
@@ -405,7 +415,7 @@ class Handlers:
         return {"run_id": self.run_id, "granted": granted, "learner_gone": self.learner_gone}
 
     def load(self, plain: Mapping[str, Any], welcome: Mapping[str, Any] | None, now: float) -> None:
-        """Restore the result of ``save``, and the ``welcome``. Call it after the queue's state is loaded."""
+        """Restore the result of ``save``, and ``welcome``. Call it after the queue's state is loaded."""
         self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
         for generator_id, (request_id, lease_ids) in plain["granted"].items():
             leases = tuple(
@@ -421,12 +431,15 @@ class Handlers:
 
     @property
     def news(self) -> tuple[Announcement | None, bool]:
-        """The notice for all generators: the newest version, and whether the run is over."""
+        """The notice for all generators: the announced version (None before the first), and whether the run is over."""
         learner = self.state.learner
         return None if learner is None else learner.announcement, self.state.finished
 
     def notice(self, generator_id: str) -> dict[str, Any]:
-        """The notice for one generator, which any message to it may carry: the news, and its cancelled leases."""
+        """Return the fields of a generator's notice: the announced version, the end of the run, its cancelled leases.
+
+        Each cancelled lease is in one notice only.
+        """
         announcement, finished = self.news
         notice: dict[str, Any] = {}
         if announcement is not None:
@@ -439,7 +452,7 @@ class Handlers:
 
 
 def owner_of(key: str, secret: str) -> Owner:
-    """The owner that a message's public key proves, or on a server without keys (``key`` is empty) its secret."""
+    """Return the owner that a message proves by its public key or, if ``key`` is empty, by its secret."""
     if key:
         return Owner(key, has_key=True)
     # The journal must not have the secret itself.
@@ -455,7 +468,10 @@ def _acked(acked: Acked) -> Reply:
 
 
 def batch_reply(groups: Sequence[TakenPayload]) -> Reply:
-    """The reply with one step's groups in several messages, so that the learner can decode the first ones early."""
+    """Return the reply with the groups of one step.
+
+    It has several messages, so that the learner can decode the first early.
+    """
     enough = max(_MESSAGE_BYTES, sum(len(g.payload) for g in groups) // _MAX_MESSAGES)
     replies: list[Reply] = []
     first = num_bytes = 0
@@ -478,7 +494,7 @@ def _batch_part(groups: Sequence[TakenPayload], first: int, num_groups: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """A generator's answer to the probe of one version, still encoded (``parity.encode_answer``)."""
+    """A generator's answer to the probe of one version. ``data`` is the encoded ``parity.Answer``."""
 
     lineage: str
     version: int
@@ -487,13 +503,17 @@ class ProbeAnswer:
 
 @dataclass(slots=True)
 class Generator:
-    """The server's state about one generator.
+    """What the server remembers about one generator.
 
     Attributes:
+        seen_at: the time of its last message, in seconds.
         peer: the routing id of its connection; None if unknown.
-        granted: the id of its last lease request, and the answer.
-        sent: its active version, and the version that the last reply asked it to activate.
-        answer: its newest probe answer. Not journaled: after a restart the learner asks again at a later version.
+        has_left: whether it has said goodbye or was replaced.
+        granted: the id of its last lease request, and the reply; None if there is none.
+        sent: a pair: its (lineage, version) at its last lease request, and the version that the reply asked it to
+            activate, or None.
+        answer: its newest answer to a probe. It is not in the journal, because after a restart of the server the
+            learner sends a new probe with a later version.
     """
 
     seen_at: float
@@ -505,7 +525,10 @@ class Generator:
 
 
 class GeneratorRegistry:
-    """Generators by id, at most ``max_generators``."""
+    """The generators that the server knows, by id. There are at most ``max_generators``.
+
+    ``num_changes`` grows with every change of the lease replies that are kept.
+    """
 
     def __init__(self, max_generators: int = MAX_GENERATORS) -> None:
         self._max_generators = max_generators
@@ -518,10 +541,13 @@ class GeneratorRegistry:
         return len(self._generators)
 
     def seen(self, generator_id: str, now: float, *, from_peer: bytes | None = None) -> Generator:
-        """Return the generator that sent a message over the connection ``from_peer``. Register a new one.
+        """Return the generator with this id, which has sent a message over the connection ``from_peer``.
+
+        Add it if it is new.
 
         Raises:
-            WireError: the connection belongs to another generator. QueueError: the registry is full.
+            WireError: the connection belongs to another generator.
+            QueueError: the registry is full.
         """
         if from_peer is not None and (known := self._by_peer.get(from_peer, generator_id)) != generator_id:
             # Otherwise one peer could fill the registry, and get every notice once for each of its ids.
@@ -537,7 +563,7 @@ class GeneratorRegistry:
         return generator
 
     def bind(self, generator_id: str, peer: bytes) -> None:
-        """Send the notices of this generator to the connection ``peer``."""
+        """Make ``peer`` the connection to which this generator's notices are sent."""
         generator = self._generators[generator_id]
         if generator.peer != peer:
             self._unbind(generator)
@@ -545,12 +571,12 @@ class GeneratorRegistry:
             self._by_peer[peer] = generator_id
 
     def peer_of(self, generator_id: str) -> bytes | None:
-        """The connection of this generator's last message."""
+        """Return the connection of this generator; None if unknown."""
         generator = self._generators.get(generator_id)
         return None if generator is None else generator.peer
 
     def id_of(self, peer: bytes) -> str | None:
-        """The generator of a connection."""
+        """Return the id of the generator that uses the connection ``peer``; None if unknown."""
         return self._by_peer.get(peer)
 
     @property
@@ -559,21 +585,21 @@ class GeneratorRegistry:
         return list(self._by_peer)
 
     def grant(self, generator: Generator, request_id: str, answer: LeasesGranted) -> None:
-        """Keep the answer to the generator's last lease request, in case the request is repeated."""
+        """Keep the reply to the generator's last lease request, in case the request is repeated."""
         generator.granted = (request_id, answer)
         self.num_changes += 1
 
     def granted(self) -> dict[str, tuple[str, LeasesGranted]]:
-        """The last lease request of every generator, with its answer."""
+        """Return the id of each generator's last lease request, and the reply, by generator id."""
         return {name: g.granted for name, g in self._generators.items() if g.granted is not None}
 
     def answers_since(self, lineage: str, version: int) -> dict[str, bytes]:
-        """The probe answers of ``version`` or later, by generator."""
+        """Return each generator's newest probe answer, by generator id, if it is of version ``version`` or later."""
         answers = {name: g.answer for name, g in self._generators.items() if g.answer is not None}
         return {name: a.data for name, a in answers.items() if a.lineage == lineage and a.version >= version}
 
     def leave(self, generator_id: str) -> None:
-        """Mark a generator as gone: it sent ``Goodbye``, or is replaced."""
+        """Record that a generator has said goodbye or was replaced."""
         generator = self._generators.get(generator_id)
         if generator is not None:
             self._unbind(generator)
@@ -585,7 +611,7 @@ class GeneratorRegistry:
         return generator is not None and generator.has_left
 
     def forget_answers(self) -> None:
-        """Delete the kept lease answers, because a new learner attached."""
+        """Delete the kept replies to lease requests, because a new learner has attached."""
         for generator in self._generators.values():
             generator.granted = generator.sent = None
         self.num_changes += 1

@@ -1,16 +1,17 @@
-"""The queue server: one ROUTER socket around the queue's state, one thread, one loop.
+"""The queue server's loop: one thread that receives requests, changes the queue's state, commits it and sends replies.
 
-Requests that can't be answered yet wait and are retried after every change. Changes are committed before replies go
-out, so a crash can't undo an answered request. Malformed requests are counted and answered with an error.
+Requests that can't be answered yet wait, and are tried again after every change. Changes are committed to the journal
+before the replies are sent, so a crash can't undo an answered request. Malformed requests are counted and answered with
+an error.
 
 A request changes the state completely or not at all. After a bug in a generator's request, the server goes back to the
 last commit and disconnects that generator. After a bug in another request, or without a journal, the run stops with the
-cause. While the disk is full, the server does not answer returns, so generators repeat them, and sends no reply before
-its commit succeeds.
+cause. While the disk is full, the server does not answer returned groups, so generators send them again, and it sends
+no reply before its commit succeeds.
 
-``queue.json`` has the server's address and process, ``ledger.json`` the outcome of every group. The server ends when
-the run is finished and its generators know it, when its learner is gone for ``experimental.linger_s``, when its parent
-dies (the parent watch), on SIGINT, or on SIGTERM once its learner has saved and left.
+``queue.json`` has the server's address and process, ``ledger.json`` what became of every group. The server ends when
+the run is finished and its generators know it, when its learner has been gone for ``experimental.linger_s``, when its
+parent dies, or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -74,19 +75,22 @@ from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 0.003
-"""Messages are handled for this long before their replies are sent. If it were longer, the learner would wait behind
-generators' returns; if shorter, each message would need its own commit."""
+"""Seconds for which messages are handled before their replies are sent. If it were longer, the learner would wait for
+generators' groups to be handled. If it were shorter, each message would need its own commit."""
 _MAX_DRAIN = 256
 _RECENT_BYTES = 256 << 20
-"""Size limit of the groups that are kept in memory in addition to the journal."""
+"""Maximum size of the groups that are kept in memory in addition to the journal."""
 _LOOK_AGAIN_S = 0.5
-"""Time between two tries of a commit on a full disk."""
+"""Seconds between two tries of a commit on a full disk."""
 _NOT_AWAITED = ("alive", "bye_learner")
-"""Messages of the learner that get no reply, or a reply that it does not read."""
+"""Types of the learner's messages that get no reply, or a reply that the learner does not read."""
 
 
 class RequestError(Exception):
-    """A request failed because of a bug, and may have left a partial change. ``__cause__`` is the bug's exception."""
+    """A request failed because of a bug, and may have changed the state partly.
+
+    ``__cause__`` is the bug's exception.
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__(request.type)
@@ -94,13 +98,21 @@ class RequestError(Exception):
 
 
 class QueueServer:
-    """The constructor binds the socket; ``run`` serves. The server ends if no learner attaches within ``orphan_s``.
+    """The queue server. The constructor binds the socket and loads the journal; ``run`` serves.
+
+    Args:
+        data_digest: a digest of the training rows.
+        open_journal: opens the journal. None for a server without a journal.
+        run_id: the run to serve. If empty, the first learner sets it.
+        parent_watch_fd: the read end of a pipe that closes when the parent dies. None if no parent is watched.
+        orphan_s: the server ends if no learner attaches within this many seconds. None for no limit.
+        on_ready: called with the address when the server is ready.
 
     Raises:
         AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
         KeyFileError: the keys of ``queue.keys`` are missing or malformed.
-        ConfigError: the queue can't hold one step.
-        ModelError: the size of a step depends on the model, which is missing.
+        ConfigError: the queue can't hold the groups of one step.
+        ModelError: the size of these groups depends on the model, which is missing.
     """
 
     def __init__(
@@ -155,7 +167,7 @@ class QueueServer:
                 raise
 
     def _start_empty(self, run_id: str) -> None:
-        """Replace the state with one that has no groups."""
+        """Replace the queue's state by one without groups."""
         config = self._config
         stream = PromptStream(
             len(self._train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
@@ -172,7 +184,7 @@ class QueueServer:
         self._saved_handlers: tuple[Any, ...] = ()
 
     def stop(self, reason: str) -> None:
-        """End the loop soon; safe from a signal handler or another thread."""
+        """Make the loop end soon, for ``reason``. This is safe from a signal handler or another thread."""
         self._lifetime.stop(reason)
 
     def stop_after_learner(self, reason: str) -> None:
@@ -218,10 +230,10 @@ class QueueServer:
         self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
 
     def _take_turn(self) -> None:
-        """Serve once.
+        """Run one turn of the loop.
 
         Raises:
-            QueueError: the run can't go on. The learner has received the cause, or is gone.
+            QueueError: the run can't continue. The learner has received the cause, or is gone.
         """
         try:
             self._serve()
@@ -232,7 +244,7 @@ class QueueServer:
             raise
 
     def _serve(self) -> None:
-        """Handle what has arrived or is due, commit it, and send the replies."""
+        """Handle the messages that have arrived and the requests that waited, commit the changes, send the replies."""
         self._drain()
         if self._has_batch:
             # The learner waits for the batch, and answering the other requests takes a while.
@@ -258,13 +270,16 @@ class QueueServer:
                 break
 
     def _receive(self, peer: bytes, key: str, frames: list[memoryview]) -> None:
-        """Handle one multipart message: one or several messages, each followed by its parts."""
+        """Handle one multipart message, which has one or several messages, each followed by its parts."""
         left = self._receive_first(peer, key, frames)
         while left and self._endpoint.admits_another(peer, time.monotonic()):
             left = self._receive_first(peer, key, left)
 
     def _receive_first(self, peer: bytes, key: str, frames: list[memoryview]) -> list[memoryview]:
-        """Handle the first message. Return the frames after it; none if its number of parts is unknown."""
+        """Handle the first message in ``frames``.
+
+        Return the frames after it, or none if its number of parts is unknown.
+        """
         request_id: str | None = None
         left: list[memoryview] = []
         try:
@@ -290,7 +305,7 @@ class QueueServer:
         return left
 
     def _refusal(self, peer: bytes, error: Exception) -> Reply:
-        """The error reply for an exception that changed nothing. Bugs are logged with a traceback."""
+        """Return the error reply for an exception that has changed nothing. A bug is logged with a traceback."""
         if isinstance(error, WireError):
             self._endpoint.note_malformed(peer, time.monotonic())
         if not isinstance(error, AsyncRLError):
@@ -298,7 +313,11 @@ class QueueServer:
         return _error(error)
 
     def _handle(self, request: Request, message: Message) -> None:
-        """Handle one message. Raises RequestError: a bug, which may have left a partial change."""
+        """Handle one message: send the reply, or keep the request until it can be answered.
+
+        Raises:
+            RequestError: there is a bug, which may have changed the state partly.
+        """
         now = time.monotonic()
         generator_id: str | None = None
 
@@ -322,10 +341,12 @@ class QueueServer:
     def _attempt(
         self, request: Request, answer: Callable[[], Reply | Deferred | None], now: float
     ) -> Reply | Deferred | None:
-        """Call ``answer`` and return its reply. A refusal becomes a reply. On a full disk return None: no reply.
+        """Call ``answer`` and return its reply. A refusal becomes an error reply.
+
+        On a full disk return None, for no reply.
 
         Raises:
-            RequestError: a bug, or a refusal after the state was changed.
+            RequestError: there is a bug, or the request was refused after it had changed the state.
         """
         # Expire leases first, so that this change of the state does not count as one of the request.
         self._state.expire(now)
@@ -366,7 +387,7 @@ class QueueServer:
             self._endpoint.send(request.peer, _frames(request, message, notice))
 
     def _whole_status(self, status: Status) -> Status:
-        """Add the server's status to that of the queue."""
+        """Return the status of the queue with that of the server added."""
         now = time.monotonic()
         extra = {
             "address": self.address, "pid": os.getpid(), "waits": self._pending.waits(now),
@@ -388,7 +409,7 @@ class QueueServer:
     # Durability.
 
     def _commit(self) -> None:
-        """Commit the changes since the last turn to the journal."""
+        """Commit the changes since the last commit to the journal. On a full disk, wait until there is room."""
         if self._journal is None or self._committed == self._state.revision:
             return
         blobs = {"queue": persistence.save(self._state)}
@@ -405,7 +426,11 @@ class QueueServer:
         fault_point("queue.journaled")
 
     def _has_committed(self, journal: Journal, changes: Sequence[Change], blobs: Mapping[str, bytes]) -> bool:
-        """Try to commit. Return False if the disk is full. Raises QueueError: it is full, and the server must end."""
+        """Try to commit. Return False if the disk is full.
+
+        Raises:
+            QueueError: the disk is full, and the server must end.
+        """
         now = time.monotonic()
         try:
             journal.commit(changes, blobs)
@@ -425,7 +450,10 @@ class QueueServer:
         return True
 
     def _wait_for_room(self) -> None:
-        """Wait before the next try of a commit. Answer status and ping; hold other messages until a commit succeeds."""
+        """Wait before the next try of a commit on a full disk.
+
+        Meanwhile, status and ping are answered. Other messages are kept until a commit succeeds.
+        """
         now = time.monotonic()
         if self._full_disk.must_notify(now):
             frame = encode("notice", {"storage_full": self._full_disk.reason})
@@ -437,7 +465,7 @@ class QueueServer:
                 self._receive(peer, key, frames)
 
     def _hold(self, peer: bytes, key: str, request_id: str | None, message: Message, frames: list[memoryview]) -> None:
-        """Answer status and ping at once, and hold any other message, while a commit waits for room."""
+        """Answer a status request or a ping at once, and keep any other message until a commit succeeds."""
         now = time.monotonic()
         self._note_learner(peer, message, now)
         if message.type not in ("status", "ping"):
@@ -448,7 +476,7 @@ class QueueServer:
         self._endpoint.send_now(peer, _frames(request, reply, {}))
 
     def _attempt_read(self, request: Request, message: Message, now: float) -> Reply:
-        """Reply to a request that does not change the state."""
+        """Return the reply to a request that does not change the state."""
         try:
             reply = self._handlers.handle(message, now)
         except AsyncRLError as error:
@@ -459,10 +487,10 @@ class QueueServer:
     # After a bug.
 
     def _recover(self, error: RequestError) -> None:
-        """Go back to the last commit, and disconnect the generator whose request failed.
+        """After a bug, go back to the last commit, and disconnect the generator whose request failed.
 
         Raises:
-            QueueError: the run can't go on: the request was the learner's, or there is no journal.
+            QueueError: the run can't continue, because the request was the learner's, or there is no journal.
         """
         request, cause = error.request, error.__cause__
         logger.error("a %r request failed because of a bug in async-rl; please report it", request.type, exc_info=cause)
@@ -500,7 +528,7 @@ class QueueServer:
             self._committed = self._state.revision
 
     def _tell_learner(self, cause: str, failed: Request | None = None) -> None:
-        """Answer the learner's requests with ``cause``, until one answer is sent or the learner is gone."""
+        """Answer the learner's requests with the error ``cause``, until one answer is sent or the learner is gone."""
         reply = Reply(ErrorReply("queue", cause))
         waiting = [request for request, _ in self._pending.pop_all()]
         is_told = False
@@ -524,7 +552,10 @@ class QueueServer:
     # Files and notices.
 
     def _load(self, journal: Journal) -> None:
-        """Restore the state that the last server of this journal committed. If it is damaged, begin an empty one."""
+        """Restore the state that the last server committed to the journal.
+
+        If the journal is damaged, begin with an empty state.
+        """
         try:
             self._load_records(journal)
         except DamagedJournalError as error:
@@ -565,7 +596,7 @@ class QueueServer:
         self._state.damage.clear()
 
     def _push_notices(self) -> None:
-        """Notify generators of a new version, the end of the run, and cancelled leases."""
+        """Send generators notices about a new version, the end of the run, and cancelled leases."""
         news = self._handlers.news
         everyone = news != self._last_news and news != (None, False)
         self._last_news = news
@@ -604,13 +635,13 @@ def _request_id(message: Message) -> str | None:
 
 
 def _has_kept(reply: Reply) -> bool:
-    """Whether this reply says that a payload was stored."""
+    """Return whether a reply says that a group's bytes were stored."""
     verdicts = reply.record.verdicts.values() if isinstance(reply.record, ReturnReply) else ()
     return any(verdict in ("queued", "eval_done") for verdict in verdicts)
 
 
 def _frames(request: Request, reply: Reply, notice: Mapping[str, Any]) -> list[Frame]:
-    """One message of a reply, encoded, with its parts."""
+    """Return the frames of one message of a reply: the encoded record with the notice, then the parts."""
     fields = {**asdict(reply.record), "request_id": request.request_id, **notice}
     return [encode(WIRE_TYPES[type(reply.record)], fields, num_parts=len(reply.parts)), *reply.parts]
 
@@ -622,7 +653,7 @@ def _error(error: Exception) -> Reply:
 
 
 def _vocabulary_size(config: Config) -> int | None:
-    """The size of the model's vocabulary, if the memory to reserve depends on it: top-p without top-k. Else None."""
+    """Return the size of the model's vocabulary if sampling masks depend on it (top-p without top-k), else None."""
     if config.sampling.top_p == 1 or config.sampling.top_k:
         return None
     return config.own_vocab_size or vocabulary_size(config.model.path)
