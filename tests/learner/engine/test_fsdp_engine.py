@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from async_rl.learner.checkpoint import OPTIMIZER, load_tensors
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.file_digests import find_damage, write_manifest
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.packing import TrainSequence
 from tests.learner.rank_scenarios import PLAIN, VARIANTS, batch_for, engine_config, plain_stats, save, with_reference
@@ -130,6 +132,20 @@ def test_two_ranks_take_the_steps_of_one(directory: Path, two_ranks: Path, varia
     two = json.loads((two_ranks / variant / "stats.json").read_text())
     for left, right in zip(one, two, strict=True):
         assert_same_stats(left, right)
+
+
+def test_every_rank_digests_its_own_shards(two_ranks: Path, tmp_path: Path):
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(two_ranks / next(iter(VARIANTS)) / "first", checkpoint)
+    for rank in (0, 1):
+        part = json.loads((checkpoint / f"digests-part-{rank:05d}.json").read_text())
+        assert set(part) == {path.name for path in checkpoint.glob(f"__{rank}_*")}
+        assert part
+    write_manifest(checkpoint)
+    assert find_damage(checkpoint) == ""
+    path = checkpoint / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "__1_0.distcp: expected" in find_damage(checkpoint)
 
 
 def test_an_error_of_rank_0_between_two_commands_reaches_the_others(two_ranks: Path):
