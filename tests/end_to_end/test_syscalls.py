@@ -117,6 +117,7 @@ def fail_once(directory: Path, syscalls: Syscalls, kind: Kind, failure: Failure)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_failing_system_calls_lose_and_repeat_no_prompt(tmp_path: Path):
     syscalls, chance = Syscalls(tmp_path / "syscalls"), random.Random(0)
     again, _ = find_places(tmp_path / "places", syscalls, "roles")
