@@ -1,9 +1,9 @@
-"""Pack sequences into micro-batches: rows without padding, balanced over ranks, never above the token budget.
+"""Packs sequences into micro-batches: rows without padding, balanced over ranks, never above the token limit.
 
-The engine calls ``pack`` on rank 0 and scatters the result. A row holds only what the model must compute: a prompt that
-a group's rollouts share occurs once, and tokens after the last one that predicts something are left out. Numpy only.
-Shape letters: T = tokens of a row, E = tokens of its sequences laid end to end, S = its sequences, N = its predicted
-tokens (those under the loss mask).
+The engine calls ``pack`` on rank 0 and sends each rank its part. A row holds only what the model must compute: a prompt
+that a group's rollouts share occurs once, and tokens after the last one that predicts something are left out. Numpy
+only. Shape letters: T = tokens of a row, E = tokens of its sequences placed end to end, S = its sequences, N = its
+predicted tokens (those under the loss mask).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class TrainSequence:
     """One sequence to train on.
 
     Attributes:
-        sequence_id: unique in the step; names the sequence in reports.
+        sequence_id: number of the sequence, unique in the step.
         token_ids: int32 [T].
-        loss_mask: bool [T], True on tokens that are trained on; the first token never is.
+        loss_mask: bool [T], True on tokens that are trained on. The first token never is.
         behavior_logprobs: float32 [T], nats.
         versions: int32 [T], the version that sampled each token.
         advantages: float32 [T], reward units.
         temperature: the sampling temperature.
-        reference_logprobs, proximal_logprobs: float32 [T], nats, finite under the loss mask: those of the frozen
-            reference model, and of the policy that the step began with; [0] if the loss needs none.
-        sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left; None if they left all.
+        reference_logprobs: float32 [T], nats, of the frozen reference model. [0] if the loss needs none.
+        proximal_logprobs: float32 [T], nats, of the policy that the step began with. [0] if the loss needs none.
+        sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left. None if they left all.
     """
 
     sequence_id: int
@@ -60,9 +60,11 @@ class TrainSequence:
 
     @property
     def after_update(self) -> np.ndarray:
-        """bool [T]: tokens sampled by newer weights than their answer began with, so over older keys and values.
+        """bool [T], True on tokens that were sampled with newer weights than the first token of their answer.
 
-        An answer is an unbroken run of sampled tokens. Every turn of an environment is an answer with its own prefill.
+        Such a token was sampled with cached keys and values of older weights. An answer is an unbroken run of sampled
+        tokens.
+        Every turn of an environment is an answer with its own prefill.
         """
         is_sampled = self.versions >= 0
         begins = is_sampled & ~np.concatenate([[False], is_sampled[:-1]])
@@ -107,19 +109,16 @@ class MicroBatch:
 
 
 def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int) -> list[list[MicroBatch]]:
-    """Cut ``sequences`` into micro-batches, equally many for every rank.
+    """Divide ``sequences`` into micro-batches, equally many for every rank. Return the micro-batches of each rank.
 
     Sequences with the same prompt stay together, in parts of at most a quarter of an even load, so that sharing a
     prompt costs little balance. The largest part comes first, each part goes to the emptiest micro-batch (LPT), and
-    there are as few micro-batches per rank as fit; any two then differ by at most the largest part. Micro-batches of
+    there are as few micro-batches per rank as fit. Any two then differ by at most the largest part. Micro-batches of
     similar size get the same index on all ranks, since ranks wait for each other at every layer. Within a micro-batch
     sequences are sorted from long to short, so that padded attention (``engine/attention.py``) finds similar lengths
     side by side. The result is deterministic: ties keep the order.
 
-    A rank that would have nothing in a round gets a dummy: one token, no predictions, id -1.
-
-    Returns:
-        For each rank, its micro-batches.
+    A rank without any sequence in a round gets a dummy: one token, no predictions, id -1.
 
     Raises:
         ValueError: a sequence is longer than ``max_tokens``, is empty, or trains on its first token (which nothing
@@ -149,7 +148,11 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
 
 
 def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
-    """Undo ``pack``: each rank's values of its trained tokens, micro-batch after micro-batch, by sequence id.
+    """Undo ``pack``: return the values of each sequence's trained tokens, by sequence id.
+
+    Args:
+        parts: the micro-batches of each rank.
+        values: for each rank, one value per trained token, micro-batch after micro-batch.
 
     Raises:
         ValueError: a rank does not have exactly one value per trained token.
@@ -167,7 +170,9 @@ def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarr
 
 
 def dummy_micro_batch() -> MicroBatch:
-    """One token without predictions. A rank without work runs it to join the others' collectives."""
+    """Return a micro-batch of one token without predictions. A rank without work runs it, because the collectives
+    need it.
+    """
     nothing = TrainSequence(
         sequence_id=_DUMMY_ID,
         token_ids=np.zeros(1, dtype=np.int32),
@@ -181,12 +186,14 @@ def dummy_micro_batch() -> MicroBatch:
 
 
 def to_arrays(batch: MicroBatch) -> list[np.ndarray]:
-    """The arrays of ``batch`` in the order of its fields, as ``wire.encode`` takes them."""
+    """Return the arrays of ``batch`` in the order of its fields, as ``wire.encode`` takes them."""
     return [getattr(batch, f.name) for f in fields(batch)]
 
 
 def from_arrays(arrays: Sequence[np.ndarray]) -> MicroBatch:
-    """The micro-batch of ``to_arrays``. It copies the arrays: those from the wire are read-only, which torch refuses.
+    """Return the micro-batch whose arrays ``to_arrays`` returned.
+
+    The arrays are copied, because those from the wire are read-only, which torch refuses.
 
     Raises:
         WireError: the number of arrays is wrong, or one has another dtype or is not one-dimensional.
@@ -231,7 +238,9 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
 
 
 class _Span(NamedTuple):
-    """A sequence's first ``length`` tokens are computed. Other sequences may share the first ``prompt`` tokens."""
+    """Which tokens of a sequence are computed: the first ``length``. Other sequences may share the first
+    ``prompt`` tokens.
+    """
 
     prompt: int
     length: int
@@ -248,7 +257,7 @@ def _prompt(sequence: TrainSequence, span: _Span) -> bytes:
 
 
 def _row_tokens(sequences: Sequence[TrainSequence], spans: Sequence[_Span], members: Iterable[int]) -> int:
-    """Row tokens (T) of a micro-batch of ``members``."""
+    """Return the number of row tokens (T) of a micro-batch that holds the sequences with indices ``members``."""
     chosen = list(members)
     prompts = {_prompt(sequences[i], spans[i]): spans[i].prompt for i in chosen}
     return sum(prompts.values()) + sum(spans[i].length - spans[i].prompt for i in chosen)
@@ -257,7 +266,9 @@ def _row_tokens(sequences: Sequence[TrainSequence], spans: Sequence[_Span], memb
 def _balanced_bins(
     sequences: Sequence[TrainSequence], spans: Sequence[_Span], num_bins: int, capacity: int
 ) -> list[list[int]] | None:
-    """For every bin its indices into ``sequences``; None if a part does not fit into the emptiest bin."""
+    """Return, for every micro-batch, the indices of its sequences. None if a part does not fit into the emptiest
+    one.
+    """
     even_load = _row_tokens(sequences, spans, range(len(sequences))) / num_bins
     parts = _parts(sequences, spans, limit=even_load / _PARTS_PER_BIN)
     parts.sort(key=lambda part: -part.num_tokens)
@@ -274,14 +285,16 @@ def _balanced_bins(
 
 @dataclass(slots=True)
 class _Part:
-    """Indices of sequences with the same prompt, and the number of row tokens that they take."""
+    """Indices of sequences with the same prompt that stay together, and the number of row tokens that they take."""
 
     members: list[int]
     num_tokens: int
 
 
 def _parts(sequences: Sequence[TrainSequence], spans: Sequence[_Span], limit: float) -> list[_Part]:
-    """``sequences`` by prompt, in order. A part is closed before it would exceed ``limit`` tokens."""
+    """Divide ``sequences`` into parts with the same prompt, in order. A part has at most ``limit`` tokens or one
+    sequence.
+    """
     parts: list[_Part] = []
     open_parts: dict[bytes, _Part] = {}
     for index, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):

@@ -46,7 +46,13 @@ _BUG = "this is a bug in async-rl, please report it"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Sequences of similar length. ``gather``: int64 [B * L], indices into T; padding repeats a sequence's last."""
+    """Sequences of similar length that are padded to one length and computed as one batch.
+
+    Attributes:
+        gather: int64 [B * L], indices of the batch's tokens into the row (T). Padding repeats a sequence's last token.
+        num_sequences: B.
+        max_length: L.
+    """
 
     gather: Tensor
     num_sequences: int
@@ -58,12 +64,12 @@ class PackedLayout:
     """The places of the sequences in a packed row.
 
     Attributes:
-        cu_seqlens: int32 [S + 1], on the model's device.
+        cu_seqlens: int32 [S + 1], where each sequence begins in E, and the end. On the model's device.
         max_length: tokens of the longest sequence.
-        buckets: for the padded path; together they hold every sequence once.
+        buckets: groups of similar length, for the padded computation. Each sequence is in one of them.
         restore: int64 [T], each row token's index into the buckets' outputs placed end to end.
-        expand: int64 [E], each sequence token's index into T; None if T and E are the same.
-        first: int64 [T], each row token's first index into E; None if T and E are the same.
+        expand: int64 [E], each sequence token's index into T. None if T and E are the same.
+        first: int64 [T], each row token's first index into E. None if T and E are the same.
     """
 
     cu_seqlens: Tensor
@@ -77,10 +83,12 @@ class PackedLayout:
 def packed_layout(
     cu_seqlens: np.ndarray, token_index: np.ndarray | None = None, device: torch.device | str = "cpu"
 ) -> PackedLayout:
-    """Build the layout of one micro-batch on the host.
+    """Compute the layout of one micro-batch on the host.
 
-    ``cu_seqlens``: integers [S + 1], from 0 to E. ``token_index``: integers [E], each sequence token's index into the
-    row; if unset, the row is the sequences placed end to end.
+    Args:
+        cu_seqlens: integers [S + 1] that rise from 0 to E: where each sequence begins.
+        token_index: integers [E], each sequence token's index into the row. None: the row is the sequences end to end.
+        device: where the layout's tensors are stored.
 
     Raises:
         ValueError: ``cu_seqlens`` does not start at 0 or does not rise; the length of ``token_index`` is not E, or a
@@ -121,7 +129,9 @@ def packed_layout(
 
 
 def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
-    """Sort sequence indices from long to short and cut them into buckets, so that no sequence is padded too much."""
+    """Sort the indices of sequences from long to short. Cut them into buckets, so that no sequence is padded too
+    much.
+    """
     order = np.argsort(-lengths, kind="stable")
     cuts = []
     longest = int(lengths[order[0]])
@@ -133,7 +143,8 @@ def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make ``model`` attend according to the keyword ``packed_layout``; calls without it raise.
+    """Make ``model`` use packed attention. Each of its calls must then have the keyword ``packed_layout``, else it
+    raises.
 
     transformers builds no attention mask, because no mask function is registered under our name.
 
@@ -171,7 +182,9 @@ def packed_attention_forward(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """Compute attention within each sequence of a packed row. transformers calls this function.
+
+    The shapes are: query [1, H, T, D], key and value [1, K, T, D], result [1, T, H, D].
 
     Raises:
         ValueError: the layout is missing or belongs to another row; there are several rows; or a mask, soft cap or sink
@@ -235,7 +248,7 @@ def _padded(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [L, L]: each token sees the ``window`` newest tokens, including itself, as in transformers."""
+    """Return bool [L, L]: for each token, the ``window`` newest tokens that it attends to, including itself."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return (distance >= 0) & (distance < window)
@@ -257,7 +270,9 @@ def _fits_flash(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _varlen_attention() -> Any:
-    """Return torch's varlen attention; None if this torch lacks it, or it lacks scale, window or grouped heads."""
+    """Return torch's varlen attention. None if this torch has none, or its function lacks scale, window or
+    grouped heads.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,10 +1,10 @@
 """The engine of real runs: FSDP2 on CUDA or CPU, one rank or many. It implements ``engine.Engine``.
 
-Rank 0's calls become commands (``ranks.py``). Every rank executes them with the methods that begin with an underscore;
-the other ranks run ``follow``. The gradient does not depend on the micro-batches, the packing or the number of ranks,
-because losses are summed over the step and the gradient is divided once by the step's denominator.
+Rank 0's calls become commands (``ranks.py``). Every rank executes them with the methods that begin with an underscore,
+and the ranks other than 0 run ``follow``. The gradient does not depend on the micro-batches, the packing or the number
+of ranks, because losses are summed over the step, and the gradient is divided once by the step's denominator.
 
-FSDP does not wrap a single rank on the CPU in float32: there is nothing to shard, and the hooks cost up to 90 % of a
+FSDP does not wrap a single rank on the CPU in float32. There is nothing to shard, and the hooks cost up to 90 % of a
 small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). All other code is the same.
 """
 
@@ -44,7 +44,7 @@ _ARRAYS_PER_BATCH = len(MicroBatch.__dataclass_fields__)
 
 
 def policy_schedule(config: Config) -> Schedule:
-    """The learning-rate schedule of a reinforcement learning run. Skipped optimizer steps don't advance it."""
+    """Return the learning-rate schedule of a reinforcement learning run. Skipped optimizer steps don't advance it."""
     optimizer, learner = config.optimizer, config.learner
     return Schedule(
         kind=optimizer.schedule,
@@ -63,17 +63,23 @@ def _max_length(config: Config, *, is_supervised: bool) -> int:
 
 
 class FsdpEngine:
-    """Model, optimizer and schedule on this rank. Rank 0 calls the protocol's methods, the other ranks ``follow``."""
+    """The model, the optimizer and the schedule on this rank. Rank 0 calls the methods of ``Engine``, other ranks
+    ``follow``.
+    """
 
     def __init__(
         self, config: Config, ranks: Ranks, *, objective: Objective | None = None, schedule: Schedule | None = None
     ) -> None:
-        """Load ``model.path`` and shard it. All ranks build the same engine.
+        """Load the model of ``model.path`` and shard it. All ranks build the same engine.
 
-        If unset, ``objective`` and ``schedule`` are those of a reinforcement learning run.
+        Args:
+            config: the run's config.
+            ranks: the connection to the other ranks.
+            objective: the loss. None: that of a reinforcement learning run.
+            schedule: the learning rates. None: those of a reinforcement learning run.
 
         Raises:
-            ModelError: the model is missing or unfit, or its values for packed sequences are wrong.
+            ModelError: the model is missing, can't be trained, or computes wrong values for packed sequences.
         """
         self._config, self._ranks = config, ranks
         self._objective = objective or policy_objective(config)
@@ -111,16 +117,16 @@ class FsdpEngine:
     def self_test(self) -> None:
         """Check that packed sequences do not change each other's values. Rank 0 calls it while the other ranks follow.
 
-        It checks nothing if rows are too short to hold the test's sequences together.
+        Nothing is checked if rows are too short to hold the test's sequences together.
 
         Raises:
-            ModelError: they change each other's values.
+            ModelError: packed sequences change each other's values.
         """
         if self._config.learner.max_tokens >= NEIGHBOURS_TOKENS:
             check_neighbours(self, self._model.causal_lm.config, num_ranks=self._ranks.world_size)
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
-        """See ``Engine.update``.
+        """Make one optimizer step, as ``Engine.update`` says.
 
         Raises:
             ValueError: a sequence can't be packed (``packing.pack``), or is newer than ``version``.
@@ -132,7 +138,7 @@ class FsdpEngine:
             return self._update(parts[0], version)
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
-        """See ``Engine.score``.
+        """Return the log-probabilities of trained tokens, as ``Engine.score`` says.
 
         Raises:
             ValueError: a sequence can't be packed (``packing.pack``), or there is no reference (``loss.kl_coef`` is 0).
@@ -148,9 +154,11 @@ class FsdpEngine:
             return by_sequence(parts, self._score(parts[0], of))
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Engine.gather``. Parameters have the dtype that the model computes in, and are valid until ``update``.
+        """Yield the unsharded parameters, as ``Engine.gather`` says. They are valid until ``update``.
 
-        If the caller stops early, the remaining parameters are gathered and discarded.
+        Parameters have the dtype that the model computes in. If the caller stops early, the remaining parameters are
+        gathered
+        and discarded.
         """
         with self._command("gather"):
             self._ranks.broadcast(encode("gather", {}))
@@ -164,9 +172,10 @@ class FsdpEngine:
                 self._gathering = False
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """See ``Engine.save``. It also writes the model's config and tokenizer files, for an export without the run.
+        """Write a checkpoint, as ``Engine.save`` says, with the model's config and tokenizer files for an export
+        without the run.
 
-        For a model with adapters it writes only the adapters, and the path of the frozen weights. Exporting such a
+        For a model with adapters only the adapters are written, and the path of the frozen weights. Exporting such a
         checkpoint needs ``model.path``.
         """
         with self._command("save"):
@@ -178,7 +187,7 @@ class FsdpEngine:
                 self._adapters.save_config(directory)
 
     def load(self, directory: Path) -> None:
-        """See ``Engine.load``.
+        """Restore a checkpoint, as ``Engine.load`` says.
 
         Raises:
             RunError: ``directory`` is no checkpoint, or the checkpoint or its adapters belong to another model.
@@ -188,7 +197,7 @@ class FsdpEngine:
             self._load(directory)
 
     def tick(self) -> None:
-        """See ``Engine.tick``. It does nothing after the engine is closed.
+        """Notify the other ranks that rank 0 is alive. Nothing happens after the engine is closed.
 
         Raises:
             TrainingError: another rank has failed.
@@ -202,9 +211,9 @@ class FsdpEngine:
             self._ranks.broadcast(encode("tick", {}))
 
     def close(self, cause: str = "", *, exit_code: int = 0) -> None:
-        """Release the other ranks. They fail if a ``cause`` is given, which they report, or if a collective failed.
+        """Let the other ranks end with ``exit_code``. If ``cause`` is given, they fail and report this cause instead.
 
-        Otherwise they end with ``exit_code``. Later calls do nothing.
+        If a collective has failed before, the other ranks get no message and fail. Later calls do nothing.
         """
         if self._is_closed:
             return
@@ -215,12 +224,13 @@ class FsdpEngine:
         self._ranks.close()
 
     def follow(self) -> int:
-        """Execute rank 0's commands until rank 0 closes the engine. All ranks except rank 0 call this.
+        """Execute rank 0's commands until rank 0 closes the engine. Return the exit code that rank 0 chose for all
+        ranks.
 
-        Returns the exit code that rank 0 chose for all ranks.
+        All ranks except rank 0 call this.
 
         Raises:
-            TrainingError: a rank failed; the message is the first cause.
+            TrainingError: a rank failed. The message is the first cause.
         """
         while True:
             with self._ranks.together("waiting for rank 0"):
@@ -276,13 +286,17 @@ class FsdpEngine:
         return pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
-        """Send every other rank the command and its micro-batches."""
+        """Send every other rank the command and the micro-batches of that rank."""
         if self._ranks.world_size > 1:
             self._ranks.scatter([encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts])
 
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[np.ndarray]:
-        """Return float32 log-probabilities of each rank's trained tokens, in micro-batch order; [] except on rank 0."""
+        """Return, on rank 0, each rank's log-probabilities of its trained tokens, float32, in the order of its
+        micro-batches.
+
+        On the other ranks the list is empty.
+        """
         model, context = self._model, nullcontext()
         if of == "reference" and self._reference is not None:
             model = self._reference
@@ -306,7 +320,10 @@ class FsdpEngine:
         return update_stats(sums, max((r.fields["ratio_max"] for r in reports), default=0.0), skipped_ids, outcome)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Accumulate gradients of the loss *sum*. Returns this rank's sums, largest ratio and skipped sequence ids."""
+        """Accumulate the gradients of the loss *sum* of this rank's micro-batches.
+
+        Return the sums of statistics, the largest ratio and the ids of skipped sequences, all of this rank.
+        """
         results = []
         for index, micro_batch in enumerate(micro_batches):
             if self._is_sharded and self._config.learner.reshard == "none":
@@ -324,7 +341,7 @@ class FsdpEngine:
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
 
     def _step(self, denominator: float, why_skip: str) -> StepOutcome:
-        """Scale, clip and apply the gradients of the loss sum. Every rank makes the same decision.
+        """Scale and clip the gradients of the loss sum, and apply them. Every rank makes the same decision.
 
         A skipped step does not change weights, optimizer and schedule.
         """
@@ -351,7 +368,9 @@ class FsdpEngine:
         return StepOutcome("", grad_norm, lr)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Map names to this rank's shards of the parameters and buffers that a checkpoint holds, in a fixed order."""
+        """Return this rank's shards of the parameters and buffers that a checkpoint holds, by name, in a fixed
+        order.
+        """
         state = self._model.causal_lm.state_dict()
         names = self._names if self._adapters is None else self._adapters.names
         return {name: state[name].detach() for name in names}
@@ -391,9 +410,11 @@ class FsdpEngine:
 
 
 def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Shard each decoder layer separately, and embedding, norm and head as one group, so a tied head stays tied.
+    """Shard ``model`` over the ranks: each decoder layer by itself; embedding, norm and head as one group.
 
-    Layers move to the device one by one, so the device never has to hold the whole model.
+    One group for these keeps a tied head tied. Layers move to the device one by one, so the device never has to hold
+    the
+    whole model.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -406,7 +427,8 @@ def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: boo
 
 
 def _end_forward(model: PolicyModel) -> None:
-    """Clean up after forward passes without a backward pass: reshard parameters, and clear the recorded order.
+    """Clean up after forward passes without a backward pass: reshard the parameters, and clear FSDP's record of the
+    order.
 
     FSDP records the order of forward passes, and the next backward pass prefetches in that order. Without a backward
     pass the record would grow without limit.

@@ -1,6 +1,6 @@
-"""Turn hidden states into log-probabilities of the trained tokens; all of ``[N, V]`` is never in memory at once.
+"""Turns hidden states into log-probabilities of the trained tokens. All logits ``[N, V]`` are never in memory at once.
 
-``PolicyModel`` picks the hidden states that predict a trained token and calls this. Shape letters: N = predicted
+``PolicyModel`` selects the hidden states that predict a trained token and calls this. Shape letters: N = predicted
 tokens, C = tokens of one chunk, d = hidden size, V = vocabulary, W = words of sampling masks.
 """
 
@@ -20,26 +20,28 @@ CHUNK_BYTES = 256 << 20
 
 
 class TokenLogprobs(NamedTuple):
-    """The result of ``token_logprobs``: both float32 [N], nats, under the sampling distribution."""
+    """The log-probabilities and entropies of ``token_logprobs``: float32 [N], nats, under the sampling distribution."""
 
     logprobs: Tensor
     entropies: Tensor
 
 
 class MaskTensors(NamedTuple):
-    """``SamplingMask`` on the device, int32 [N] and [W]: which tokens top-p and top-k left at each predicted one."""
+    """A ``SamplingMask`` on the device: for each predicted token, the tokens that top-p and top-k left. int32 [N]
+    and [W].
+    """
 
     sizes: Tensor
     words: Tensor
 
     def split(self, rows: int) -> list[MaskTensors]:
-        """Split into parts of ``rows`` predicted tokens, as ``Tensor.split`` does."""
+        """Split the masks into parts of ``rows`` predicted tokens, as ``Tensor.split`` does."""
         sizes = self.sizes.split(rows)
         num_words = [int(s.abs().sum()) for s in sizes]
         return [MaskTensors(s, w) for s, w in zip(sizes, self.words.split(num_words), strict=True)]
 
     def mask(self, vocab_size: int) -> Tensor:
-        """Return bool [N, V]: whether each token of the vocabulary could be sampled."""
+        """Return bool [N, V]: for each predicted token, whether each token of the vocabulary could be sampled."""
         num_words_N, row_N = self.sizes.abs().long(), torch.arange(len(self.sizes), device=self.sizes.device)
         row_W = row_N.repeat_interleave(num_words_N)
         is_id_W = self.sizes[row_W] > 0
@@ -116,7 +118,9 @@ def token_logprobs(
 
 
 class _Once:
-    """Stores a chunk's entropies on its first run; the rerun in the backward pass does not need them."""
+    """Computes a chunk's entropies only on the chunk's first run. The repeated run in the backward pass does not
+    need them.
+    """
 
     __slots__ = ("out_C",)
 

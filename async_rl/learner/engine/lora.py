@@ -45,7 +45,7 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """Names, in the adapted model's state dict, of the parts of one adapted weight."""
+    """The names, in the adapted model's state dict, of a weight and of its adapter's matrices A and B."""
 
     weight: str
     a: str
@@ -53,13 +53,14 @@ class _Adapted:
 
 
 class Adapters:
-    """The adapters of one model. The constructor adds them to the model."""
+    """The adapters of one model. Creating this object adds them to the model."""
 
     def __init__(self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, is_leader: bool) -> None:
-        """Freeze ``policy``, cast its parameters to the ``dtype`` they compute in, and add float32 adapters.
+        """Freeze ``policy``, cast its parameters to the ``dtype`` that they compute in, and add float32 adapters.
 
-        At first the adapters change nothing (B is 0). A is the same on every rank. The leader reads the weights' files
-        a second time to compute their digest.
+        At first the adapters change nothing (B is 0). A is the same on every rank. The leader (rank 0) reads the files
+        of the
+        weights a second time to compute their digest.
 
         Raises:
             ModelError: ``lora.targets`` names a layer that does not exist or can't have an adapter.
@@ -90,7 +91,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapters inside the block."""
+        """Disable the adapters while the ``with`` block runs."""
         from peft.tuners.lora import LoraLayer
 
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
@@ -105,9 +106,10 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of ``names`` (names of the base model), unsharded and merged; parameters in ``dtype``.
+        """Yield the tensors of the base model with these ``names``, unsharded, with the adapters merged. Parameters get
+        ``dtype``.
 
-        It runs collectives, so all ranks must read it to the end.
+        The iterator runs collectives, so all ranks must read it to the end.
         """
         state = self._model.state_dict()
         parameters = {name for name, _ in self._model.named_parameters()}
@@ -122,27 +124,29 @@ class Adapters:
             yield name, merge(*parts, scale=self._scale).to(dtype)
 
     def save_config(self, directory: Path) -> None:
-        """On the leader, write the adapters' description and the base weights' path and digest to a checkpoint."""
+        """On rank 0, write the adapters' description, and the base weights' path and digest, into a checkpoint."""
         assert self._base is not None
         self._peft_config.save_pretrained(directory)
         (directory / _BASE).write_text(json.dumps(asdict(self._base)), encoding="utf-8")
 
     def check(self, directory: Path) -> None:
-        """On the leader, raise ``RunError`` if the adapters in ``directory`` belong to other weights."""
+        """On rank 0, raise ``RunError`` if the adapters in the checkpoint ``directory`` belong to other weights."""
         if self._base is not None:
             _check_same(directory, self._base)
 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The frozen weights: a directory or hub id, and the digest of all safetensors files there."""
+    """The frozen weights that adapters belong to: their directory or hub id, and the digest of all safetensors
+    files there.
+    """
 
     path: str
     digest: str
 
     @classmethod
     def of(cls, path: str) -> BaseWeights:
-        """Compute the digest of the files of the model at ``path``. It reads every byte: seconds for 15 GB.
+        """Compute the digest of the model at ``path``. Every byte is read, which takes seconds for 15 GB.
 
         Raises:
             ModelError: there is no such model.
@@ -194,12 +198,12 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
 
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a checkpoint's adapters to the names that peft uses in its files."""
+    """Return a checkpoint's adapters under the names that peft uses in its files."""
     return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in adapters.items()}
 
 
 def has_adapters(directory: Path) -> bool:
-    """Whether the checkpoint in ``directory`` holds adapters."""
+    """Return whether the checkpoint in ``directory`` holds adapters instead of all weights."""
     return (directory / ADAPTER_CONFIG).is_file()
 
 
@@ -279,14 +283,16 @@ def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConf
 
 
 def _weight_name(name: str, state: Mapping[str, Tensor]) -> str:
-    """Return the name of tensor ``name`` in the adapted model: peft moves a target's tensors one level down."""
+    """Return the name of tensor ``name`` in the adapted model, where peft moves the tensors of adapted layers one
+    level down.
+    """
     module, _, kind = name.rpartition(".")
     moved = f"{module}.base_layer.{kind}"
     return moved if moved in state else name
 
 
 def _place(name: str, state: Mapping[str, Tensor]) -> _Adapted | None:
-    """Return the names of the parts of weight ``name``; None if the weight has no adapter."""
+    """Return the names of the weight ``name`` and of its adapter's matrices. None if the weight has no adapter."""
     module, _, _ = name.rpartition(".")
     a, b = (f"{module}.lora_{letter}.{_ADAPTER}.weight" for letter in "AB")
     is_weight = name.endswith(".weight") and a in state

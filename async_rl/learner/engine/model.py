@@ -1,8 +1,8 @@
 """The policy as the engine trains it, and its optimizer. Called by ``fsdp_engine.py``.
 
 ``load_model`` loads a Hugging Face causal LM with float32 master weights. ``PolicyModel`` computes log-probabilities of
-the trained tokens: it runs the decoder on packed rows, and the head only where a trained token is predicted.
-``Schedule`` gives the learning rate, ``build_optimizer`` creates AdamW. Shape letters: T = packed tokens, N = trained
+the trained tokens. It runs the decoder on packed rows, and the head only where a trained token is predicted.
+``Schedule`` gives the learning rate. ``build_optimizer`` creates AdamW. Shape letters: T = packed tokens, N = trained
 tokens.
 """
 
@@ -34,9 +34,10 @@ _PLAIN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """A ``MicroBatch`` on the model's device: the same fields as tensors, and the attention layout.
+    """A ``MicroBatch`` as tensors on the model's device. Fields with the same name have the same meaning there.
 
-    ``num_sequences`` is S. ``sequence_ids`` stay on the host. ``sampling_mask`` is None if all tokens could be sampled.
+    ``layout`` has the places of the sequences, for attention. ``num_sequences`` is S. ``sampling_mask`` is None if all
+    tokens could be sampled.
     """
 
     token_ids: Tensor
@@ -57,7 +58,7 @@ class DeviceBatch:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
-    """Convert ``batch`` to tensors on ``device``; on the CPU they share the memory of ``batch``."""
+    """Return ``batch`` as tensors on ``device``. On the CPU they share the memory of ``batch``."""
 
     def moved(name: str) -> Tensor:
         return torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
@@ -115,12 +116,12 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
-    """Load the frozen reference model of the KL: ``loss.kl_reference``; if unset, the model that the run began with.
+    """Load the frozen reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began with.
 
-    Its parameters have the ``dtype`` that it computes in: they are not updated and need no more precision.
+    Its parameters have the ``dtype`` that it computes in, because they are not updated and need no more precision.
 
     Raises:
-        ModelError: as in ``load_model``.
+        ModelError: the model can't be used; see ``load_model``.
     """
     path = config.loss.kl_reference or config.model.path
     settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
@@ -171,7 +172,9 @@ class PolicyModel(nn.Module):
         return cast(nn.Linear, self.causal_lm.get_output_embeddings()).weight.shape[0]
 
     def tensor_names(self) -> list[str]:
-        """Hugging Face names of all parameters and persistent buffers, in a fixed order; tied ones occur once."""
+        """Return the Hugging Face names of all parameters and persistent buffers, in a fixed order. Tied ones
+        occur once.
+        """
         kept = {name for name, _ in self.causal_lm.named_parameters()}
         tied = {name for name, _ in self.causal_lm.named_parameters(remove_duplicate=False)} - kept
         return [name for name in self.causal_lm.state_dict() if name not in tied]
@@ -179,7 +182,7 @@ class PolicyModel(nn.Module):
     def forward(self, batch: DeviceBatch, *, entropy_grad: bool = False) -> TokenLogprobs:
         """Return log-probabilities (with grad) and entropies under the sampling distribution, float32 [N], nats.
 
-        It computes hidden states for the whole row, but logits only at ``predict_index``.
+        Hidden states are computed for the whole row, but logits only at ``predict_index``.
         """
         return token_logprobs(
             self.hidden_states(batch).index_select(0, batch.predict_index),
@@ -192,7 +195,7 @@ class PolicyModel(nn.Module):
         )
 
     def hidden_states(self, batch: DeviceBatch) -> Tensor:
-        """The decoder's output for every token of the row, [T, d]."""
+        """Return the decoder's output for every token of the row, [T, d]."""
         return self.causal_lm.base_model(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],
@@ -216,7 +219,7 @@ class Schedule:
     min_ratio: float
 
     def lr_at(self, num_updates: int) -> float:
-        """Return the learning rate of the next update after ``num_updates`` updates. A warm-up does not begin at 0."""
+        """Return the learning rate of the next update after ``num_updates`` updates. The warm-up begins above 0."""
         if num_updates < self.warmup_updates:
             return self.lr * (num_updates + 1) / self.warmup_updates
         if self.kind == "constant":
@@ -228,7 +231,7 @@ class Schedule:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    """Create fused AdamW. Only matrices have weight decay, because it does not help norms and biases.
+    """Create a fused AdamW for the trainable ``parameters``. Only matrices have weight decay, not norms and biases.
 
     The optimizer's state is created now, not at the first step, so that a checkpoint can be loaded into it.
     """

@@ -1,8 +1,8 @@
-"""The learner's ranks: rank numbers, rank 0's commands to the other ranks, and how an error on one rank stops all.
+"""The ranks of the learner: their numbers, rank 0's commands to the others, and how an error on one rank stops all.
 
-Rank 0 runs the trainer's loop and sends commands; the other ranks wait for them. Commands are wire frames over gloo on
-the host, whatever the device. Rank 0 may wait an hour for data. While it waits it sends a tick every few seconds, so
-the other ranks reach ``experimental.distributed_timeout_s`` only if rank 0 hangs; then they end.
+Rank 0 runs the trainer's loop and sends commands. The other ranks wait for commands, which are wire frames over gloo on
+the host, whatever the device. Rank 0 may wait an hour for data. While it waits, it sends the command ``tick`` every few
+seconds. So the other ranks reach ``experimental.distributed_timeout_s``, and end, only if rank 0 hangs.
 
 Errors reach the other ranks in two ways. A rank that fails writes the cause into the rendezvous store and ends. Its
 closed gloo connections interrupt the collectives of the other ranks, which then read the first cause from the store. An
@@ -10,7 +10,7 @@ error of rank 0 between two commands is sent with the ``close`` command.
 
 A signal that asks one rank to stop reaches rank 0 by the store, too. Rank 0 alone decides when all stop.
 
-Called by ``fsdp_engine.py`` and by the roles that start ranks. Without torchrun's environment there is one rank.
+Called by ``fsdp_engine.py`` and by the commands that start ranks. Without torchrun's environment there is one rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> Place:
-        """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``; without them there is one rank.
+        """Read ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` from the environment. Without them there is one rank.
 
         Raises:
             ConfigError: the variables are not numbers, or contradict each other.
@@ -76,11 +76,11 @@ _PLACE_DEFAULTS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def init_ranks(config: Config) -> Ranks:
-    """Join the other ranks. A single rank on the CPU in float32 gets no process group.
+    """Connect to the other ranks and return the connection. A single rank on the CPU in float32 gets no process group.
 
     Raises:
         ConfigError: torchrun's environment is malformed, or the CUDA device does not exist.
-        TrainingError: the other ranks did not join in time.
+        TrainingError: the other ranks did not connect in time.
     """
     place = Place.from_environment()
     _set_threads(config, place)
@@ -154,7 +154,10 @@ def _device(config: Config, place: Place) -> torch.device:
 
 
 class Ranks:
-    """This process's connection to the other ranks. ``store`` is None if and only if there is no process group."""
+    """This process's connection to the other ranks of the learner.
+
+    ``store`` is the rendezvous store. It is None if there is no process group.
+    """
 
     def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
@@ -180,7 +183,7 @@ class Ranks:
         return self._broken
 
     def scatter(self, frames: Sequence[bytes]) -> bytes:
-        """On rank 0: send every other rank its frame. Returns rank 0's frame."""
+        """On rank 0, send every other rank its frame. Return rank 0's frame."""
         if len(frames) != self.world_size:
             raise ValueError(f"expected one frame for each of {self.world_size} ranks, got {len(frames)}; {_BUG}")
         if self.world_size > 1:
@@ -195,11 +198,13 @@ class Ranks:
         return frames[0]
 
     def broadcast(self, frame: bytes) -> None:
-        """On rank 0: send every rank the same frame."""
+        """On rank 0, send every rank the same frame."""
         self.scatter([frame] * self.world_size)
 
     def receive(self) -> bytes:
-        """On the other ranks: wait up to ``experimental.distributed_timeout_s`` for rank 0's next frame."""
+        """On a rank other than 0, wait for rank 0's next frame, up to ``experimental.distributed_timeout_s``, and
+        return it.
+        """
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         dist.broadcast(sizes, 0, group=self.host_group)
         frame = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
@@ -207,7 +212,9 @@ class Ranks:
         return frame.numpy().tobytes()
 
     def gather(self, frame: bytes) -> list[bytes]:
-        """Send this rank's frame to rank 0. Returns all frames in rank order on rank 0, otherwise an empty list."""
+        """Send this rank's frame to rank 0. Return all frames in rank order on rank 0, and an empty list on other
+        ranks.
+        """
         if self.world_size == 1:
             return [frame]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
@@ -224,7 +231,7 @@ class Ranks:
         return frames
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sum a host tensor over ranks, in place."""
+        """Sum a host tensor over all ranks, in place, and return it."""
         if self.world_size > 1:
             dist.all_reduce(values, group=self.host_group)
         return values
@@ -235,10 +242,10 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Wrap work that all ranks do together. An error on this rank is recorded for the other ranks.
+        """Wrap work that all ranks do at the same time. An error on this rank is recorded for the other ranks.
 
         Raises:
-            TrainingError: another rank failed first; the message is the cause on that rank.
+            TrainingError: another rank failed first. The message is the cause on that rank.
         """
         try:
             yield
@@ -257,7 +264,7 @@ class Ranks:
             raise
 
     def record_failure(self, cause: str) -> str:
-        """Record ``cause`` for the other ranks unless a cause is recorded already. Returns the first cause."""
+        """Record ``cause`` for the other ranks unless a cause is recorded already. Return the first cause."""
         if self._store is None or self.world_size == 1:
             return cause
         try:
@@ -267,7 +274,7 @@ class Ranks:
             return cause
 
     def first_failure(self) -> str:
-        """Return the first recorded cause; empty if there is none or the store can't be reached."""
+        """Return the first recorded cause. Empty if there is none or the store can't be reached."""
         return self._read(_FAILURE_KEY)
 
     def pass_stop_on(self, signum: int) -> None:
@@ -281,7 +288,7 @@ class Ranks:
             logger.warning("can't reach the ranks' store, probably because rank 0 or torchrun has ended: %s", error)
 
     def stop_signal(self) -> int:
-        """Return the signal that a rank passed on; 0 if there is none."""
+        """Return the number of the signal that a rank reported with ``pass_stop_on``. 0 if there is none."""
         return int(self._read(_STOP_KEY) or 0)
 
     def _read(self, key: str) -> str:
@@ -294,7 +301,9 @@ class Ranks:
             return ""
 
     def close(self) -> None:
-        """Leave the process group, except after a failure, when leaving could hang: then the process's end does it."""
+        """Leave the process group. After a failure, leaving could hang, so the group is left to the end of the
+        process.
+        """
         if self._store is not None and not self._broken and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None

@@ -48,14 +48,14 @@ Outputs = dict[str, Tensor]
 
 
 def check_packing(policy: PolicyModel, *, max_length: int) -> None:
-    """Compare the values of a packed row with those of each sequence alone, in float32.
+    """Check that a packed row gives the same values as each sequence alone, in float32.
 
     Args:
         policy: on the host, unsharded, with packed attention. Its parameters and settings are restored afterwards.
         max_length: tokens of the longest sequence that will be trained on.
 
     Raises:
-        ModelError: values differ, or the model fails; the message names the first module that differs or fails.
+        ModelError: values differ, or the model fails. The message names the first module that differs or fails.
     """
     model = policy.causal_lm
     _refuse_mixed_lengths(model, max_length)
@@ -83,12 +83,14 @@ def check_packing(policy: PolicyModel, *, max_length: int) -> None:
 def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> None:
     """Check that a sequence's logprobs stay the same, bit for bit, if its neighbours in a packed row change.
 
-    Models with experts are not checked here: the tokens that an expert computes together, and so its rounding, depend
+    Models with experts are not checked here. The tokens that an expert computes together, and so its rounding, depend
     on the neighbours. ``check_packing`` checks such models in float32.
 
     Args:
+        engine: computes the logprobs.
         model_config: the model's transformers config.
-        num_ranks: with more ranks the test needs more neighbours, so that some share a row with the sequence.
+        num_ranks: number of ranks. With more ranks the test needs more neighbours, so that some share a row with the
+            sequence.
 
     Raises:
         ModelError: the logprobs change.
@@ -107,7 +109,9 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> No
 
 
 def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) -> list[TrainSequence]:
-    """Return test sequences. Sequence 0 is always the same; the longer others are drawn from ``neighbours_seed``."""
+    """Return the test's sequences. Sequence 0 is always the same. The longer others are random, from
+    ``neighbours_seed``.
+    """
     own, others = np.random.default_rng(0), np.random.default_rng(neighbours_seed)
 
     def tokens(generator: np.random.Generator, count: int) -> np.ndarray:
@@ -138,7 +142,7 @@ def _sequence(index: int, token_ids: np.ndarray, start: int) -> TrainSequence:
 
 
 def _places(batch: DeviceBatch) -> list[Tensor]:
-    """Return the indices of each sequence's tokens in the row, int64 [tokens of the sequence]."""
+    """Return, for each sequence, the indices of its tokens in the row, int64."""
     bounds = batch.layout.cu_seqlens.tolist()
     expand = batch.layout.expand
     index = torch.arange(bounds[-1]) if expand is None else expand
@@ -174,14 +178,18 @@ def _run_alone(policy: PolicyModel, token_ids: Tensor, index: int) -> tuple[Outp
 
 
 def _loss_weights(index: int, num_tokens: int, width: int) -> Tensor:
-    """Return [num_tokens, width] weights of the hidden states in the test's loss, other weights for each sequence."""
+    """Return weights of the hidden states in the test's loss, [num_tokens, width]. They differ from sequence to
+    sequence.
+    """
     return torch.cos(torch.arange(num_tokens)[:, None] * 0.7 + torch.arange(width) * 1.3 + index)
 
 
 def _recorded(
     policy: PolicyModel, run: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], how: str, num_tokens: int
 ) -> tuple[Outputs, Tensor]:
-    """Record every module's output, and the gradient of ``loss(hidden states)`` at the embeddings, [T, d]."""
+    """Run the model. Return every module's output, and the gradient of ``loss(hidden states)`` at the embeddings,
+    [T, d].
+    """
     outputs: Outputs = {}
     embedded: list[Tensor] = []
     base = cast(Any, policy.causal_lm.base_model)
@@ -221,7 +229,9 @@ def _recorded(
 
 
 def _compare_values(name: str, packed: Outputs, alone: list[Outputs], places: list[Tensor]) -> None:
-    """Raise ModelError for the first module, in the order in which modules finish, whose outputs differ."""
+    """Raise ModelError if a module's outputs differ. The message names the first one in the order in which
+    modules finish.
+    """
     for module, value in packed.items():
         for outputs, place in zip(alone, places, strict=True):
             other = outputs.get(module)
@@ -236,7 +246,7 @@ def _compare_values(name: str, packed: Outputs, alone: list[Outputs], places: li
 
 
 def _difference(value: Tensor, expected: Tensor) -> float:
-    """Return max |value - expected| / max |expected|; infinite if ``value`` or ``expected`` is not finite."""
+    """Return max |value - expected| / max |expected|. Infinite if ``value`` or ``expected`` is not finite."""
     difference = float((value - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     return difference if difference == difference else float("inf")
 
@@ -251,7 +261,9 @@ def _refused(name: str, finding: str) -> ModelError:
 
 
 def _refuse_mixed_lengths(model: nn.Module, max_length: int) -> None:
-    """Raise ModelError if sequences may be so long that positional scales depend on the row's longest sequence."""
+    """Raise ModelError if the model's positions depend on the longest sequence of a row at lengths that the run
+    may reach.
+    """
     text = cast(Any, model).config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
@@ -269,7 +281,10 @@ def _refuse_mixed_lengths(model: nn.Module, max_length: int) -> None:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Compute no parameter gradients. The gradient at the embeddings also tests every layer, with far less memory."""
+    """Switch off the gradients of parameters while the ``with`` block runs.
+
+    The gradient at the embeddings also tests every layer, with far less memory.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -282,7 +297,9 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _few_layers(policy: PolicyModel) -> Iterator[None]:
-    """Shorten a large model to its first layers, as few as include every kind of layer."""
+    """Shorten a large model to its first layers while the ``with`` block runs. Every kind of layer is still among
+    them.
+    """
     layers, base = policy.decoder_layers, cast(Any, policy.causal_lm.base_model)
     kinds = [_kind(layer) for layer in layers]
     first_of_kind = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
@@ -306,7 +323,11 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def _narrow_windows(model: nn.Module, max_length: int) -> Iterator[None]:
-    """Narrow the windows that are shorter than the run's longest sequence, so that test sequences exceed them too."""
+    """Narrow attention windows while the ``with`` block runs, so that the short test sequences are longer than the
+    windows.
+
+    Only windows that are shorter than the run's longest sequence are changed.
+    """
     text = cast(Any, model).config.get_text_config()
     windows = {key: getattr(text, key, None) for key in _WINDOW_KEYS}
     windows = {key: width for key, width in windows.items() if isinstance(width, int) and 0 < width < max_length}

@@ -1,8 +1,8 @@
-"""Diagnostics by lag: how much the policy differs from the behavior policy.
+"""Measures how much the policy differs from the behavior policy, separately for each lag (age of a token in versions).
 
 At lag 0 the difference is noise between the engines. Staleness makes it grow with the lag. Wrong weights make it large
 at every lag. ``diagnostic_sums`` computes a row of sums for each lag, on the device. Rows can be added over
-micro-batches, ranks and updates; ``summarise`` turns a row into means. Quantiles of ratios come from a histogram,
+micro-batches, ranks and updates. ``summarise`` turns a row into means. Quantiles of ratios come from a histogram,
 because histograms can be added too. Ratios are pi/mu. N = trained tokens, L = lags.
 """
 
@@ -40,14 +40,15 @@ COLUMNS = len(_NAMES) + NUM_BINS
 def diagnostic_sums(
     out: PolicyLoss, skipped_N: Tensor, lag_N: Tensor, num_lags: int, *, after_update_N: Tensor | None = None
 ) -> Tensor:
-    """float64 [num_lags, COLUMNS], on the device. The last row also counts older tokens.
+    """Return a row of sums for each lag, float64 [num_lags, COLUMNS], on the device. The last row also counts older
+    tokens.
 
     Args:
         out: the loss of the micro-batch.
-        skipped_N: bool, the token's sequence was skipped.
+        skipped_N: bool, whether the token's sequence was skipped.
         lag_N: int64, >= 0.
         num_lags: L.
-        after_update_N: bool, ``TrainSequence.after_update``; if unset, no token was sampled after an update.
+        after_update_N: bool, as ``TrainSequence.after_update``. None: no token was sampled after an update.
     """
     kept_N, d_N = out.kept, out.log_ratio
     received_N = torch.ones_like(kept_N)
@@ -71,19 +72,22 @@ def diagnostic_sums(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of all tokens or of those of one lag. Ratios are over kept tokens, ``mismatch`` over finite ones.
+    """Statistics of all tokens, or of the tokens of one lag. Ratios are over kept tokens, ``mismatch`` over finite
+    ones.
 
     Attributes:
-        tokens, kept: number of tokens, and of those in the loss.
-        mismatch_k1, mismatch_k3: estimates of KL(mu || pi), nats (joschu.net/blog/kl-approx.html): the mean of
-            log mu/pi, which is unbiased, and of ``r - 1 - log r``, which is unbiased and never negative.
+        tokens: number of tokens.
+        kept: number of tokens in the loss.
+        mismatch_k1: mean of log mu/pi, nats, an unbiased estimate of KL(mu || pi) (joschu.net/blog/kl-approx.html).
+        mismatch_k3: mean of ``r - 1 - log r``, nats, an unbiased estimate of KL(mu || pi) that is never negative.
         mean_abs_log: mean |log pi - log mu|, nats.
-        kl: the k3 estimate over kept tokens.
+        kl: the k3 estimate over kept tokens, nats.
         ratio_mean: mean of pi/mu.
-        ratio_max, ratio_p01, ratio_p50, ratio_p99: from the histogram, so their logarithm is accurate to 5 %.
+        ratio_max, ratio_p01, ratio_p50, ratio_p99: maximum and quantiles of pi/mu. They come from the histogram, so
+            their logarithm is accurate to 5 %.
         clip_low, clip_high: share of kept tokens whose ratio was clipped at the lower and at the upper bound.
-        skipped, out_of_range: share of tokens in skipped sequences, and of tokens left out one by one by
-            ``loss.token_range``.
+        skipped: share of tokens in skipped sequences.
+        out_of_range: share of tokens that ``loss.token_range`` left out one by one.
         ess: normalised effective sample size, ``(sum r)^2 / (n sum r^2)``, in (0, 1].
     """
 
@@ -116,7 +120,7 @@ class Summary:
 def summarise(row: np.ndarray) -> Summary:
     """Return the statistics of one row of ``diagnostic_sums`` [COLUMNS], or of a sum of rows.
 
-    For a row without tokens they are the statistics of an unchanged policy.
+    For a row without tokens, return those of a policy that equals the behavior policy.
     """
     total = dict(zip(_NAMES, row[: len(_NAMES)].tolist(), strict=True))
     received, kept, finite = max(1.0, total["received"]), max(1.0, total["kept"]), max(1.0, total["finite"])
@@ -143,10 +147,11 @@ def summarise(row: np.ndarray) -> Summary:
 
 
 def update_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
-    """Return for each lag the number of tokens after a weight update, their mean k3, and the other tokens' (nats).
+    """Compare tokens sampled after a weight update with other tokens of the same lag.
 
-    Both means are at the same lag, so staleness does not explain their difference. Lags are left out unless they have
-    tokens of both kinds.
+    Return for each lag (number of tokens after an update, their mean k3, mean k3 of the other tokens), in nats. Both
+    means
+    are at the same lag, so staleness does not explain their difference. Lags without tokens of both kinds are left out.
 
     Args:
         by_lag: rows of ``diagnostic_sums``, or a sum of such.
@@ -167,7 +172,7 @@ def k3_sum_and_tokens(row: np.ndarray) -> tuple[float, int]:
 
 
 def _quantile(cumulated: np.ndarray, share: float) -> float:
-    """Return the ratio's quantile ``share`` from the bins' cumulated counts; 1 if there are no tokens."""
+    """Return the quantile ``share`` of the ratios from the bins' cumulated counts. 1 if there are no tokens."""
     if not cumulated[-1]:
         return 1.0
     position = int(cumulated.searchsorted(share * cumulated[-1]))

@@ -1,8 +1,9 @@
-"""Objectives map one micro-batch to a loss, which is backpropagated, and to sums of statistics.
+"""The losses that the engine can train with, as objects that it calls for each micro-batch.
 
-``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. Statistics are sums and
-counts over trained tokens, so they can be added over micro-batches and ranks, however the step is cut.
-``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
+``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. An objective returns a
+loss to backpropagate, and statistics. Statistics are sums and counts over trained tokens, so they can be added over
+micro-batches and ranks, however the step is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained
+tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
 
 
 class MicroBatchResult(NamedTuple):
-    """The result of one micro-batch. ``sums`` has the same length on every rank and in every micro-batch."""
+    """The loss and the statistics of one micro-batch. ``sums`` has the same length on every rank and in every
+    micro-batch.
+    """
 
     loss_sum: Tensor  # [], float64, carries grad: this micro-batch's part of the step's loss times its denominator
     sums: Tensor  # float64 [len(SUM_NAMES) + COLUMNS * lags]
@@ -36,7 +39,7 @@ class MicroBatchResult(NamedTuple):
 
 
 class Objective(Protocol):
-    """A loss that is a sum over trained tokens divided by a denominator known only after the whole step."""
+    """A loss that is a sum over trained tokens, divided by a denominator that is known only after the whole step."""
 
     @property
     def needs_entropy_grad(self) -> bool:
@@ -46,7 +49,7 @@ class Objective(Protocol):
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
     def why_skip(self, sums: Tensor) -> str:
-        """Return why the optimizer step must be skipped; empty if it need not be.
+        """Return why the optimizer step must be skipped. Empty if it need not be skipped.
 
         ``sums`` are the sums of the whole step, on the host.
         """
@@ -55,10 +58,12 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """The loss that ``[loss]`` describes.
+    """The policy-gradient loss that the section ``[loss]`` describes.
 
-    Diagnostics are separate for each staleness up to ``max_lag``. ``max_length`` is ``sampling.max_new_tokens``, the
-    divisor under ``aggregation = "sequence_sum"``.
+    Attributes:
+        loss: the section.
+        max_lag: statistics are separate for each staleness up to this.
+        max_length: the value of ``sampling.max_new_tokens``, the divisor under ``aggregation = "sequence_sum"``.
     """
 
     loss: LossConfig
@@ -70,7 +75,7 @@ class PolicyObjective:
         return self.loss.entropy_coef != 0
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        """See ``Objective``.
+        """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
 
         Raises:
             ValueError: a token is newer than ``version``, or ``policy_loss`` refuses the batch.
@@ -103,10 +108,11 @@ class PolicyObjective:
         return MicroBatchResult(out.loss_sum, torch.cat([torch.stack(fixed), by_lag.view(-1)]), out.skipped, ratio_max)
 
     def why_skip(self, sums: Tensor) -> str:
-        """See ``Objective``. A step without tokens is skipped by the engine.
+        """Return why the optimizer step must be skipped, as ``Objective.why_skip`` says.
 
-        ``loss.min_ess`` limits the effective sample size of the kept tokens' ratios, ``loss.max_kl`` the k3 estimate of
-        KL(mu || pi) over kept tokens.
+        ``loss.min_ess`` limits the effective sample size of the kept tokens' ratios. ``loss.max_kl`` limits the k3
+        estimate of
+        KL(mu || pi) over kept tokens. A step without tokens is skipped by the engine.
         """
         loss, step = self.loss, summarise(_rows(sums).sum(0).numpy())
         if loss.min_ess is not None and step.ess < loss.min_ess:
@@ -148,9 +154,12 @@ def policy_objective(config: Config) -> PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The optimizer step's outcome. ``reason`` is empty unless the step was skipped.
+    """What the optimizer step did.
 
-    ``grad_norm`` is the norm of the mean loss's gradient, before clipping.
+    Attributes:
+        reason: why the step was skipped. Empty if it was not.
+        grad_norm: norm of the mean loss's gradient, before clipping.
+        lr: the learning rate.
     """
 
     reason: str
@@ -161,7 +170,7 @@ class StepOutcome:
 def update_stats(
     sums: Tensor, ratio_max: float, skipped_sequence_ids: Sequence[int], outcome: StepOutcome
 ) -> UpdateStats:
-    """Compute a step's statistics from its sums over micro-batches and ranks (host, float64)."""
+    """Return a step's statistics, computed from its sums over micro-batches and ranks (host, float64)."""
     total = dict(zip(SUM_NAMES, sums.tolist()))
     count = max(1.0, total["tokens"])
     rows = _rows(sums).numpy()
@@ -189,5 +198,5 @@ def update_stats(
 
 
 def _rows(sums: Tensor) -> Tensor:
-    """float64 [lags, COLUMNS]."""
+    """Return the part of ``sums`` that holds the rows of ``diagnostic_sums``, float64 [lags, COLUMNS]."""
     return sums[len(SUM_NAMES) :].view(-1, COLUMNS)

@@ -1,8 +1,8 @@
 """The parts of a policy loss, as pure functions: ratios, surrogates, corrections, KL estimates, aggregations.
 
-``policy.py`` combines the parts. Parts that ``[loss]`` names are rows of a table. To add a part, add a function and its
-row here, and a row of the same name in ``config/loss.py``. Ratios compare pi (learner) with mu (behavior) or with the
-proximal policy; they are stored as logarithms in nats. Shape letters: N = trained tokens, S = sequences.
+``policy.py`` combines the parts. Parts that ``[loss]`` names are in tables. To add a part, add a function and an entry
+in its table here, and an entry of the same name in ``config/loss.py``. Ratios compare pi (learner) with mu (behavior)
+or with the proximal policy. They are stored as logarithms in nats. Shape letters: N = trained tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def interpolated_proximal(logprobs_N: Tensor, behavior_logprobs_N: Tensor, lag_N
 
 
 def sum_by(index_N: Tensor, values_N: Tensor, size: int) -> Tensor:
-    """Sum the values of each index. Returns [size], in the values' dtype."""
+    """Sum the values of each index. Return [size], in the values' dtype."""
     return values_N.new_zeros(size).index_add_(0, index_N, values_N)
 
 
@@ -68,10 +68,14 @@ def check_shapes(*tensors: Tensor) -> None:
 
 
 class SurrogateInputs(NamedTuple):
-    """A surrogate's inputs, float [N]; the first two carry grad. All three are 0 on tokens that are left out.
+    """The inputs of a surrogate, float [N]. All are 0 on tokens that are left out.
 
-    ``log_ratio`` is log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu or
-    the proximal policy (``loss.anchor``). ``logprobs`` is log pi.
+    Attributes:
+        log_ratio: log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu or
+            the
+            proximal policy (``loss.anchor``). Carries grad.
+        logprobs: log pi. Carries grad.
+        advantages: the advantages.
     """
 
     log_ratio: Tensor
@@ -91,10 +95,11 @@ class TokenObjective(NamedTuple):
 
 
 def clipped(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
-    """PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv:1707.06347 eq. 7; two bounds: arXiv:2503.14476 eq. 8).
+    """Return PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv:1707.06347 eq. 7; two bounds: arXiv:2503.14476 eq.
+    8).
 
-    With ``loss.dual_clip = c`` and A < 0 the value is at least ``c A`` (arXiv:1912.09729); otherwise it would be
-    unbounded as r grows. A clipped token has gradient 0; a token exactly on a bound keeps its gradient.
+    With ``loss.dual_clip = c`` and A < 0 the value is at least ``c A`` (arXiv:1912.09729). Otherwise it would be
+    unbounded as r grows. A clipped token has gradient 0. A token exactly on a bound keeps its gradient.
     """
     advantages_N = inputs.advantages
     ratio_N = inputs.log_ratio.exp()
@@ -110,9 +115,10 @@ def clipped(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
 
 
 def clipped_weight(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
-    """CISPO: ``sg(clip(r, 1 - low, 1 + high)) A log pi`` (arXiv:2506.13585 eq. 4 and 5); every token keeps a gradient.
+    """Return CISPO's ``sg(clip(r, 1 - low, 1 + high)) A log pi`` (arXiv:2506.13585 eq. 4, 5). Every token keeps a
+    gradient.
 
-    The paper uses no lower bound, which is ``clip_low = 1``. The upper bound is 1 + clip_high; for papers that state
+    The paper uses no lower bound, which is ``clip_low = 1``. The upper bound is 1 + clip_high. For papers that state
     the bound itself (ScaleRL's eps_max), set clip_high one lower. The value can't be compared with that of ``clipped``.
     """
     ratio_N = inputs.log_ratio.detach().exp()
@@ -122,7 +128,7 @@ def clipped_weight(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
 
 
 def plain(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
-    """REINFORCE: ``A log pi``. ``policy.py`` multiplies by the importance weight if ``loss.importance_cap`` is set."""
+    """Return REINFORCE's ``A log pi``. ``policy.py`` multiplies it by a weight if ``loss.importance_cap`` is set."""
     nothing_N = torch.zeros_like(inputs.logprobs, dtype=torch.bool)
     return TokenObjective(inputs.advantages * inputs.logprobs, nothing_N, nothing_N)
 
@@ -139,16 +145,16 @@ SURROGATE_FUNCTIONS: Mapping[str, Callable[[SurrogateInputs, LossConfig], TokenO
 def skipped_sequences(
     log_ratio_N: Tensor, finite_N: Tensor, sequence_index_N: Tensor, num_sequences: int, loss: LossConfig
 ) -> Tensor:
-    """bool [S]: sequences that leave the loss and its denominator, because they are too far from the behavior policy.
+    """Return bool [S]: the sequences that leave the loss and its denominator, because they are too far from mu.
 
     A sequence is skipped if ``loss.skip_statistic`` of its tokens' pi/mu is *above* ``loss.skip_threshold``, or if one
     of its behavior logprobs is not finite. ``skip_unit = "micro_batch"`` is the rule of Colossal-RL's first version: it
     skips all or none of a micro-batch by the statistic over all its tokens, so the result depends on how the step is
-    cut. Colossal-RL also counted padding, with ratio 1; here there is no padding.
+    cut. Colossal-RL also counted padding, with ratio 1. Here there is no padding.
 
     Args:
         log_ratio_N: log pi/mu, float64, nats; 0 where not finite.
-        finite_N: bool, the behavior logprob is finite.
+        finite_N: bool, whether the behavior logprob is finite.
         sequence_index_N: int64, in [0, num_sequences).
         num_sequences: S.
         loss: its ``skip_*`` keys are read.
@@ -201,10 +207,10 @@ A unit without tokens gets 0 (geometric: 1).
 
 
 def in_range(log_ratio_N: Tensor, token_range: tuple[float, float]) -> Tensor:
-    """bool [N]: tokens whose ratio lies in ``token_range``, bounds included.
+    """Return bool [N]: the tokens whose ratio is in ``token_range``, bounds included.
 
     This is the token mask of IcePop (arXiv:2510.18855), which uses the ratio of the training engine's old policy to the
-    inference engine's. IcePop counts masked tokens in its denominator; here no masked token counts.
+    inference engine's. IcePop counts masked tokens in its denominator. Here no masked token counts.
     """
     low, high = token_range
     ratio_N = log_ratio_N.detach().double().exp()
@@ -212,12 +218,15 @@ def in_range(log_ratio_N: Tensor, token_range: tuple[float, float]) -> Tensor:
 
 
 def importance_weights(log_ratio_N: Tensor, cap: float) -> Tensor:
-    """``min(ratio, cap)`` [N], detached: truncated importance sampling (IMPALA's rho, arXiv:1802.01561 eq. 1)."""
+    """Return ``min(ratio, cap)`` [N], detached: truncated importance sampling (IMPALA's rho, arXiv:1802.01561 eq.
+    1).
+    """
     return log_ratio_N.detach().exp().clamp(max=cap)
 
 
 def kl_estimate(log_ratio_N: Tensor, estimator: str) -> Tensor:
-    """Each token's estimate of KL(pi || reference), nats [N], from ``d = log pi - log reference``. Differentiable.
+    """Return each token's estimate of KL(pi || reference), nats [N], from ``d = log pi - log reference``.
+    Differentiable.
 
     The estimators are Schulman's (joschu.net/blog/kl-approx.html).
     """
@@ -225,17 +234,19 @@ def kl_estimate(log_ratio_N: Tensor, estimator: str) -> Tensor:
 
 
 def k1(log_ratio_N: Tensor) -> Tensor:
-    """``d``. Unbiased, but useless as a loss: its gradient is that of log pi, which is 0 on average."""
+    """Return ``d``, which is unbiased. It is useless as a loss: its gradient is that of log pi, which is 0 on
+    average.
+    """
     return log_ratio_N
 
 
 def k2(log_ratio_N: Tensor) -> Tensor:
-    """``d^2 / 2``. On samples of pi, its gradient is an unbiased estimate of the gradient of KL(pi || ref)."""
+    """Return ``d^2 / 2``. On samples of pi, its gradient is an unbiased estimate of the gradient of KL(pi || ref)."""
     return log_ratio_N.square() / 2
 
 
 def k3(log_ratio_N: Tensor) -> Tensor:
-    """``e^-d - 1 + d``. Unbiased and never negative (GRPO, arXiv:2402.03300 eq. 4).
+    """Return ``e^-d - 1 + d``, which is unbiased and never negative (GRPO, arXiv:2402.03300 eq. 4).
 
     Its gradient is that of KL(ref || pi).
     """
@@ -270,18 +281,20 @@ def aggregate(
 
 
 def token_mean(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
-    """The mean over all kept tokens of the step (DAPO, arXiv:2503.14476 eq. 8)."""
+    """Return the weights for the mean over all kept tokens of the step (DAPO, arXiv:2503.14476 eq. 8)."""
     return Weights(1.0, kept_N.sum())
 
 
 def sequence_mean(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
-    """The mean over sequences of the mean over their kept tokens (GRPO, arXiv:2402.03300 eq. 3)."""
+    """Return the weights for the mean over sequences of the mean over their kept tokens (GRPO, arXiv:2402.03300
+    eq. 3).
+    """
     counts_S = sum_by(sequence_index_N, kept_N.long(), num_sequences)
     return Weights(1.0 / counts_S.clamp(min=1)[sequence_index_N].double(), (counts_S > 0).sum())
 
 
 def sequence_sum(kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int, max_length: int) -> Weights:
-    """The mean over sequences of the sum over their kept tokens, divided by the constant ``max_length``.
+    """Return the weights for the mean over sequences of their token sums, divided by the constant ``max_length``.
 
     Dr. GRPO (arXiv:2503.20783). RLOO's sum (arXiv:2402.14740) is the same without the constant.
     """

@@ -66,7 +66,9 @@ class PolicyInputs:
 
 
 class PolicyLoss(NamedTuple):
-    """The result of ``policy_loss``; only ``loss_sum`` carries grad. *Kept* tokens count in loss and denominator."""
+    """The result of ``policy_loss``. Only ``loss_sum`` carries grad. *Kept* tokens are those in loss and
+    denominator.
+    """
 
     loss_sum: Tensor  # [], float64, carries grad
     denominator: Tensor  # [], int64
@@ -143,7 +145,7 @@ def _keep(
 
 
 def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
-    """Return [N], detached: log-probabilities under the anchor, the policy that pi is compared with."""
+    """Return the log-probabilities [N], detached, under the anchor, which is the policy that pi is compared with."""
     if loss.anchor == "behavior":
         return inputs.behavior_logprobs
     if loss.anchor == "proximal":
@@ -152,7 +154,7 @@ def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
 
 
 def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, loss: LossConfig) -> TokenObjective:
-    """Return the surrogate times its importance weight; 0 with gradient 0 for tokens that are not kept."""
+    """Return the surrogate times its importance weight. It is 0 with gradient 0 for tokens that are not kept."""
     advantages_N = inputs.advantages.masked_fill(~kept_N, 0.0)
 
     def ratio(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
