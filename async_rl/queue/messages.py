@@ -339,7 +339,7 @@ class CheckpointCommitted(OfLearner, frozen=True):
 
 
 class GetProbeAnswers(OfLearner, frozen=True):
-    """The learner requests the newest answer to a probe of each generator, if it is of version ``since`` or later."""
+    """The learner requests each generator's newest ``AnswerProbe`` of version ``since`` or later."""
 
     since: int
 
@@ -411,7 +411,10 @@ class FailLease(OfGenerator, frozen=True):
 
 
 class AnswerProbe(OfGenerator, frozen=True):
-    """A generator's answer to the probe of a version. ``answer`` is an encoded ``parity.Answer``."""
+    """A generator sends its log-probabilities for the tokens of ``Announcement.probe``. The learner compares them.
+
+    ``answer`` is an encoded ``parity.Answer``.
+    """
 
     lineage: Name
     version: int
@@ -500,7 +503,10 @@ class EvalWait(msgspec.Struct, frozen=True):
 
 
 class ProbeAnswers(msgspec.Struct, frozen=True):
-    """The reply to ``GetProbeAnswers``. The parts are the encoded answers of ``generators``, in this order."""
+    """The reply to ``GetProbeAnswers``: the generators' log-probabilities.
+
+    The parts are the encoded ``parity.Answer`` of each of ``generators``, in this order.
+    """
 
     generators: tuple[str, ...]
 

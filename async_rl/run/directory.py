@@ -163,9 +163,7 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
-    """Check that ``config`` may use its ``run.dir``, as ``prepare_run_dir`` does, but write nothing.
-
-    Return the directory.
+    """Check that ``config`` may use its ``run.dir``, but write nothing. Return the run directory.
 
     Raises:
         RunError: as in ``prepare_run_dir``.

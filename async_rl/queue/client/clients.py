@@ -162,7 +162,10 @@ class LearnerQueue:
         self._unawaited.add(self._connection.post(announcement))
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
-        """Return each generator's newest answer to a probe, by generator id, if it is of version ``since`` or later."""
+        """Return each generator's log-probabilities for the tokens of an ``Announcement.probe``, by generator id.
+
+        Only the newest answer counts, and only if it is of version ``since`` or later.
+        """
         reply = self._call(messages.GetProbeAnswers(lineage, since))
         names = read_as(reply.fields, messages.ProbeAnswers).generators
         if len(names) != len(reply.parts):
@@ -501,7 +504,7 @@ class GeneratorQueue:
         self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail[:2000]))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
-        """Send the answer to a probe to the queue, which keeps the answer for the learner."""
+        """Send this generator's log-probabilities for the tokens of an ``Announcement.probe``. The queue keeps them."""
         data = encode_answer(answer)
         self._connection.post(messages.AnswerProbe(self.generator_id, lineage, answer.version, data))
 

@@ -147,9 +147,10 @@ class Ledger(msgspec.Struct, array_like=True):
         self.tokens.masked += masked_tokens
 
     def restored_over(self, live: Ledger) -> Ledger:
-        """Return the ledger after a restore. ``self`` is the snapshot's ledger, ``live`` the one before the restore.
+        """Return the ledger after the queue was restored from a snapshot.
 
-        What was in flight in the snapshot, or entered after it, counts as rolled back.
+        ``self`` is the ledger in the snapshot, ``live`` the queue's ledger before the restore. What was in flight in
+        the snapshot, or entered the queue after it, counts as rolled back.
         """
         after = copy.deepcopy(self)
         for name in ("groups", "rollouts", "tokens"):

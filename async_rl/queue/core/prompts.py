@@ -187,7 +187,7 @@ class Evaluation:
         heapq.heappush(self.todo, row)
 
     def lose(self, row: int, *, max_attempts: int, requeue: bool) -> bool:
-        """Count a failed attempt at a row. Return whether the row must be given up, else put it back.
+        """Count a failed attempt to sample a row. Put the row back, or return True if it must be given up.
 
         A row is given up after ``max_attempts`` failed attempts, or at once if ``requeue`` is False.
         """

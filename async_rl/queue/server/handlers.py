@@ -494,7 +494,10 @@ def _batch_part(groups: Sequence[TakenPayload], first: int, num_groups: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """A generator's answer to the probe of one version. ``data`` is the encoded ``parity.Answer``."""
+    """A generator's log-probabilities for the tokens that the learner sent with a version, to compare the two.
+
+    ``data`` is the encoded ``parity.Answer``.
+    """
 
     lineage: str
     version: int
@@ -571,7 +574,7 @@ class GeneratorRegistry:
             self._by_peer[peer] = generator_id
 
     def peer_of(self, generator_id: str) -> bytes | None:
-        """Return the connection of this generator; None if unknown."""
+        """Return the routing id of this generator's connection; None if it is unknown."""
         generator = self._generators.get(generator_id)
         return None if generator is None else generator.peer
 
@@ -581,7 +584,7 @@ class GeneratorRegistry:
 
     @property
     def peers(self) -> list[bytes]:
-        """The connections of all generators."""
+        """The routing ids of the connections of all generators."""
         return list(self._by_peer)
 
     def grant(self, generator: Generator, request_id: str, answer: LeasesGranted) -> None:
@@ -594,7 +597,7 @@ class GeneratorRegistry:
         return {name: g.granted for name, g in self._generators.items() if g.granted is not None}
 
     def answers_since(self, lineage: str, version: int) -> dict[str, bytes]:
-        """Return each generator's newest probe answer, by generator id, if it is of version ``version`` or later."""
+        """Return each generator's newest ``ProbeAnswer`` of ``version`` or later, encoded, by generator id."""
         answers = {name: g.answer for name, g in self._generators.items() if g.answer is not None}
         return {name: a.data for name, a in answers.items() if a.lineage == lineage and a.version >= version}
 

@@ -78,10 +78,10 @@ class Changes:
         self._fresh: set[tuple[Kind, str]] = set()
 
     def put(self, kind: Kind, key: str, fields: Any, *, is_new: bool = False) -> None:
-        """Add or replace a record. If ``fields`` is mutable, its state at the time of ``drain`` is written.
+        """Record that the core has added or replaced a record.
 
-        ``is_new`` says that no commit has this key. If the record is deleted before the next ``drain``, nothing is
-        written.
+        If ``fields`` is mutable, its state at ``drain`` is written. ``is_new`` says that no commit has this key. If the
+        record is deleted before the next ``drain``, nothing is written.
         """
         if self._is_wanted:
             if is_new:
@@ -89,7 +89,7 @@ class Changes:
             self._noted[kind, key] = fields
 
     def delete(self, kind: Kind, key: str) -> None:
-        """Delete the record with this kind and key."""
+        """Record that the core has deleted the record with this kind and key."""
         if not self._is_wanted:
             return
         if (kind, key) in self._fresh:

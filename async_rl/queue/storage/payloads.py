@@ -53,7 +53,7 @@ class PayloadStore(Protocol):
     """A store that keeps payloads (bytes of encoded groups) until they are released."""
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Store ``payload``, whose bytes must not change any more. Return its ref.
+        """Store ``payload``, whose bytes must not change any more. Return the ``PayloadRef`` with which to read it.
 
         Raises:
             StorageFullError: there is no room now.
@@ -214,9 +214,9 @@ class Segments:
         return self._last
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Write a payload to the newest file and return its ref.
+        """Write a payload to the newest file and return its ``PayloadRef``.
 
-        After the return, the payload survives this process.
+        After the return, it survives this process.
         """
         digest = digest_of(payload)
         spot = self._append(_HEADER.pack(_MAGIC, len(payload), digest), payload)
@@ -225,7 +225,7 @@ class Segments:
         return ref
 
     def read(self, ref: PayloadRef) -> bytes:
-        """Return the payload with this ref.
+        """Return the payload that ``keep`` stored under this ``PayloadRef``.
 
         Raises:
             DamagedPayloadError: the payload can't be read, or its bytes are damaged.
@@ -256,7 +256,7 @@ class Segments:
         self.moved.pop(ref, None)
 
     def adopt(self, ref: PayloadRef, spot: Spot) -> bool:
-        """Mark a payload that an earlier process wrote as live. ``spot`` is its current place.
+        """Keep a payload that an earlier process wrote: ``read`` finds it at its current place, ``spot``.
 
         Return False if its file is missing or too short. The payload is then lost.
         """
