@@ -1,21 +1,21 @@
-"""The parity gate: each generator's engine and the learner must give the same tokens the same log-probabilities.
+"""Checks that each generator and the learner compute the same log-probabilities for the same tokens (parity).
 
-It makes two comparisons. Each is at one version, and neither waits for a generator.
+There are two comparisons. Each is made at one version, and neither waits for a generator.
 
 - *Sampled tokens*: a rollout may arrive while the learner still holds the version that sampled all of its tokens, as in
-  the first step. The learner scores such rollouts before it trains on them. This covers everything that sampling does:
-  cache, temperature, top-p.
-- *Probe sequences*: every ``experimental.parity_every`` versions, and for each new generator, the learner scores a few
-  tokens of the last batch and announces them with the version. Every generator scores them once it has activated that
-  version.
+  the first step. The learner then computes the log-probabilities of these tokens before it trains on them. This
+  covers everything that sampling does: cache, temperature, top-p.
+- *Probe sequences*: every ``experimental.parity_every`` versions, and for each new generator, the learner announces a
+  few short sequences of the last batch with a version (a *probe*). Every generator computes their log-probabilities
+  once it uses that version, and the learner compares them with its own.
 
 A generator whose difference is far above the limit (``queue.parity.far_limit``) is quarantined, so that it can't stop
-the run for others: the queue gives it no more leases and drops its groups, and its rollouts in the current step are
+the run for others. The queue gives it no more leases and drops its groups, and its rollouts in the current step are
 masked. If no generator is left, the queue stops the run with the reasons.
 
 A smaller difference above the limit stops the run at once if its cause is known. If sampled tokens differ for no known
-cause, the gate waits for the generator's scores of the probe sequences, which show whether its weights are right. The
-trainer calls this on rank 0.
+cause, the learner waits for the generator's answer to a probe, which shows whether its weights are right. The trainer
+calls this on rank 0.
 """
 
 from __future__ import annotations
@@ -63,14 +63,17 @@ _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 
 class _Suspicion(NamedTuple):
-    """A generator's sampled tokens differed by ``mean`` nats on average, for no known cause."""
+    """A generator whose sampled tokens differed by ``mean`` nats on average, for no known cause. ``text`` says so."""
 
     text: str
     mean: float
 
 
 class ParityGate:
-    """The comparisons of one learner start. ``dtype`` is torch's name of the learner's compute dtype."""
+    """Compares generators with the learner, during one start of the learner.
+
+    ``dtype`` is torch's name of the dtype in which the learner computes.
+    """
 
     def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
         self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
@@ -90,10 +93,11 @@ class ParityGate:
     def check_sampled(
         self, taken: Sequence[TakenGroup], prepared: PreparedBatch, lineage: str, *, version: int
     ) -> PreparedBatch:
-        """Compare the tokens that generators sampled at ``version``, the engine's current one, if a check is due.
+        """Compare the log-probabilities of tokens that generators sampled at ``version``, if a check of a generator is
+        due.
 
-        Returns:
-            ``prepared``, in which the rollouts of quarantined generators are masked.
+        ``version`` is the engine's current one. Return ``prepared``, in which the rollouts of quarantined generators
+        are masked.
 
         Raises:
             ParityError: a difference is above the limit, and its cause is known.
@@ -132,10 +136,11 @@ class ParityGate:
             self._judge_sampled(owner, mine, joined(mine, scored), version)
 
     def prepare_probe(self, lineage: str, version: int) -> None:
-        """Score a few probe sequences at ``version``, the engine's current one, if a generator is due for a check.
+        """Compute the learner's log-probabilities of a few sequences at ``version``, if a generator is due for a check.
 
-        ``take_probe`` returns the probe to announce. A generator that does not answer gets another probe a few versions
-        later, since it may have skipped this version.
+        ``version`` is the engine's current one. ``take_probe`` returns these sequences, encoded, to announce them. A
+        generator
+        that does not answer gets another probe a few versions later, since it may have skipped this version.
         """
         if not self._material or not any(
             self._is_due(self._checked, generator_id, version) for generator_id in self._alive_generators
@@ -155,15 +160,15 @@ class ParityGate:
             del self._sent[old]
 
     def take_probe(self, version: int) -> bytes:
-        """Remove and return the probe to announce with ``version``; empty if there is none."""
+        """Remove and return the probe that must be announced with ``version``. Empty if there is none."""
         return self._probes.pop(version, b"")
 
     def observe(self, lineage: str, version: int, alive_generators: Sequence[str]) -> dict[str, float]:
-        """Compare the answers that have arrived. Returns the metrics of this step.
+        """Compare the generators' answers that have arrived. Return the metrics of this step.
 
         Args:
-            lineage: the learner's.
-            version: the learner's after this step.
+            lineage: the learner's lineage.
+            version: the learner's version after this step.
             alive_generators: ids of the generators that are alive.
 
         Raises:
@@ -236,7 +241,11 @@ class ParityGate:
             self._fail(text)
 
     def _judge_unscored(self, generator_id: str, answer: Answer, suspicion: _Suspicion | None) -> None:
-        """Skip a generator that can't score. A backend without a model, which has no dtype, is never suspected."""
+        """Handle the answer of a generator that can't compute log-probabilities of given tokens: it is not compared.
+
+        The run stops if its sampled tokens differed before. A backend without a model, which has no dtype, is never
+        suspected.
+        """
         logger.info(
             "parity: generator %s (%s) can't score probe sequences, so it is not compared", generator_id, answer.backend
         )
@@ -270,7 +279,7 @@ class ParityGate:
         self._suspects[generator_id] = _Suspicion(text, difference.mean)
 
     def _quarantine(self, lineage: str) -> None:
-        """Quarantine the generators that were found to be far from the learner."""
+        """Quarantine the generators whose differences were found to be far above the limit."""
         far, self._far = self._far, {}
         for generator_id, text in far.items():
             self._suspects.pop(generator_id, None)
@@ -324,21 +333,21 @@ def cause_of_sampled(
 
 
 def _spread(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
-    """A few sequences, evenly spread over the batch."""
+    """Return a few sequences, evenly spread over the batch."""
     fit = [s for s in sequences if s.loss_mask.any()]
     stride = max(1, len(fit) // MAX_SEQUENCES)
     return tuple(fit[::stride][:MAX_SEQUENCES])
 
 
 def probe_sequence_of(sequence: TrainSequence) -> ProbeSequence:
-    """A window of ``sequence`` around its first trained token."""
+    """Return the part of ``sequence`` around its first trained token, as a sequence of a probe."""
     first = int(np.flatnonzero(sequence.loss_mask)[0])
     window = sequence.token_ids[max(0, first - MAX_CONTEXT) : first + MAX_SCORED]
     return ProbeSequence(np.array(window, np.int32), len(window) - min(first, MAX_CONTEXT))
 
 
 def to_train(index: int, probe: ProbeSequence, version: int, temperature: float) -> TrainSequence:
-    """Convert ``probe`` into a sequence for ``Engine.score``."""
+    """Return the sequence of a probe in the form that ``Engine.score`` takes."""
     size = len(probe.token_ids)
     return TrainSequence(
         sequence_id=index,
@@ -356,5 +365,5 @@ def _behavior(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 def joined(sequences: Sequence[TrainSequence], scored: Mapping[int, np.ndarray]) -> np.ndarray:
-    """The log-probabilities ``scored`` by ``Engine.score``, sequence after sequence in one array."""
+    """Return the log-probabilities that ``Engine.score`` computed as one array, in the order of ``sequences``."""
     return np.concatenate([scored[s.sequence_id] for s in sequences])

@@ -1,11 +1,11 @@
-"""Publish the learner's versions: gather, stage, send, announce.
+"""Publishes new versions of the learner's weights: gathers, stages, sends and announces them.
 
-The trainer calls ``VersionPublisher`` after a step. ``VersionPublisher`` remembers the digest of every version that may
-still be in flight, so that it recognises rollouts of weights which this run never published.
+The trainer calls ``VersionPublisher`` after a step. ``VersionPublisher`` remembers the digest of every version with
+which rollouts may still arrive, so that it recognises rollouts of weights which this run never published.
 
 A ``WeightsPlane`` takes a version's tensors and returns the digest to announce. ``StagedWeights`` sends every version
-at once. ``FixedLagWeights``, for studies of staleness (``learner.fixed_lag``), sends it a fixed number of versions
-later. ``start.py`` builds the one that the config asks for.
+at once. ``FixedLagWeights``, for studies of staleness (``learner.fixed_lag``), sends each version a fixed number of
+versions later. ``start.py`` builds the one that the config asks for.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class Published(NamedTuple):
-    """A version that is being sent to the generators."""
+    """A version of the weights that is being sent to the generators, and the digest of its weights."""
 
     version: int
     digest: str
 
 
 class WeightsPlane(Protocol):
-    """Stages and sends versions of the weights."""
+    """Sends versions of the weights to the generators."""
 
     @property
     def channel(self) -> str:
-        """The address where generators get the weights."""
+        """The address where generators get the weights, as announced to them."""
         ...
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
     ) -> Published | None:
-        """Stage ``tensors`` as ``version`` and send them in the background.
+        """Take the weights of ``version`` and send them in the background. Return the version that must be announced
+        now.
+
+        The result is None if no version must be announced. It can be an older version if versions are sent with a
+        delay.
 
         Args:
-            lineage: the learner's.
-            version: the version of the weights.
+            lineage: the learner's lineage.
+            version: number of the version.
             tensors: names and tensors, which are read to the end or not at all.
             tick: called while waiting.
             is_last: no training follows, so the version must not be delayed.
-
-        Returns:
-            The version to announce now, if any.
         """
         ...
 
@@ -66,7 +67,7 @@ class WeightsPlane(Protocol):
 
 
 class StagedWeights:
-    """Stages every version and sends it at once."""
+    """Sends every version of the weights to the generators at once."""
 
     def __init__(self, staging: Staging, publisher: Publisher) -> None:
         self._staging, self._publisher = staging, publisher
@@ -102,10 +103,11 @@ class StagedWeights:
 class FixedLagWeights:
     """Sends every version to ``plane`` when it is ``fixed_lag`` versions old, so that the lag is fixed, not bounded.
 
-    The batch that version v trains on is then wholly sampled by version v - fixed_lag. The config requires
-    ``queue.max_staleness`` to equal ``fixed_lag``, so admission has room for that one batch, and the next version is
-    announced after the learner's step, when nothing is in flight. The first fixed_lag steps of a learner start have no
-    older version; they train on samples of the version that it began with: lag 0, 1, ..., fixed_lag.
+    The batch that version v trains on is then completely sampled by version v - fixed_lag. The config requires
+    ``queue.max_staleness`` to equal ``fixed_lag``, so the queue has room for that one batch, and the next version is
+    announced after the learner's step, when no group is being sampled. The first fixed_lag steps of a learner start
+    have
+    no older version. They train on samples of the version that the learner began with: lag 0, 1, ..., fixed_lag.
 
     As a cost, generators and learner take turns, and fixed_lag + 1 versions are kept in host memory. An evaluation
     between the first and the last step waits until its version is sent.
@@ -139,7 +141,7 @@ class FixedLagWeights:
 
 
 class VersionPublisher:
-    """The publications of one learner start. Digests are kept in ``state``, and so in the checkpoint."""
+    """Publishes the versions of one learner start. It keeps their digests in ``state``, and so in the checkpoint."""
 
     def __init__(
         self,
@@ -155,14 +157,18 @@ class VersionPublisher:
         self._newest = -1
 
     def is_due(self, *, is_last: bool) -> bool:
-        """Whether to publish: ``weights.sync_every`` versions since the last publication, or a last unpublished one."""
+        """Return whether the engine's version must be published now.
+
+        It must be after ``weights.sync_every`` versions since the last publication, or if it is the last and not
+        published.
+        """
         unpublished = self._state.version - self._newest
         return unpublished >= self._config.weights.sync_every or (unpublished > 0 and is_last)
 
     def publish(self, *, tick: Callable[[], None], is_last: bool = False) -> None:
-        """Publish the engine's version, with a parity probe if one is due.
+        """Publish the engine's version, with a parity probe (see ``parity.py``) if one is due.
 
-        ``tick`` is called while a buffer is awaited. It may raise: then nothing is published.
+        ``tick`` is called while waiting for free memory. If it raises, nothing is published.
         """
         state, engine = self._state, self._engine
         if self._parity is not None and not is_last:
@@ -177,7 +183,9 @@ class VersionPublisher:
         self._newest = published.version
 
     def knows_weights(self, group: Group) -> bool:
-        """Whether every version that sampled ``group`` came with a digest that this run published for it."""
+        """Return whether this run published all weights that sampled ``group``: their digests are those of its
+        versions.
+        """
         digests = self._state.digests
         sampled = [s.versions[s.loss_mask] for rollout in group.rollouts for s in rollout.sequences]
         versions = np.unique(np.concatenate(sampled)).tolist() if sampled else []

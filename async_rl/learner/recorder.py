@@ -1,12 +1,13 @@
-"""Record each step: the groups it trained on, its row of ``metrics.jsonl``, its rollouts as text.
+"""Records each step: which groups it trained on, its row of ``metrics.jsonl``, and its rollouts as text.
 
-The trainer calls ``StepRecorder.record_trained`` once the queue has acknowledged a step, so an older learner records
-nothing, and ``record_step`` after it published the step. ``log.rollouts_every`` says which steps write
-``rollouts/step-NNNNNN.jsonl``, ``log.rollouts_groups`` how many of their groups, or all.
+The trainer calls ``StepRecorder.record_trained`` when the queue has acknowledged a step, so a learner that was replaced
+by a newer one records nothing. It calls ``record_step`` after it published the step's weights. ``log.rollouts_every``
+says which steps write ``rollouts/step-NNNNNN.jsonl``, and ``log.rollouts_groups`` how many of their groups.
 
 ``StepClock`` measures where the learner's time goes and how busy the generators were. Overlap efficiency is steps/s
-divided by ``1 / max(gen, train)``: gen is the generators' busy sequence-seconds per step divided by their slots, train
-the learner's busy seconds per step. At 1.0 the slower side never waits.
+divided by ``1 / max(gen, train)``. gen is the time for which generators sample sequences, per step, divided by the
+number of sequences that they can sample at once. train is the learner's busy seconds per step. At 1.0 the slower side
+never waits.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class RowWriter(Protocol):
-    """Appends rows to a file: the metrics, or the step log."""
+    """Appends rows to a file: the metrics, or the log of the groups that each step trained on."""
 
     def write(self, row: dict[str, Any]) -> None: ...
 
 
 class StepRecorder:
-    """Writes the records of one learner start. It owns the clock."""
+    """Writes the records of one start of the learner. Its ``clock`` times the steps."""
 
     def __init__(
         self,
@@ -53,9 +54,18 @@ class StepRecorder:
         decode: Decode,
         confirm: Callable[[], None],
     ) -> None:
-        """``metrics`` takes the rows of ``metrics.jsonl``, ``step_log`` the groups that each step trained on.
+        """Prepare the records of a run.
 
-        ``confirm`` raises LineageError if a newer learner has taken over the run.
+        Args:
+            config: the run's config.
+            state: the trainer's state, from which step and version are taken.
+            metrics: takes the rows of ``metrics.jsonl``.
+            step_log: takes the groups that each step trained on.
+            weights: gives metrics of the weights that are sent.
+            parity: compares the generators' answers. None if nothing is compared.
+            run_dir: the run directory.
+            decode: turns token ids into text.
+            confirm: raises LineageError if a newer learner has taken over the run.
         """
         self._confirm = confirm
         self.clock = StepClock(state.elapsed_s)
@@ -65,7 +75,9 @@ class StepRecorder:
         self._bias = DropBias()
 
     def record_trained(self, taken: tuple[TakenGroup, ...]) -> None:
-        """Log the groups of the acknowledged step. The log proves that no prompt was skipped or trained twice."""
+        """Log which groups the acknowledged step trained on. The log proves that no prompt was skipped or trained
+        twice.
+        """
         groups = [(item.group.position, item.group.lease_id) for item in taken]
         self._step_log.write({"step": self._state.step, "lineage": self._state.lineage, "groups": groups})
 
@@ -96,7 +108,7 @@ class StepRecorder:
         )
 
     def record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Write the row of an evaluation of ``step``."""
+        """Write the metrics of an evaluation that was requested at ``step``."""
         self._metrics.write({"step": step, "time_s": self.clock.elapsed_s, **figures})
 
 
@@ -104,9 +116,9 @@ def log_rollouts(
     run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode,
     confirm: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Write the rollouts of ``step`` if they are due. ``version`` is the learner's version before the step.
+    """Write the rollouts of ``step`` as text, if they are due at this step.
 
-    ``confirm`` is called before the file is written.
+    ``version`` is the learner's version before the step. ``confirm`` is called before the file is written.
     """
     every = config.log.rollouts_every
     if not every or (step - 1) % every:
@@ -118,7 +130,7 @@ def log_rollouts(
 
 
 def _chosen(num_groups: int, config: Config, step: int) -> list[int]:
-    """Indices of the step's groups to log, in order, drawn at random from the run's seed and the step.
+    """Return the indices of the step's groups to log, in order, drawn at random from the run's seed and the step.
 
     The first groups would always be those of the oldest version.
     """
@@ -145,13 +157,13 @@ WAIT_LOG_S = 30.0
 
 
 class WaitLog:
-    """Logs every 30 s the reason and duration of one wait. Create it where the wait begins."""
+    """Logs every 30 s how long one wait has lasted, and why. Create it where the wait begins."""
 
     def __init__(self) -> None:
         self._start = self._last_log = time.monotonic()
 
     def still_waiting(self, reason: str) -> None:
-        """Call this after every failed attempt."""
+        """Record that the wait goes on because of ``reason``. Call this after every failed attempt."""
         now = time.monotonic()
         if now - self._last_log >= WAIT_LOG_S:
             logger.warning("waiting for %.0f s: %s", now - self._start, reason)
@@ -159,7 +171,7 @@ class WaitLog:
 
 
 class StepClock:
-    """Times the parts of a step. ``lap`` ends the step and returns its metrics."""
+    """Measures the time of each step and of its parts. ``lap`` ends the step and returns its metrics."""
 
     def __init__(self, elapsed_s: float) -> None:
         self._origin = time.monotonic() - elapsed_s
@@ -169,16 +181,16 @@ class StepClock:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the run started, restarts not counted."""
+        """Seconds since the run began. Time between a stop and a restart does not count."""
         return time.monotonic() - self._origin
 
     def start_lap(self) -> None:
-        """Begin the first step now. Earlier time belongs to no step."""
+        """Begin the first step now. Time before this call belongs to no step."""
         self._lap_start, self._parts = time.monotonic(), {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the block's duration to the part ``name`` (``wait``, ``train``, ``publish``)."""
+        """Add the duration of the ``with`` block to the step's part ``name`` (``wait``, ``train``, ``publish``)."""
         start = time.monotonic()
         try:
             yield
@@ -188,10 +200,14 @@ class StepClock:
     def lap(
         self, generators: GeneratorStats, *, alive_generators: Sequence[str], trained_tokens: int
     ) -> dict[str, float]:
-        """Metrics of the step that ends now.
+        """End the current step and begin the next one. Return the time metrics of the step that ends.
 
-        ``generators`` are sums since the generators named by ``alive_generators`` started, so their difference to the
-        last lap counts.
+        Args:
+            generators: sums over the generators named by ``alive_generators``, since their start. Their difference to
+                the
+                last step counts.
+            alive_generators: ids of the generators that are alive.
+            trained_tokens: number of tokens that the step trained on.
         """
         now = time.monotonic()
         wall = max(now - self._lap_start, 1e-9)

@@ -1,11 +1,12 @@
-"""The checkpoint that a start resumes: the newest whole one.
+"""Finds the checkpoint from which a learner continues: the newest one that is not damaged.
 
-A checkpoint is whole if its files have the digests that were written with it (``file_digests.py``). If the newest one
-is damaged, or ``latest`` does not name one, the start goes back to the one before it. Model, trainer and queue go back
-together, because the queue's snapshot is part of the checkpoint.
+A checkpoint is whole (not damaged) if its files have the digests that were written with it (``file_digests.py``). If
+the newest one is damaged, or the file ``latest`` does not name one, the learner goes back to the one before it. Model,
+trainer and queue go back together, because the queue's snapshot is part of the checkpoint.
 
-``find_resume_point`` only reads. ``take_over`` changes the files, once the queue has attached the learner: damaged
-checkpoints are renamed to ``NAME.damaged-N``, and ``latest`` names the resumed one.
+``find_resume_point`` only reads. ``take_over`` changes the files, when the queue has accepted the learner: damaged
+checkpoints are renamed to ``NAME.damaged-N``, and ``latest`` then names the checkpoint from which the learner
+continues.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What a start resumes.
+    """From where a learner continues.
 
     Attributes:
-        checkpoint: None if the run has none, so that it begins at step 0.
-        latest: the text of ``latest`` when it was read; None if there was no such file.
-        damaged: checkpoints that ``latest`` named or that are newer, and are not whole.
+        checkpoint: the checkpoint. None if the run has none, so that it begins at step 0.
+        latest: the text of the file ``latest`` when it was read. None if there was no such file.
+        damaged: damaged checkpoints that are newer than ``checkpoint``.
     """
 
     checkpoint: Path | None
@@ -45,10 +46,10 @@ class ResumePoint:
 
 
 def find_resume_point(run_dir: Path) -> ResumePoint:
-    """Find the newest whole checkpoint of a run. Reads it completely.
+    """Find the newest checkpoint of a run that is not damaged. Its files are read completely.
 
     Raises:
-        RunError: there are checkpoints, or ``latest`` says so, but none is whole.
+        RunError: there are checkpoints, or ``latest`` says so, but all are damaged.
     """
     while True:
         latest = read_latest(run_dir)
@@ -69,7 +70,7 @@ def find_resume_point(run_dir: Path) -> ResumePoint:
 
 
 def _newest_whole(run_dir: Path, latest: str | None) -> tuple[ResumePoint, list[str]]:
-    """The resume point, and a sentence for everything that is damaged."""
+    """Return the newest checkpoint that is not damaged, and a sentence for each damage that was found."""
     causes: list[str] = []
     steps = {path.name: path for path in checkpoints_of(run_dir)}
     candidates = sorted(steps.values(), key=checkpoint_step, reverse=True)
@@ -92,9 +93,12 @@ def _newest_whole(run_dir: Path, latest: str | None) -> tuple[ResumePoint, list[
 
 
 def take_over(run_dir: Path, point: ResumePoint, *, lineage: str, confirm: Callable[[], None]) -> None:
-    """Make ``latest`` name the resumed checkpoint, move damaged ones aside, and remove what older learners left.
+    """Let ``latest`` name the checkpoint of ``point``, rename damaged ones, and remove unfinished files of older
+    learners.
 
     Args:
+        run_dir: the run directory.
+        point: what ``find_resume_point`` returned.
         lineage: a name that no other learner start has.
         confirm: raises LineageError if a newer learner has taken over.
 

@@ -1,4 +1,5 @@
-"""Supervised warm start: ``async-rl sft CONFIG``, alone or under torchrun, trains on rows and exports the model.
+"""Supervised fine-tuning: ``async-rl sft CONFIG``, alone or under torchrun, trains on given answers and exports the
+model.
 
 The engine is that of reinforcement learning (same packing, ranks, checkpoints) with another loss. There is no queue and
 no generator. Checkpoints and ``metrics.jsonl`` are in ``run.dir/sft``. The same command continues from the last
@@ -6,12 +7,11 @@ checkpoint. The order of the rows depends only on the seed and the step, so a re
 
 A row of the JSONL file is one of
 
-- ``{"prompt": text, "response": text}``: raw text, no template and no special tokens but the end-of-sequence token
-  after the response; the loss is on the response and that token.
-- ``{"messages": [{"role": ..., "content": ...}, ...]}``: rendered by the chat template turn by turn; the loss is on
+- ``{"prompt": text, "response": text}``: plain text, without a template. No special token is added but the
+  end-of-sequence token after the response. The loss is on the response and that token.
+- ``{"messages": [{"role": ..., "content": ...}, ...]}``: the chat template is applied turn by turn. The loss is on
   every assistant turn up to its end token. What the template writes in front of a turn (``add_generation_prompt``) is
-  tokenised in one piece with the messages before it, as at sampling time. Rows are taken as they are: no system
-  message is added.
+  tokenised in one piece with the messages before it, as at sampling time. No system message is added.
 
 Other keys are ignored. Rows longer than ``sft.max_length`` are cut on the right.
 """
@@ -53,11 +53,12 @@ _LEARNED_BY = ("model", "lora", "optimizer", "sft")
 
 
 def run_sft(config: Config) -> None:
-    """Train ``model.path`` on ``sft.data`` and export it to ``sft.out``. A finished run is left as it is.
+    """Train ``model.path`` on ``sft.data`` and export the trained model to ``sft.out``. A finished run is left as it
+    is.
 
     Raises:
         ConfigError: ``sft.data`` or ``sft.out`` is not set.
-        DataError: a row is bad; the message names file and line.
+        DataError: a row is bad. The message names file and line.
         ModelError: the model is missing or can't be trained.
         RunError: ``sft.out`` holds other files, or the run directory belongs to other settings.
         TrainingError: another rank failed.
@@ -130,7 +131,7 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int) -> None:
 def _train(
     config: Config, engine: FsdpEngine, rows: Sequence[TrainSequence], done: int
 ) -> Iterator[tuple[int, UpdateStats]]:
-    """Make the steps that are left. Yields the number of steps done and each step's statistics; logs progress."""
+    """Make the steps that are left, and log progress. Yield the number of each step and its statistics."""
     said, said_step, tokens = time.monotonic(), done, 0
     for step in range(done + 1, config.sft.steps + 1):
         batch = batch_of(rows, step - 1, batch_size=config.sft.batch_size, seed=config.run.seed)
@@ -161,7 +162,10 @@ def _metrics_row(step: int, stats: UpdateStats) -> dict[str, float | None]:
 
 
 def batch_of(rows: Sequence[TrainSequence], step: int, *, batch_size: int, seed: int) -> list[TrainSequence]:
-    """The rows of ``step`` (from 0). Every epoch has its own seeded order; the stream is cut every ``batch_size``."""
+    """Return the rows of ``step``, counted from 0.
+
+    Every epoch has its own random order, from ``seed``. The epochs are placed one after the other and cut into batches.
+    """
     size = len(rows)
     positions = range(step * batch_size, (step + 1) * batch_size)
     epochs = range(positions[0] // size, positions[-1] // size + 1)
@@ -192,7 +196,7 @@ def _schedule(config: Config) -> Schedule:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The settings that the trained weights depend on, by ``section.key``."""
+    """Return the settings that the trained weights depend on, by ``section.key``."""
     sections = config.model_dump(mode="json", include=set(_LEARNED_BY))
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     del flat["sft.out"]
@@ -215,17 +219,17 @@ def _steps_done(config: Config, run_dir: Path) -> int:
 
 
 def _forget_metrics_after(path: Path, done: int) -> None:
-    """Drop the rows of steps after the checkpoint, which will be written again."""
+    """Remove the rows of steps after the checkpoint from the metrics file, because these steps are made again."""
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(line for line in lines[:done] if line.endswith("\n")), encoding="utf-8")
 
 
 def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[TrainSequence]:
-    """The file's rows, tokenised. ``sequence_id`` is the row's index.
+    """Read and tokenise the rows of the file. The ``sequence_id`` of each is its row's index.
 
     Raises:
-        DataError: no such file, no rows, or a bad row; the message names file and line.
+        DataError: there is no such file, no row, or a bad row. The message names file and line.
     """
     sequences: list[TrainSequence] = []
     for where, row in _read_rows(path):
@@ -243,7 +247,7 @@ def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield ``file:line`` and the object of every line that is not blank."""
+    """Yield each line that is not blank as a pair (``file:line``, the object in the line)."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -286,7 +290,7 @@ def _encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, wher
 def _chat_segments(
     messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[tuple[list[int], bool]]:
-    """Split a row into parts up to the last assistant turn: the tokens of each, and whether they are trained on."""
+    """Split a row's text, up to the last assistant turn, into pairs (token ids, whether they are trained on)."""
     for message in messages:
         match message:
             case {"role": str(), "content": str()}:
@@ -316,7 +320,9 @@ def _chat_segments(
 
 
 def _end_of_turn(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Number of tokens up to and including the turn's end token. What the template adds after it is never sampled."""
+    """Return the number of tokens up to the turn's end token, included. What the template adds after it is never
+    sampled.
+    """
     special = set(tokenizer.all_special_ids)
     ends = [place for place, token in enumerate(answer) if token in special]
     return ends[-1] + 1 if ends else len(answer)

@@ -1,13 +1,14 @@
-"""Staleness in a run: the age of trained tokens, the bias from lost groups, and the adaptive bound.
+"""Staleness in a run: the age of trained tokens, the bias from lost groups, and the adaptive staleness bound.
 
 - ``check_staleness`` and ``staleness_summary`` are about the tokens of one batch.
-- ``DropBias`` compares the groups that were kept in the last steps with all groups that ended, to show whether the lost
-  ones skew the training. Filtered groups count as kept, because the filter chooses on purpose. A cancelled answer was
-  never received in full. It counts with the length that its generator had reported, so the true skew is larger.
+- ``DropBias`` compares the groups that were kept in the last steps with all groups that ended, to show whether the
+  lost groups make the training data differ from what was sampled. Filtered groups count as kept, because the filter
+  chooses on purpose. A cancelled answer was never received in full. It counts with the length that its generator had
+  reported, so the true difference is larger.
 - ``update_bound`` implements ``queue.adaptive``. After every step the trainer gives it the effective sample size, the
-  KL and the age of the oldest token, and sends the new bound with its ack (``queue/core/admission.py`` applies it). The
-  bound rises by one and falls by half, as TCP's window does (Chiu and Jain 1989): samples that are too old hurt
-  training now, while a bound that is too low only costs overlap.
+  KL and the age of the oldest token. It sends the new bound to the queue, which applies it
+  (``queue/core/admission.py``). The bound rises by one and falls by half, as TCP's window does (Chiu and Jain 1989):
+  samples that are too old hurt training now, while a bound that is too low only costs overlap.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int) -> None:
-    """Check that no trained token is above the staleness bound. ``version`` is the last one that trains on the batch.
+    """Check that no trained token is above the staleness bound. ``version`` is the last version that trains on the
+    batch.
 
     Raises:
-        StaleRolloutError: a token is above the bound. The queue never hands one over, so this is a bug of ours.
+        StaleRolloutError: a token is above the bound. The queue never hands over such a token, so this is a bug of
+            ours.
     """
     sequences = [s for s in prepared.sequences if prepared.sequence_tokens[s.sequence_id]]
     if not sequences:
@@ -49,7 +52,14 @@ def check_staleness(prepared: PreparedBatch, *, version: int, max_staleness: int
 
 @dataclass(frozen=True, slots=True)
 class StalenessSummary:
-    """Staleness of the trained tokens, in versions; the mean has a part before and a part after arrival."""
+    """Staleness of the trained tokens, in versions.
+
+    Attributes:
+        mean: mean over tokens.
+        max: that of the oldest token.
+        in_flight_mean: the part of the mean until the groups arrived at the queue.
+        in_queue_mean: the part of the mean after that.
+    """
 
     mean: float = 0.0
     max: int = 0
@@ -58,7 +68,10 @@ class StalenessSummary:
 
 
 def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> StalenessSummary:
-    """Token-weighted staleness of the trained tokens. ``versions`` has the learner's version before each update."""
+    """Return the staleness of the batch's trained tokens.
+
+    ``versions`` has the learner's version before each update.
+    """
     ages, waits = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for sequences, version in zip(prepared.updates, versions, strict=True):
         counts = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
@@ -90,17 +103,18 @@ _COUNTS_IN = {
 
 
 class DropBias:
-    """The ``bias/...`` metrics of the last steps, updated after every step. It covers one learner start."""
+    """Computes the ``bias/...`` metrics of the last steps, after every step of one learner start."""
 
     def __init__(self) -> None:
         self._ledgers: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS + 1)
         self._steps_to_silence = 0
 
     def step(self, ledger: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics of the window that ends with ``ledger``; logs a warning if what was kept is skewed.
+        """Return the metrics of the last steps. Log a warning if the kept groups differ too much from all groups.
 
-        Returns:
-            No metrics at the first step of a start, or if nothing was kept.
+        ``ledger`` is the queue's ledger after the step. There are no metrics at the first step of a start, or if no
+        group was
+        kept.
         """
         self._ledgers.append(ledger)
         self._steps_to_silence -= 1
@@ -117,7 +131,11 @@ class DropBias:
 
 
 def drop_bias(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """The ``bias/...`` metrics of the groups that ended between two ledgers (``QueueStats``); none if none was kept."""
+    """Return the ``bias/...`` metrics of the groups that ended between two states of the queue's ledger
+    (``QueueStats``).
+
+    Empty if no group was kept.
+    """
     first, last = _sums(before), _sums(after)
     sums = {key: value - first.get(key, 0.0) for key, value in last.items()}
     if sums.get("kept/rollouts", 0.0) <= 0:
@@ -137,7 +155,7 @@ def drop_bias(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 
 def _sums(ledger: Mapping[str, Any]) -> dict[str, float]:
-    """``NAME/UNIT`` -> sum since the run began, with the names in ``_COUNTS_IN``."""
+    """Return sums since the run began, by ``NAME/UNIT``, where NAME is one of those in ``_COUNTS_IN``."""
     sums: defaultdict[str, float] = defaultdict(float)
     for outcome, names in _COUNTS_IN.items():
         for unit, amount in ledger["outcomes"].get(outcome, {}).items():
@@ -166,11 +184,11 @@ within the limits."""
 
 @dataclass(frozen=True, slots=True)
 class BoundState:
-    """The state of the adaptive bound between steps. It is part of the checkpoint.
+    """The adaptive staleness bound between two steps. It is part of the checkpoint.
 
     Attributes:
         bound: the staleness bound for new leases, in versions.
-        streak: steps in a row with one verdict; healthy ones count up, overloaded ones down.
+        streak: number of healthy steps in a row, or minus the number of overloaded steps in a row.
         settling: number of coming steps to ignore, because their batches were leased before the bound last changed.
     """
 
@@ -181,7 +199,14 @@ class BoundState:
 
 @dataclass(frozen=True, slots=True)
 class BoundLimits:
-    """The range of the bound, and the limits of a healthy step (``experimental.adaptive_{min_ess,max_kl}``)."""
+    """The range of the adaptive bound, and the limits of a healthy step.
+
+    Attributes:
+        lowest: the lowest bound, in versions.
+        highest: the highest bound, in versions.
+        min_ess: the value of ``experimental.adaptive_min_ess``.
+        max_kl: the value of ``experimental.adaptive_max_kl``.
+    """
 
     lowest: int
     highest: int
@@ -196,8 +221,13 @@ class BoundLimits:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one step measured: normalised ESS in (0, 1], k3 estimate of KL(mu || pi) in nats, age of its oldest token
-    in versions."""
+    """What one step measured, from which the adaptive bound is computed.
+
+    Attributes:
+        ess: normalised effective sample size, in (0, 1].
+        kl: k3 estimate of KL(mu || pi), nats.
+        oldest: age of the step's oldest token, in versions.
+    """
 
     ess: float
     kl: float
@@ -205,7 +235,10 @@ class Reading:
 
 
 def reading_of(updates: Sequence[UpdateStats | None], *, oldest: int) -> Reading | None:
-    """The worst values of a batch's optimizer steps, skipped ones included; None if nothing was measured."""
+    """Return the worst values of a batch's optimizer steps, skipped ones included. None if nothing was measured.
+
+    ``oldest`` is the age of the batch's oldest token.
+    """
     measured = [update for update in updates if update is not None and len(update.by_lag)]
     if not measured:
         return None
@@ -213,7 +246,7 @@ def reading_of(updates: Sequence[UpdateStats | None], *, oldest: int) -> Reading
 
 
 def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits) -> BoundState:
-    """The state after a step that measured ``reading``.
+    """Return the adaptive bound after a step that measured ``reading``.
 
     After ``OVERLOADED_STEPS`` steps past a limit, the bound becomes half of itself or half of the measured age,
     whichever is less. After ``HEALTHY_STEPS`` healthy steps it rises by one. After a change it stays for as many steps
@@ -236,7 +269,9 @@ def update_bound(state: BoundState, reading: Reading | None, limits: BoundLimits
 
 
 def _verdict(reading: Reading, limits: BoundLimits) -> int:
-    """Return -1 for an overloaded step, 1 for a healthy one, otherwise 0. NaN gives 0: it is not due to staleness."""
+    """Return -1 for an overloaded step, 1 for a healthy one, otherwise 0. NaN gives 0, because staleness is not
+    its cause.
+    """
     if reading.ess < limits.min_ess or reading.kl > limits.max_kl:
         # If samples are as young as they can be, a lower bound does not help.
         return -1 if reading.oldest > limits.lowest else 0

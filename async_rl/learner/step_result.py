@@ -1,11 +1,12 @@
-"""The result of one step: the tokens it trained on, the tokens it left out and why, and its metrics.
+"""The result of one step: the tokens that it trained on, the tokens that it left out and why, and its metrics.
 
-The trainer makes a ``StepResult`` after the updates of a batch. The ack, the adaptive bound and the metrics read it.
-``step_metrics`` gives the step's row of ``metrics.jsonl``; with several updates per step, means are token-weighted.
+The trainer makes a ``StepResult`` after the updates of a batch. The acknowledgement to the queue, the adaptive
+staleness bound and the metrics are computed from it. ``step_metrics`` gives the step's row of ``metrics.jsonl``. With
+several updates per step, means are weighted by tokens.
 
 ``count_skipped`` and ``check_skipped`` stop the run with a diagnosis when too many optimizer steps in a row were
-skipped. The engine skips a step past the limits of ``[loss]``, with a gradient that is not finite, or with nothing left
-to train on. The count survives restarts (``TrainerState.skipped_in_a_row``).
+skipped. The engine skips a step that exceeds the limits of ``[loss]``, has a gradient that is not finite, or has no
+token left to train on. The count survives restarts (``TrainerState.skipped_in_a_row``).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _LAG_FIGURES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """One step on one batch.
+    """What came out of one step on one batch.
 
     Attributes:
         groups: the groups of the batch, from the queue.
-        prepared: their sequences, with advantages.
-        updates: one for each part of the batch; None for a part in which everything was masked.
+        prepared: the sequences of these groups, with advantages.
+        updates: statistics of the update on each part of the batch. None for a part in which everything was masked.
         version: the learner's version before the first update.
-        staleness: that of the trained tokens.
-        facts: counts of the outcomes of all rollouts and tokens, for the ledger.
+        staleness: staleness of the trained tokens.
+        facts: counts of trained and masked rollouts and tokens, for the queue's ledger.
     """
 
     groups: tuple[TakenGroup, ...]
@@ -53,14 +54,17 @@ class StepResult:
 
     @property
     def measured(self) -> list[UpdateStats]:
-        """The updates that the engine ran, skipped optimizer steps included."""
+        """Statistics of the updates that the engine ran, skipped optimizer steps included."""
         return [update for update in self.updates if update is not None]
 
 
 def step_result(
     groups: tuple[TakenGroup, ...], prepared: PreparedBatch, updates: Sequence[UpdateStats | None], *, version: int
 ) -> StepResult:
-    """Summarise ``updates`` on ``prepared``. ``version`` is the learner's version before the first update."""
+    """Return the result of a step that made ``updates`` on the batch ``prepared``.
+
+    ``version`` is the learner's version before the first update.
+    """
     measured = [update for update in updates if update is not None]
     return StepResult(
         groups=groups,
@@ -78,7 +82,7 @@ def step_result(
 
 
 def _versions_trained(version: int, updates: Sequence[UpdateStats | None]) -> list[int]:
-    """The learner's version before each update, from ``version`` before the first."""
+    """Return the learner's version before each update. ``version`` is the one before the first."""
     versions: list[int] = []
     for update in updates:
         versions.append(version)
@@ -89,7 +93,7 @@ def _versions_trained(version: int, updates: Sequence[UpdateStats | None]) -> li
 def trained_counts(
     prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0
 ) -> TrainedCounts:
-    """Count every rollout and token of the step as trained or masked. A rollout is skipped if all its sequences are.
+    """Count every rollout and token of the step as trained or masked. A rollout is masked if all its sequences are.
 
     Args:
         prepared: the batch.
@@ -126,17 +130,22 @@ def trained_counts(
 
 
 def count_skipped(skipped_in_a_row: int, updates: Sequence[UpdateStats | None]) -> int:
-    """The count after ``updates``. None is an update in which everything was masked; it counts as skipped."""
+    """Return the number of optimizer steps that were skipped in a row, after ``updates``.
+
+    None is an update in which everything was masked. It counts as skipped.
+    """
     for update in updates:
         skipped_in_a_row = 0 if update is not None and update.stepped else skipped_in_a_row + 1
     return skipped_in_a_row
 
 
 def check_skipped(skipped_in_a_row: int, last: UpdateStats | None, most: int) -> None:
-    """Check that the run may go on after ``skipped_in_a_row`` skipped optimizer steps, of which ``last`` is the last.
+    """Stop the run if ``skipped_in_a_row``, the number of optimizer steps skipped in a row, is above ``most``.
+
+    ``last`` has the statistics of the last one.
 
     Raises:
-        TrainingError: they are more than ``most``. The message has measurements and remedies.
+        TrainingError: the number is above ``most``. The message has measurements and remedies.
     """
     if skipped_in_a_row <= most:
         return
@@ -162,7 +171,7 @@ def _measured(last: UpdateStats | None) -> str:
 
 
 def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
-    """The step's row of ``metrics.jsonl``, without step, version and times."""
+    """Return the step's row of ``metrics.jsonl``, without step, version and times."""
     prepared, updates, staleness, facts = result.prepared, result.measured, result.staleness, result.facts
     return {
         **_sampled_metrics(result.groups, prepared),
@@ -202,7 +211,9 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
 
 
 def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of the rollouts that an environment played to their end; none if there are no such rollouts."""
+    """Return the metrics of the rollouts that an environment played to their end. Empty if there are no such
+    rollouts.
+    """
     played = [rollout for rollout in rollouts if rollout.turns]
     if not played:
         return {}
@@ -214,7 +225,7 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Metrics of the optimizer steps, weighted by trained tokens; none if there was no step."""
+    """Return the metrics of a step's optimizer steps, weighted by trained tokens. Empty if there was none."""
     if not updates:
         return {}
     weights = np.array([max(u.tokens_trained, 0) for u in updates], dtype=np.float64)
@@ -239,7 +250,9 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Diagnostics over all tokens, and over the tokens of each lag that occurred."""
+    """Return metrics of the difference between policy and behavior policy, over all tokens and for each lag that
+    occurred.
+    """
     measured = [u.by_lag for u in updates if len(u.by_lag)]
     if not measured:
         return {}
@@ -264,9 +277,10 @@ def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _weight_update_metrics(rows: np.ndarray) -> dict[str, float]:
-    """Metrics of the mismatch that keys and values from before a weight update add, apart from staleness.
+    """Return metrics that show how much cached keys and values from before a weight update add to the mismatch.
 
-    It compares tokens after a weight update within their answer with other tokens of the same lag.
+    Tokens sampled after a weight update within their answer are compared with other tokens of the same lag, so that
+    staleness does not count.
     """
     by_lag = update_effect(rows)
     if not by_lag:
