@@ -97,7 +97,7 @@ class TrainerState:
         return bool(self.parent_lineage)
 
     def add_digest(self, version: int, digest: str) -> None:
-        """Remember a digest that ``version`` was published with."""
+        """Record that this run published ``version`` with this digest of its weights."""
         known = self.digests.get(version, ())
         self.digests[version] = known if digest in known else (*known, digest)
 
@@ -211,12 +211,12 @@ def remove_leftovers(run_dir: Path) -> None:
 
 
 def latest_path(run_dir: Path) -> Path:
-    """The file that names the newest committed checkpoint."""
+    """Return the path of the file that names the newest committed checkpoint."""
     return run_dir / "checkpoints" / _LATEST
 
 
 def read_latest(run_dir: Path) -> str | None:
-    """The text of ``latest``, not validated; None if there is no such file."""
+    """Return the text of the file ``latest``, not checked. None if there is no such file."""
     try:
         return latest_path(run_dir).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -224,18 +224,18 @@ def read_latest(run_dir: Path) -> str | None:
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The directories with the name of a checkpoint. Some may be newer than ``latest``, or damaged."""
+    """Return the directories that have the name of a checkpoint. Some may be newer than ``latest``, or damaged."""
     root = run_dir / "checkpoints"
     return [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step in the name of a checkpoint."""
+    """Return the step in the name of a checkpoint."""
     return _step(path.name)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the newest committed checkpoint of a run; None before the first.
+    """Return the newest committed checkpoint of a run. None if there is none yet.
 
     Raises:
         RunError: the checkpoint that ``latest`` names does not exist.
@@ -280,7 +280,7 @@ def write_extra(directory: Path, extra: Mapping[str, Any]) -> None:
 
 
 def read_extra(directory: Path) -> dict[str, Any]:
-    """Read what ``write_extra`` wrote.
+    """Return the data that ``write_extra`` wrote into the checkpoint ``directory``.
 
     Raises:
         RunError: the file is missing or damaged.
@@ -296,7 +296,7 @@ def read_extra(directory: Path) -> dict[str, Any]:
 
 
 def write_model_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write the model's config and tokenizer files into a checkpoint."""
+    """Write the model's config and tokenizer files into a checkpoint that is being written."""
     target = directory / MODEL_FILES
     target.mkdir()
     for name, content in files.items():
@@ -360,7 +360,9 @@ _STATE = "engine.json"
 def save_training_state(
     directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, num_updates: int, ranks: Ranks
 ) -> None:
-    """Write this rank's part into ``directory``. Returns when every rank has written."""
+    """Write this rank's part of model and optimizer into the checkpoint ``directory``. Return when every rank has
+    written.
+    """
     _write_random_state(directory, ranks)
     with _quiet():
         # Its files of this rank are __RANK_N.distcp.
@@ -380,7 +382,7 @@ def save_training_state(
 def load_training_state(
     directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, ranks: Ranks
 ) -> int:
-    """Fill the tensors in place from ``directory``. Returns the number of updates done.
+    """Fill the tensors in place from the checkpoint ``directory``. Return the number of updates done.
 
     A rank for which no random state is stored keeps its current random state.
 
@@ -407,7 +409,7 @@ def load_training_state(
 
 
 def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
-    """Read all tensors whose names begin with ``prefix``, unsharded, to the host, in one process.
+    """Return all tensors of a checkpoint whose names begin with ``prefix``, unsharded, on the host, in one process.
 
     Raises:
         RunError: ``directory`` is not a checkpoint, or is damaged.

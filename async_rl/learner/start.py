@@ -84,10 +84,14 @@ class LearnerContext:
 def run_learner(
     config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True, takeover: bool = False
 ) -> None:
-    """Train: rank 0 runs the loop, the other ranks follow its commands until it closes.
+    """Run the command ``async-rl learner``: rank 0 trains, the other ranks follow its commands until it ends.
 
-    If ``may_start_queue`` is False, another process starts the queue server. With ``takeover`` supersede a process
-    that uses the run directory.
+    Args:
+        config: the run's config.
+        fresh: start over; the old run directory is moved aside.
+        insecure: leave connections unencrypted, even beyond loopback.
+        may_start_queue: start a queue server if there is none. If False, another process starts it.
+        takeover: replace a process that uses the run directory.
 
     Raises:
         UserError: the run directory, the model or the log settings can't be used, or another process uses the
@@ -115,7 +119,7 @@ def run_learner(
 
 
 def _follow(config: Config, ranks: Ranks) -> None:
-    """Run a rank other than 0. It passes a signal on to rank 0, and ends with it."""
+    """Run a rank other than 0 until rank 0 ends. A signal that this rank gets is reported to rank 0."""
     engine = FsdpEngine(config, ranks)
     with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
         exit_code = engine.follow()
@@ -165,7 +169,7 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
 
 
 def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[dict[str, Any]]:
-    """Run the trainer with ``engine`` to the end. Returns the rows of ``metrics.jsonl``."""
+    """Train with ``engine`` until the run ends. Return the rows of ``metrics.jsonl``."""
     run_dir = prepare_run_dir(config)
     point = find_resume_point(run_dir.path)
     state, snapshot = _restore(engine, point.checkpoint)
@@ -247,7 +251,7 @@ def _take_files_over(
 
 
 def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
-    """Staging and publishing. Each version is delayed by ``learner.fixed_lag`` if that is set."""
+    """Return the object that stages and sends versions. It delays each version if ``learner.fixed_lag`` is set."""
     staging = Staging(
         config.weights.staging_bytes,
         config.experimental.bucket_bytes,
@@ -261,7 +265,9 @@ def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:
-    """None if there is nothing to compare: a backend without a model has no real log-probabilities."""
+    """Return the parity check of this run. None if it is off, or if the backend has no model and so nothing to
+    compare.
+    """
     if config.weights.parity == "off" or not has_model(config.generator.backend):
         return None
     dtype = str(compute_dtype(config, device)).removeprefix("torch.")
@@ -269,7 +275,7 @@ def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: to
 
 
 def _restore(engine: Engine, checkpoint: Path | None) -> tuple[TrainerState, bytes | None]:
-    """Restore the engine. Returns the state to continue from, under a new lineage, and the queue's snapshot."""
+    """Restore the engine. Return the state to continue from, under a new lineage, and the queue's snapshot or None."""
     if checkpoint is None:
         return TrainerState().fork(), None
     extra = read_extra(checkpoint)
@@ -299,7 +305,7 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
 
 
 def _weights_host(queue_address: str) -> str:
-    """The host where generators reach this process: the interface towards the queue, or loopback."""
+    """Return the host where generators reach this process: the interface towards the queue, or loopback."""
     host, _ = check_address(queue_address)
     return "127.0.0.1" if is_loopback(host) else local_host_towards(queue_address)
 
@@ -342,7 +348,7 @@ def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool, confirm: Cal
 
 
 def _finish(queue: LearnerQueue, state: TrainerState) -> None:
-    """Notify the queue, and so the generators, that the run is over."""
+    """Tell the queue, and so the generators, that the run is over."""
     try:
         queue.finish(state.lineage)
     except QueueError as error:

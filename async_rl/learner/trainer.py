@@ -54,7 +54,7 @@ class _Asked(Exception):  # noqa: N818 - not an error: it leaves the loop
 
 
 class Trainer:
-    """One learner start, from its (restored) state to the last step, the last checkpoint and the last evaluation."""
+    """The training loop of one learner start, on rank 0. It ends after the last step, checkpoint and evaluation."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class Trainer:
             raise _Asked(signum)
 
     def _tick(self) -> None:
-        """Keep the other ranks alive during a wait, and leave it if a signal asks to stop."""
+        """Keep the other ranks alive during a wait. Raise if a signal asks the learner to stop."""
         self.engine.tick()
         self._check_stop()
 
     def _save_for_stop(self) -> str:
-        """Save the last trained step unless a checkpoint has it. Return what a restart begins with."""
+        """Save the last trained step unless a checkpoint has it. Return a text that says where a restart begins."""
         step = self.state.step
         if self._last_checkpoint != step:
             if not step:
@@ -130,7 +130,7 @@ class Trainer:
         return f"saved at step {step}; the same command resumes from {checkpoint_name(step)}"
 
     def _train(self, batch: Batch) -> None:
-        """Make one step: advantages, training, ack, publication; then records, evaluations and checkpoint."""
+        """Make one step on the batch: advantages, training, acknowledgement, publication, records and checkpoint."""
         version = self.state.version
         with self._clock.part("train"):
             prepared = self._prepare(batch)
@@ -155,7 +155,7 @@ class Trainer:
             self._checkpoint(acked.snapshot)
 
     def _take(self) -> Batch | None:
-        """Return the next batch; None at the end of the data."""
+        """Return the next batch. None at the end of the data."""
         wait = WaitLog()
         with self._clock.part("wait"):
             while True:
@@ -198,7 +198,9 @@ class Trainer:
         return with_advantages(with_scores(prepared, self.engine, config.loss), config.loss)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
-        """Make an optimizer step on each part of the batch. The result is None for a part with all tokens masked."""
+        """Make an optimizer step on each part of the batch. The result is None for a part in which all tokens are
+        masked.
+        """
         stats: list[UpdateStats | None] = []
         for sequences in prepared.updates:
             if not sequences:
@@ -232,7 +234,7 @@ class Trainer:
         return {"staleness/bound": after.bound, "staleness/decision": after.bound - before.bound}
 
     def _acknowledge(self, result: StepResult) -> Acked:
-        """Send the queue what was trained and the new version. Ask for its snapshot if a checkpoint is due."""
+        """Send the queue what was trained and the new version. Ask for the queue's snapshot if a checkpoint is due."""
         done, steps = self.state.step + 1, self.config.learner.steps
         every = self.config.checkpoint.every
         bound_state = self.state.bound_state
