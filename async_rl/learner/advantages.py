@@ -33,7 +33,7 @@ STD_FLOOR = 1e-4
 """Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
 
 _BUG = "this is a bug in async-rl, please report it"
-_WITHOUT_REWARD = ("unknown_weights", "quarantined", "failed", "truncated")
+_WITHOUT_REWARD = ("invalid", "unknown_weights", "quarantined", "failed", "truncated")
 """Rollouts masked for these causes enter no baseline: they are not samples of the policy, or their reward says nothing
 about an answer. Truncated answers often get a low reward for their length. In a baseline they would give wrong answers
 of their group positive advantages."""

@@ -6,6 +6,8 @@ counts. ``with_scores`` adds the log-probabilities that the loss needs, which th
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,14 +18,17 @@ from async_rl.learner.engine import Engine, ScoredBy
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
-from async_rl.sampling_mask import SamplingMask, select
+from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
+
+logger = logging.getLogger(__name__)
 
 MASK_CAUSES = (
-    "unknown_weights", "quarantined", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold",
+    "invalid", "unknown_weights", "quarantined", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold",
     "step_skipped",
 )  # fmt: skip
 """Why a rollout, or some of its tokens, are left out of the loss. The first cause that applies counts:
 
+- ``invalid``: the learner can't train on its data. The queue refuses such groups, so this is a second check.
 - ``unknown_weights``: it was sampled with weights that this run did not publish.
 - ``quarantined``: its generator's log-probabilities are far from the learner's (``learner.parity``).
 - ``failed``: its inference engine failed.
@@ -98,6 +103,7 @@ def prepare_batch(
     num_updates: int,
     known_weights: Callable[[Group], bool],
     oldest_version: int | None = None,
+    vocab_size: int | None = None,
 ) -> PreparedBatch:
     """Turn the groups of a step into sequences, in order, in ``num_updates`` equal parts. Advantages are still 0.
 
@@ -109,6 +115,7 @@ def prepare_batch(
         num_updates: the value of ``learner.updates_per_batch``.
         known_weights: returns whether this run published the weights with which a group was sampled.
         oldest_version: tokens sampled with an earlier version are left out of the loss. None: all tokens stay.
+        vocab_size: token ids must be below it. None: no limit.
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -118,7 +125,11 @@ def prepare_batch(
         for item in taken[start : start + per_update]:
             trusted = known_weights(item.group)
             for rollout in item.group.rollouts:
-                cause = _mask_cause(rollout, item, trusted=trusted, mask_truncated=mask_truncated)
+                if fault := _fault(rollout, item.group.temperature, vocab_size):
+                    logger.warning("a group of generator %s can't be trained: %s", item.group.generator_id, fault)
+                    cause = "invalid"
+                else:
+                    cause = _mask_cause(rollout, item, trusted=trusted, mask_truncated=mask_truncated)
                 sequences += _sequences(builder, item, rollout, cause)
         updates.append(tuple(sequences))
     rollouts = [rollout for item in taken for rollout in item.group.rollouts]
@@ -128,12 +139,34 @@ def prepare_batch(
         sequence_tokens=builder.sequence_tokens,
         arrival_versions=builder.arrival_versions,
         group_sizes=tuple(len(item.group.rollouts) for item in taken),
-        rewards=np.array([r.reward for r in rollouts], dtype=np.float64),
-        accuracies=np.array([r.accuracy for r in rollouts], dtype=np.float64),
+        rewards=_numbers(builder, [r.reward for r in rollouts]),
+        accuracies=_numbers(builder, [r.accuracy for r in rollouts]),
         rollout_tokens=tuple(builder.rollout_tokens),
         stale_tokens=builder.stale_tokens,
         masked=builder.masked,
     )
+
+
+def _numbers(builder: _Builder, values: Sequence[float]) -> np.ndarray:
+    """Return float64 [R]: one value for each rollout, 0 for those whose data is invalid."""
+    return np.array([0.0 if builder.masked.get(i) == "invalid" else v for i, v in enumerate(values)], dtype=np.float64)
+
+
+def _fault(rollout: Rollout, temperature: float, vocab_size: int | None) -> str:
+    """What would stop the learner in a rollout; empty if there is nothing. The loss leaves out bad logprobs itself."""
+    if not all(map(math.isfinite, (rollout.reward, rollout.accuracy, temperature))):
+        return "its reward, accuracy or temperature is not finite"
+    for sequence in rollout.sequences:
+        ids, mask = sequence.token_ids, sequence.loss_mask
+        if not len(ids) or mask[0]:
+            return "a sequence is empty, or trains its first token"
+        kept = sequence.sampling_mask
+        largest = int(ids.max()) if kept is None else max(int(ids.max()), largest_id(kept))
+        if ids.min() < 0 or (vocab_size is not None and largest >= vocab_size):
+            return f"expected token ids from 0 on and below {vocab_size}, got {int(ids.min())} to {largest}"
+        if kept is not None and not contains(kept, ids[mask]).all():
+            return "a sampled token is not among those that top-p and top-k kept"
+    return ""
 
 
 def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) -> PreparedBatch:

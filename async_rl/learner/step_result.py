@@ -203,7 +203,7 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
         "accuracy/mean": float(np.mean([r.accuracy for r in rollouts])),
         "temperature": float(np.mean([item.group.temperature for item in taken])),
         "length/mean": float(np.mean(lengths)),
-        "length/max": max(lengths),
+        "length/max": max(lengths, default=0),
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in rollouts])) for name in parts},
         **turn_metrics(rollouts),

@@ -70,14 +70,16 @@ class Trainer:
         decode: Decode,
         parity: ParityGate | None = None,
         stop_signal: Callable[[], int] = lambda: 0,
+        vocab_size: int | None = None,
     ) -> None:
         """``parity`` compares the generators' engines with the learner's; if unset, they are not compared.
 
-        ``stop_signal`` returns the signal that asks this learner to stop, 0 if there is none.
+        ``stop_signal`` returns the signal that asks this learner to stop, 0 if there is none. ``vocab_size`` limits
+        token ids. None: no limit.
         """
         self._stop_signal = stop_signal
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
-        self._run_dir, self._parity = run_dir, parity
+        self._run_dir, self._parity, self._vocab_size = run_dir, parity, vocab_size
         self._recorder = StepRecorder(
             config, state,
             metrics=metrics, step_log=step_log, weights=weights, parity=parity, run_dir=run_dir, decode=decode,
@@ -191,6 +193,7 @@ class Trainer:
             num_updates=config.learner.updates_per_batch,
             known_weights=self._publisher.knows_weights,
             oldest_version=last_version - max_staleness if config.queue.on_stale == "mask" else None,
+            vocab_size=self._vocab_size,
         )
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
         if self._parity is not None:

@@ -243,7 +243,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
 
 
 def _masks_by_sequence(flat: FlatGroup) -> Sequence[SamplingMask | None]:
-    if flat.sampling_mask is None:
+    if flat.sampling_mask is None or not flat.fields.lengths:
         return [None] * len(flat.fields.lengths)
     ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
     return split(flat.sampling_mask, np.diff(ends, prepend=0).tolist())

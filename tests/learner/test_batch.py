@@ -1,5 +1,7 @@
 """Taken groups to sequences: masks and their causes, staleness, and the facts for the ledger."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec import structs
@@ -12,7 +14,7 @@ from async_rl.learner.staleness import check_staleness, staleness_summary
 from async_rl.learner.step_result import trained_counts
 from async_rl.queue.messages import TakenGroup, TrainedCounts
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
-from async_rl.sampling_mask import pack_ids
+from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
 def rollout(reward: float, versions: list[int], finish: FinishReason = "stop") -> Rollout:
@@ -168,3 +170,39 @@ def test_sampling_masks_go_to_the_learner_and_leave_with_stale_tokens():
     assert (whole.sampling_mask.sizes.tolist(), whole.sampling_mask.words.tolist()) == ([1, 2, 3], [2, 2, 3, 2, 3, 4])
     assert (cut.sampling_mask.sizes.tolist(), cut.sampling_mask.words.tolist()) == ([2, 3], [2, 3, 2, 3, 4])
     assert plain.sampling_mask is None
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "a token beyond the vocabulary": {"token_ids": np.array([1, 2, 50], np.int32)},
+    "a negative token": {"token_ids": np.array([1, -2, 3], np.int32)},
+    "a trained first token": {"loss_mask": np.array([True, True, True])},
+    "a sampling mask beyond the vocabulary": {
+        "sampling_mask": SamplingMask(np.array([2, 2], np.int32), np.array([2, 50, 3, 50], np.int32))
+    },
+    "a sampling mask without the token": {
+        "sampling_mask": SamplingMask(np.array([1, 1], np.int32), np.array([7, 3], np.int32))
+    },
+    "no token": {name: np.zeros(0, kind) for name, kind in (
+        ("token_ids", np.int32), ("loss_mask", np.bool_), ("behavior_logprobs", np.float32), ("versions", np.int32)
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [*FAULTS.values(), {}], ids=[*FAULTS, "a reward that is no number"])
+def test_a_rollout_that_cant_be_trained_is_masked_as_invalid_and_its_neighbour_is_trained(changes: dict[str, Any]):
+    mask = np.array([False, True, True])
+    fine = TokenSequence(
+        np.array([1, 2, 3], np.int32), mask, np.where(mask, -1.0, 0.0).astype(np.float32),
+        np.where(mask, 0, -1).astype(np.int32),
+    )  # fmt: skip
+    broken = structs.replace(fine, **changes)
+    reward = {"correct": 1.0 if changes else float("nan")}
+    rollouts = (Rollout((broken,), reward, 1.0, "stop"), Rollout((fine,), {"correct": 1.0}, 1.0, "stop"))
+    group = Group("lease", "train", 0, "g0", "lineage", 1.0, rollouts)
+    prepared = prepare_batch(
+        [TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, 0)], mask_truncated=False, num_updates=1,
+        known_weights=lambda group: True, vocab_size=50,
+    )  # fmt: skip
+    assert prepared.masked == {0: "invalid"}
+    assert [sequence.token_ids.tolist() for sequence in prepared.sequences] == [[1, 2, 3]]
+    assert prepared.rewards.tolist() == [0.0, 1.0]

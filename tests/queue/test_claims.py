@@ -18,6 +18,7 @@ from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, TokenSequence, Turn
+from async_rl.sampling_mask import SamplingMask
 from tests.queue.builders import LINEAGE, SAMPLING, ack, announce, group, leases, make_state, rows, take
 from tests.queue.direct import RefusedError, Run
 
@@ -259,3 +260,23 @@ def test_the_digests_of_versions_that_a_lease_may_still_use_are_kept_and_no_othe
     learner.version = 4
     announce(state, 4)
     assert learner.digests == {3: "digest-3", 4: "digest-4"}
+
+
+def test_a_sampling_mask_with_a_token_beyond_the_vocabulary_is_refused():
+    state = make_state(sampling=replace(SAMPLING, top_k=2))
+    state.vocab_size = VOCAB
+    (lease,) = leases(state, 1)
+    honest = group(lease)
+    for beyond, verdict in ((VOCAB - 1, "queued"), (VOCAB, "refused")):
+        rollouts = []
+        for rollout in honest.rollouts:
+            (sequence,) = rollout.sequences
+            ids = [id_ for token in sequence.token_ids[sequence.loss_mask].tolist() for id_ in (token, beyond)]
+            mask = SamplingMask(np.full(3, 2, np.int32), np.array(ids, np.int32))
+            rollouts.append(replace(rollout, sequences=(replace(sequence, sampling_mask=mask),)))
+        assert give(state, replace(honest, rollouts=tuple(rollouts)))[0] == verdict
+        (lease,) = leases(state, 1)
+        honest = group(lease)
+    entry = state.generators.get("g0")
+    assert entry is not None
+    assert entry.refused == {"token ids": 1}

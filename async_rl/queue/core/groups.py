@@ -23,7 +23,7 @@ from async_rl.net.wire import DEFAULT_LIMITS, Limits
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import Payload, PayloadRef
 from async_rl.records import NO_VERSION, Lease, LeaseKind
-from async_rl.sampling_mask import contains
+from async_rl.sampling_mask import contains, largest_id
 
 _MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted. It is above 0 because of rounding."""
@@ -188,9 +188,10 @@ def _turn_fault(group: FlatGroup) -> str:
 
 
 def _largest_token_id(group: FlatGroup) -> int:
-    """Return the largest token id of the group. A negative id counts as 2^31 or more."""
+    """Return the largest id of a token, or in a sampling mask. A negative id counts as 2^31 or more."""
     ids = group.token_ids
-    return int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else 0
+    largest = int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else 0
+    return largest if group.sampling_mask is None else max(largest, largest_id(group.sampling_mask))
 
 
 def _most_sampled(group: FlatGroup) -> int:
