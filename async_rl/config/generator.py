@@ -103,8 +103,7 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
     """Return what the backend ``name`` can do. None for a user's backend, which is not imported here.
 
     For ``auto`` return what all backends can do that it may choose. ``offline`` is enough for one of them, because in
-    an
-    evaluation without a learner it chooses among those.
+    an evaluation without a learner it chooses among those.
 
     Raises:
         ValueError: no backend has this name.

@@ -55,8 +55,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     Raises:
         ConfigError: there is no such file, the file is not TOML, a key is unknown, a value has a wrong type or range,
-            or
-            keys contradict each other.
+            or keys contradict each other.
     """
     path = Path(path)
     try:

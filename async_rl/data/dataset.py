@@ -279,8 +279,7 @@ def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules |
 
     Raises:
         DataError: the data can't be read or has no good row. With ``refuse`` also if a row is not UTF-8, not JSON, not
-            of
-            the right form, or lacks what its reward needs. The message names ``file:line``.
+            of the right form, or lacks what its reward needs. The message names ``file:line``.
     """
     opened, rules = Source(source), rules or RowRules()
     rows: list[Row] = []

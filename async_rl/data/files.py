@@ -31,8 +31,7 @@ class Source:
     """A dataset that can be read once.
 
     ``records`` yields the rows. After the last row, ``digest`` is the SHA-256 of the data: of the file's bytes, or of
-    the
-    rows if there is no single file.
+    the rows if there is no single file.
     """
 
     def __init__(self, name: str) -> None:

@@ -86,8 +86,7 @@ def group_normalised(rewards: np.ndarray) -> np.ndarray:
     """Return GRPO's advantage (arXiv:2402.03300): ``(r - mean) / (std + 1e-4)``, with the unbiased std (n - 1).
 
     Mean and std are over one group. ``global_norm`` calls this with all rollouts of a step. The paper does not define
-    the
-    advantage for a group of one or for equal rewards. It is 0 here.
+    the advantage for a group of one or for equal rewards. It is 0 here.
 
     Args:
         rewards: float [n], reward units, one per rollout.
@@ -170,8 +169,7 @@ def length_bonuses(accuracies: np.ndarray, num_tokens: np.ndarray, bonus: float)
 
     Only right answers (accuracy 1) get a bonus. l is the length of the answer; min and max are over the lengths of the
     group's right answers. No answer gets a bonus if all or none are right, because the bonus would reward only length.
-    The
-    same holds if all right answers have the same length (0 / 0).
+    The same holds if all right answers have the same length (0 / 0).
 
     Args:
         accuracies: float [n], of one group.

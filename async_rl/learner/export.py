@@ -44,8 +44,7 @@ def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
     """Write the checkpoint's model to ``out_dir``, completely or not at all, so that ``from_pretrained`` can load it.
 
     ``checkpoint_dir`` is a checkpoint, or a run directory that has one. The weights get the dtype in the model's
-    config, or
-    float32 if it has none.
+    config, or float32 if it has none.
 
     Raises:
         RunError: the checkpoint does not exist or is damaged, ``out_dir`` is not empty, or the adapters' frozen weights

@@ -139,8 +139,7 @@ class ParityGate:
         """Compute the learner's log-probabilities of a few sequences at ``version``, if a generator is due for a check.
 
         ``version`` is the engine's current one. ``take_probe`` returns these sequences, encoded, to announce them. A
-        generator
-        that does not answer gets another probe a few versions later, since it may have skipped this version.
+        generator that does not answer gets another probe a few versions later, since it may have skipped this version.
         """
         if not self._material or not any(
             self._is_due(self._checked, generator_id, version) for generator_id in self._alive_generators

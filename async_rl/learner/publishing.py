@@ -106,8 +106,7 @@ class FixedLagWeights:
     The batch that version v trains on is then completely sampled by version v - fixed_lag. The config requires
     ``queue.max_staleness`` to equal ``fixed_lag``, so the queue has room for that one batch, and the next version is
     announced after the learner's step, when no group is being sampled. The first fixed_lag steps of a learner start
-    have
-    no older version. They train on samples of the version that the learner began with: lag 0, 1, ..., fixed_lag.
+    have no older version. They train on samples of the version that the learner began with: lag 0, 1, ..., fixed_lag.
 
     As a cost, generators and learner take turns, and fixed_lag + 1 versions are kept in host memory. An evaluation
     between the first and the last step waits until its version is sent.

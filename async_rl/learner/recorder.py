@@ -204,8 +204,7 @@ class StepClock:
 
         Args:
             generators: sums over the generators named by ``alive_generators``, since their start. Their difference to
-                the
-                last step counts.
+                the last step counts.
             alive_generators: ids of the generators that are alive.
             trained_tokens: number of tokens that the step trained on.
         """

@@ -113,8 +113,7 @@ class DropBias:
         """Return the metrics of the last steps. Log a warning if the kept groups differ too much from all groups.
 
         ``ledger`` is the queue's ledger after the step. There are no metrics at the first step of a start, or if no
-        group was
-        kept.
+        group was kept.
         """
         self._ledgers.append(ledger)
         self._steps_to_silence -= 1

@@ -164,8 +164,7 @@ class Pull(msgspec.Struct, frozen=True):
     """The publisher offers a version to a member, which shall pull it from ``port`` of the publisher's host.
 
     A delta holds the difference of a bucket between two consecutive versions. A list of such deltas leads from the
-    weights
-    with digest ``base`` to this version.
+    weights with digest ``base`` to this version.
 
     Attributes:
         attempt: number of this pull.

@@ -89,8 +89,7 @@ class Receiver:
         uses it.
 
         Until a newer version has arrived, every call returns the same version. When a call returns a newer version, the
-        memory
-        of the one returned before is freed.
+        memory of the one returned before is freed.
 
         Raises:
             WeightsError: the receiver's thread has failed, so no version will come.

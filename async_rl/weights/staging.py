@@ -210,8 +210,7 @@ class Staging:
         """Copy a version of the weights into free memory, and return it with its manifest.
 
         All of ``named_tensors`` is consumed once the first tensor was taken, even after an error, because the iterator
-        runs
-        collectives of the learner's ranks.
+        runs collectives of the learner's ranks.
 
         Args:
             lineage: the lineage of the version.

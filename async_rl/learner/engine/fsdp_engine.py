@@ -157,8 +157,7 @@ class FsdpEngine:
         """Yield the unsharded parameters, as ``Engine.gather`` says. They are valid until ``update``.
 
         Parameters have the dtype that the model computes in. If the caller stops early, the remaining parameters are
-        gathered
-        and discarded.
+        gathered and discarded.
         """
         with self._command("gather"):
             self._ranks.broadcast(encode("gather", {}))
@@ -413,8 +412,7 @@ def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: boo
     """Shard ``model`` over the ranks: each decoder layer by itself; embedding, norm and head as one group.
 
     One group for these keeps a tied head tied. Layers move to the device one by one, so the device never has to hold
-    the
-    whole model.
+    the whole model.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -59,8 +59,7 @@ class Adapters:
         """Freeze ``policy``, cast its parameters to the ``dtype`` that they compute in, and add float32 adapters.
 
         At first the adapters change nothing (B is 0). A is the same on every rank. The leader (rank 0) reads the files
-        of the
-        weights a second time to compute their digest.
+        of the weights a second time to compute their digest.
 
         Raises:
             ModelError: ``lora.targets`` names a layer that does not exist or can't have an adapter.

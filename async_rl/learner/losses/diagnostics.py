@@ -150,8 +150,8 @@ def update_effect(by_lag: np.ndarray) -> dict[int, tuple[int, float, float]]:
     """Compare tokens sampled after a weight update with other tokens of the same lag.
 
     Return for each lag (number of tokens after an update, their mean k3, mean k3 of the other tokens), in nats. Both
-    means
-    are at the same lag, so staleness does not explain their difference. Lags without tokens of both kinds are left out.
+    means are at the same lag, so staleness does not explain their difference. Lags without tokens of both kinds are
+    left out.
 
     Args:
         by_lag: rows of ``diagnostic_sums``, or a sum of such.

@@ -111,8 +111,7 @@ class PolicyObjective:
         """Return why the optimizer step must be skipped, as ``Objective.why_skip`` says.
 
         ``loss.min_ess`` limits the effective sample size of the kept tokens' ratios. ``loss.max_kl`` limits the k3
-        estimate of
-        KL(mu || pi) over kept tokens. A step without tokens is skipped by the engine.
+        estimate of KL(mu || pi) over kept tokens. A step without tokens is skipped by the engine.
         """
         loss, step = self.loss, summarise(_rows(sums).sum(0).numpy())
         if loss.min_ess is not None and step.ess < loss.min_ess:

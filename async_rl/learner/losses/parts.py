@@ -72,8 +72,7 @@ class SurrogateInputs(NamedTuple):
 
     Attributes:
         log_ratio: log pi/anchor, clamped, of the token or (``loss.ratio_level``) of its sequence. The anchor is mu or
-            the
-            proximal policy (``loss.anchor``). Carries grad.
+            the proximal policy (``loss.anchor``). Carries grad.
         logprobs: log pi. Carries grad.
         advantages: the advantages.
     """

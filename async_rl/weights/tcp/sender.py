@@ -126,8 +126,7 @@ class StreamSender:
         """Return whether ``member`` can be offered the newest version ``staged`` now.
 
         It can if the server is up, members fetch few enough versions at present, and the delta that is being computed
-        would not
-        help this member.
+        would not help this member.
         """
         if self._server.port is None:
             return False

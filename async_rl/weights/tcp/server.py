@@ -247,8 +247,8 @@ class StreamServer:
         """Send all items of a request over the connection.
 
         The connection is removed from the session before its last byte is sent. After that byte the generator may
-        report the
-        version at once, so that the learner ends the session and its connections are closed. This one must stay open.
+        report the version at once, so that the learner ends the session and its connections are closed. This one must
+        stay open.
         """
         for chunk, is_last in _chunks(session, request):
             if is_last:
@@ -280,8 +280,7 @@ def _chunks(session: _Session, request: Request) -> Iterator[tuple[memoryview, b
     """Yield the items of a request in its order, as pairs (bytes, whether these are the last ones).
 
     The bytes are encrypted if the session has a key. They are valid until the next pair is requested, because the
-    buffer is
-    reused.
+    buffer is reused.
     """
     cipher, size = None, 0
     if session.key:
