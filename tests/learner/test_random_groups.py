@@ -37,6 +37,7 @@ from tests.learner.tiny import tiny_config, tiny_model
 from tests.queue.builders import LINEAGE, announce, leases, rows
 
 GROUPS_PER_EXAMPLE = 10
+SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
 
 
 @dataclass
@@ -155,7 +156,7 @@ def check_through_the_queue(learners: Sequence[Learner], num_examples: int) -> N
     @settings(
         max_examples=num_examples,
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=SLOW,
         phases=[Phase.generate],
         deadline=None,
     )
@@ -183,9 +184,7 @@ def test_the_learner_trains_on_all_that_the_queue_accepts_of_10000_random_groups
     check_through_the_queue(learners, num_examples=1000)
 
 
-@settings(
-    max_examples=25, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], deadline=None
-)
+@settings(max_examples=25, database=None, suppress_health_check=SLOW, phases=[Phase.generate], deadline=None)
 @given(st.data())
 def test_the_learner_masks_what_it_cant_train_if_the_queue_lets_it_pass(learners, data):
     learner = learners[data.draw(st.integers(0, 1))]
