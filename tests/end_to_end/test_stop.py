@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ NUM_STEPS = NUM_ROWS // 2
 STOP_AFTER = 5
 
 
-def a_config(directory: Path, **changes: dict[str, object]) -> Path:
+def a_config(directory: Path, **changes: Any) -> Path:
     """Without a checkpoint before the last step."""
     return fault_config(directory, num_rows=NUM_ROWS, checkpoint={"every": 0}, **changes)
 

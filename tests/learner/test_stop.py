@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_a_step_of_several_updates_is_finished_once_it_has_begun(tmp_path: Path)
     came = Signal("", -1)
     update: Callable[..., object] = run.engine.update
 
-    def update_and_signal(*arguments: object, version: int) -> object:
+    def update_and_signal(*arguments: Any, version: int) -> object:
         if version == 2:
             came.signum = signal.SIGTERM
         return update(*arguments, version=version)
