@@ -223,7 +223,10 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is
 
 
 def check_parity(config: Mapping[str, Any]) -> list[Finding]:
-    """Return a finding about sampled tokens and one about probe sequences. Runs in a separate process."""
+    """Compare the log-probabilities of generator and learner, in a separate process.
+
+    Return one finding about sampled tokens and one about probe sequences.
+    """
     resolved = parse_config(dict(config), "the doctor's config")
     if not has_model(resolved.generator.backend):
         return [

@@ -193,7 +193,7 @@ def _check_out(out: Path, config: Config) -> None:
 
 
 def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, decode: Decode) -> None:
-    """Write the newest answers, and all figures so far."""
+    """Add the answers of the newest evaluation to its file in ``out``, and write the figures of all evaluations."""
     newest = found[-1]
     lines = (line for prompt, group in answered.groups for line in row_records(prompt, group, decode))
     append_json_lines(out / f"{newest.dataset}.jsonl", ({"model": newest.model, **line} for line in lines))
@@ -313,7 +313,10 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
 
 
 def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
-    """Apply the options of the command line, which also replace the keys of single sets."""
+    """Put the options of the command line into the configuration ``raw``.
+
+    An option for a key of ``eval`` also removes that key from every evaluation set, so that it holds for all sets.
+    """
     if options.datasets:
         named = [_named(dataset) for dataset in options.datasets]
         raw.setdefault("data", {})["eval"] = dict(named)

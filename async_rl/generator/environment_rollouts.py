@@ -344,7 +344,7 @@ class Trajectory:
 
 
 class _OpenSequence:
-    """The parts of one sequence, in order."""
+    """A sequence under construction: arrays of its states and answers, in the order in which they came."""
 
     def __init__(self) -> None:
         self._ids: list[np.ndarray] = []

@@ -244,7 +244,7 @@ def _waits_table(waits: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def size_text(num_bytes: float) -> str:
-    """``8.5 KiB``, ``2.0 GiB``."""
+    """Return a size with its unit, such as ``8.5 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.3g} {unit}"

@@ -272,7 +272,10 @@ class Supervisor:
             unit.processes.append(_Process(command, popen, log, offset))
 
     def _await_queue(self) -> str:
-        """Wait for the new queue server to write ``queue.json``; its address. Restart it if a signal killed it."""
+        """Wait until the new queue server has written ``queue.json``. Return the server's address.
+
+        If a signal kills the server meanwhile, restart it.
+        """
         unit = self._queue
         while True:
             self._pause()

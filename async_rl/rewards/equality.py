@@ -197,7 +197,10 @@ def typeset_form(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """``text`` without what surrounds all of it: math delimiters, ``\\boxed{}``, ``\\text{}``, braces, a full stop."""
+    """Return ``text`` without wrappers around the whole of it.
+
+    Wrappers are math delimiters, ``\\boxed{}``, ``\\text{}``, braces, and a full stop at the end.
+    """
     while True:
         before = text = text.strip()
         if text.endswith(".") and not text.endswith(("..", "\\.")):

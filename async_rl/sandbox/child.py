@@ -103,7 +103,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 def load_prelude(packages: Iterable[str]) -> dict[str, Any]:
-    """Import the modules that programs often need, and return the names of the prelude.
+    """Import the modules that programs often use, and ``packages``.
+
+    Return the names that every program can use without an import, each with its value.
 
     Raises:
         ImportError: one of ``packages`` is not installed.

@@ -123,7 +123,10 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
 
 
 def _take_mount_namespace_as_root() -> None:
-    """Enter a mount namespace to build the root in. The root user of a container needs a user namespace around it."""
+    """Enter a new mount namespace, in which the root directory of programs is built.
+
+    If the container forbids that to its root user, enter a user namespace first.
+    """
     try:
         return system.unshare(system.CLONE_NEWNS)
     except PermissionError:
@@ -162,7 +165,7 @@ def _new_user_namespace(spaces: int, proc: int) -> None:
 
 
 def _prefer_for_oom_kill() -> None:
-    """When the machine is out of memory, the kernel should kill a program before the trainer."""
+    """Let the kernel kill this process and its programs first when the machine runs out of memory."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")

@@ -239,6 +239,6 @@ def test_tensors_of_another_layout_are_refused_by_name():
     staging = SharedStaging()
     staging.write(WEIGHTS)
     for other in (WEIGHTS | {"b": torch.zeros(3)}, {"a": WEIGHTS["a"], "b": WEIGHTS["b"]}):
-        with pytest.raises(WeightsError, match=r"expected the tensors of the version before, got others: '[bc]' was"):
+        with pytest.raises(WeightsError, match=r"the same tensors in every version of the weights, but '[bc]' was"):
             staging.write(other)
     staging.close()

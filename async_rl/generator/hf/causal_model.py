@@ -110,7 +110,9 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that end an answer, of ``generation_config.json``, the model's config and the tokenizer.
+    """Return all token ids that end an answer.
+
+    They are the union of those in ``generation_config.json``, the model's config and the tokenizer.
 
     Raises:
         ModelError: ``generation_config.json`` is not JSON.

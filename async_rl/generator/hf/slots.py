@@ -33,7 +33,8 @@ _GRANULES = {"cpu": 8}
 class RunningSequence:
     """One running sequence: sample ``index`` of the lease.
 
-    ``sampling_mask`` gets one set of tokens for each sampled token; None if the lease's sampling ``keeps_all``.
+    ``sampling_mask`` holds, for each sampled token, the set of tokens that top-p and top-k kept. It is None if the
+    lease's sampling keeps all tokens.
     """
 
     lease: Lease

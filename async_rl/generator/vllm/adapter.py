@@ -203,7 +203,8 @@ def logprob_of(token_id: int, logprobs: Any) -> float:
         if listed == token_id:
             return float(value)
     raise EngineError(
-        f"expected the logprob of token {token_id} from vLLM, got only those of tokens {list(logprobs.token_ids)}"
+        f"expected the logprob of token {token_id} from vLLM, got only those of tokens {list(logprobs.token_ids)}; "
+        f"this is a bug in async-rl or vLLM, please report it"
     )
 
 

@@ -288,7 +288,7 @@ def _stat_logger(load: Load) -> Any:
 
 
 class KvCacheCapacity:
-    """The number of sequences that may run: ``most``, or fewer if the cache would not hold that many."""
+    """Estimates how many sequences the key-value cache can hold at once: ``most`` or fewer."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -296,7 +296,7 @@ class KvCacheCapacity:
 
     @property
     def max_running(self) -> int:
-        """At least 1."""
+        """The number of sequences that may run at once, at least 1."""
         if self._need * self._most <= _FILL:
             return self._most
         return max(1, int(_FILL / self._need))

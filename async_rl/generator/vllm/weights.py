@@ -80,7 +80,11 @@ class WorkerCalls:
         _transfer(self).swap(number)
 
     def held_digests(self) -> dict[str, str]:
-        """Name -> digest of each parameter's bytes; of what it does to an input where a kernel has packed it away."""
+        """Return a digest for each parameter's name.
+
+        It is the digest of the parameter's bytes. Where a kernel has packed these away, it is the digest of the layer's
+        output for a fixed input.
+        """
         model: Any = getattr(self, "get_model")()  # noqa: B009  (the worker's own)
         held: dict[str, str] = {}
         for name, parameter in model.named_parameters():
@@ -96,7 +100,10 @@ def _transfer(worker: Any) -> SharedWeights:
 
 @torch.inference_mode()
 def _effect(layer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The linear layer's output for an input with a different number in every place."""
+    """Return the linear layer's output for a fixed input whose elements all differ.
+
+    It stands for the layer's weights where a kernel has packed them into a form that can't be read.
+    """
     places = torch.linspace(-1, 1, layer.input_size_per_partition, dtype=torch.float64)
     return layer.quant_method.apply(layer, places.to(parameter.dtype).to(parameter.device)[None], None)
 
@@ -311,7 +318,7 @@ class DoubleBuffer:
         return copy
 
     def _fresh(self, layer: Any, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """A parameter as a checkpoint has it. Its memory is touched when it is loaded, and not before."""
+        """Return an empty parameter in a checkpoint's layout. Its memory is not used before it is loaded."""
         if (known := self._parameters.get(id(parameter))) is not None:
             return known
         # vLLM has noted shapes and loaders before it packed anything; of what is never packed it notes nothing.
@@ -357,7 +364,7 @@ class DoubleBuffer:
         self._note_changes()
 
     def _check(self) -> None:
-        """That nothing but pointers is left to be swapped."""
+        """Check that ``swap`` only has to exchange pointers. Raises ValueError."""
         for layer, copy, _ in self._pairs:
             buffers = [(copy._buffers.get(name), layer._buffers.get(name)) for name in copy._buffers | layer._buffers]
             if copy._parameters.keys() != layer._parameters.keys() or any(new is not old for new, old in buffers):

@@ -63,8 +63,8 @@ class SharedStaging:
         if got != expected:
             odd = sorted(name for name in got.keys() | expected.keys() if got.get(name) != expected.get(name))
             raise WeightsError(
-                f"expected the tensors of the version before, got others: {odd[0]!r} was {expected.get(odd[0])}, is "
-                f"{got.get(odd[0])}"
+                f"expected the same tensors in every version of the weights, but {odd[0]!r} was {expected.get(odd[0])} "
+                f"and is {got.get(odd[0])}; this is a bug in async-rl, please report it"
             )
         for name, tensor in weights.items():
             self._views[name].copy_(tensor)
@@ -127,13 +127,13 @@ class PrepareChannel:
 
     @property
     def paths(self) -> dict[str, str | list[str]]:
-        """The paths at which the workers open their ends: fields of ``weights.SharedInit``."""
+        """Return the paths at which the workers open the pipes, as the path fields of ``weights.SharedInit``."""
         own = f"/proc/{os.getpid()}/fd"
         commands = [f"{own}/{read_fd}" for read_fd, _ in self._commands]
         return {"command_paths": commands, "report_path": f"{own}/{self._reports[1]}"}
 
     def prepare(self) -> None:
-        """Have every worker prepare the version in shared memory. Ignore reports of older preparations from now on."""
+        """Tell every worker to prepare the version in shared memory. From now on ignore reports about earlier ones."""
         self.number += 1
         self._errors = {}
         self._deadline_s = time.monotonic() + self._limit_s
