@@ -180,6 +180,7 @@ def test_the_learner_trains_on_all_that_the_queue_accepts_of_random_groups(learn
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_the_learner_trains_on_all_that_the_queue_accepts_of_10000_random_groups(learners):
     check_through_the_queue(learners, num_examples=1000)
 
