@@ -85,17 +85,20 @@ def answering(script: Script) -> Iterator[tuple[str, Callable[[], int]]]:
     router = context.socket(zmq.ROUTER)
     router.linger = 0
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    num_takes = 0
+    # A client repeats a request that it sent before it knew of its connection: that is the same take.
+    takes: dict[str, Sequence[int]] = {}
+    has_ended = threading.Event()
 
     def serve() -> None:
-        nonlocal num_takes
-        for sent in script:
-            if not router.poll(int(DEADLINE_S * 1000)):
-                return
+        left = iter(script)
+        while not has_ended.is_set():
+            if not router.poll(20):
+                continue
             peer, frame = router.recv_multipart()
-            num_takes += 1
             request_id = decode(frame).fields["request_id"]
-            for message in (batch()[index] for index in sent):
+            if request_id not in takes:
+                takes[request_id] = next(left, ())
+            for message in (batch()[index] for index in takes[request_id]):
                 plain = {**asdict(message.record), "request_id": request_id}
                 frames = [encode("batch", plain, num_parts=len(message.parts)), *message.parts]
                 router.send_multipart([peer, *map(bytes, frames)])
@@ -103,8 +106,9 @@ def answering(script: Script) -> Iterator[tuple[str, Callable[[], int]]]:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield f"tcp://127.0.0.1:{port}", lambda: num_takes
+        yield f"tcp://127.0.0.1:{port}", lambda: len(takes)
     finally:
+        has_ended.set()
         thread.join(DEADLINE_S)
         router.close()
         context.term()
