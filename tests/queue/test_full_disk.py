@@ -143,6 +143,7 @@ def test_revert_forgets_what_was_kept_and_released_since_the_commit(tmp_path: Pa
         assert refs == {"a": kept, "b": again}
 
 
+@pytest.mark.slow
 def test_the_learner_waits_longer_than_its_limit_while_the_queue_waits_for_room():
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)

@@ -268,6 +268,7 @@ def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(
         assert plane.publisher.stats().failures == 0
 
 
+@pytest.mark.slow
 def test_an_unauthenticated_peer_gets_nothing_and_harms_nobody():
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         first = plane.publish(0, model(0))
@@ -308,6 +309,7 @@ def test_a_request_for_more_items_than_its_session_has_is_refused():
             read_items(theirs, header, 2)
 
 
+@pytest.mark.slow
 def test_idle_connections_shut_nobody_out():
     with a_plane() as plane, ExitStack() as opened:
         early, late = (opened.enter_context(closing(Receiver(name, insecure=False))) for name in ("early", "late"))

@@ -124,6 +124,7 @@ def test_a_late_joiner_gets_the_current_version_at_once(publisher: Publisher, sh
     assert publisher.wait(8, DEADLINE_S, num_members=2)
 
 
+@pytest.mark.slow
 def test_the_dead_and_the_frozen_delay_the_others_less_than_the_deadline(
     publisher: Publisher, shared_receivers: list[ReceiverProcess], start_receiver: Callable[[str], ReceiverProcess]
 ):
