@@ -119,8 +119,8 @@ class EvalConfig(EvalSetConfig):
 
     sets: dict[str, EvalSetConfig] = Field(
         default={},
-        description="Keys that differ for one set: a table [eval.sets.NAME], with NAME from data.eval, of any keys of "
-        "this section.",
+        description="Keys of this section that have another value for one set: a table [eval.sets.NAME], where NAME is "
+        "a set of data.eval.",
     )
 
     @field_serializer("sets")

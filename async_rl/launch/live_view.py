@@ -97,7 +97,7 @@ def is_step_row(row: Row) -> bool:
 
 
 def eval_accuracies(row: Row) -> dict[str, float]:
-    """Dataset -> accuracy of an eval row; empty for other rows."""
+    """Return the accuracy of each evaluation set in a row of metrics; empty if the row is not of an evaluation."""
     names = [key.split("/") for key in row if key.startswith("eval/") and key.endswith("/accuracy")]
     return {"/".join(parts[1:-1]): row["/".join(parts)] for parts in names if row["/".join(parts)] is not None}
 

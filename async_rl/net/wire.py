@@ -326,10 +326,10 @@ def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None
 
 def _array(view: memoryview, start: int, entry: Any) -> np.ndarray:
     if type(entry) is not list or len(entry) != 3:
-        raise WireError(f"expected an array entry [dtype, shape, offset], got {reprlib.repr(entry)}")
+        raise WireError(f"expected an array entry [dtype, shape, offset] in a message, got {reprlib.repr(entry)}")
     dtype_name, shape, offset = entry
     if type(dtype_name) is not str or type(shape) is not list or len(shape) > 4 or type(offset) is not int:
-        raise WireError(f"expected an array entry [dtype, shape, offset], got {reprlib.repr(entry)}")
+        raise WireError(f"expected an array entry [dtype, shape, offset] in a message, got {reprlib.repr(entry)}")
     for length in shape:
         if type(length) is not int or not 0 <= length < 2**40:
             raise WireError(

@@ -395,7 +395,7 @@ def test_a_closed_journal_gives_its_directory_back_and_a_refused_one_holds_nothi
         pytest.raises(QueueError, match=f"in use by process {os.getpid()}"),
     ):
         Journal(tmp_path, identity="run 1")
-    with pytest.raises(QueueError, match=r"expected the journal of 'run 2', got that of 'run 1'; .*--fresh"):
+    with pytest.raises(QueueError, match=r"expected the journal of run 'run 2', got that of run 'run 1'; .*--fresh"):
         Journal(tmp_path, identity="run 2")
     Journal(tmp_path, identity="run 1").close()
 
@@ -403,7 +403,7 @@ def test_a_closed_journal_gives_its_directory_back_and_a_refused_one_holds_nothi
 def test_an_owner_without_an_identity_comes_before_and_after_one_that_has_it(tmp_path: Path):
     for identity in ("", "run 1", "", "run 1"):
         Journal(tmp_path, identity=identity).close()
-    with pytest.raises(QueueError, match="expected the journal of 'run 2', got that of 'run 1'"):
+    with pytest.raises(QueueError, match="expected the journal of run 'run 2', got that of run 'run 1'"):
         Journal(tmp_path, identity="run 2")
 
 

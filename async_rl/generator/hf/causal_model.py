@@ -159,7 +159,10 @@ class WeightTable:
             )
         for name, parameter in self._parameters.items():
             if weights[name].shape != parameter.shape:
-                raise WeightsError(f"{name}: expected shape {list(parameter.shape)}, got {list(weights[name].shape)}")
+                raise WeightsError(
+                    f"{name}: expected shape {list(parameter.shape)}, got {list(weights[name].shape)}; learner and "
+                    f"generator must run one model config"
+                )
         for alias, name in self._aliases.items():
             if alias in weights and not torch.equal(weights[alias], weights[name]):
                 raise WeightsError(f"{alias} is tied to {name} by the model config, but the two tensors differ")

@@ -175,8 +175,9 @@ class VllmBackend:
         if longest > self._max_length:
             raise ModelError(
                 f"a prompt of {len(prompt_ids)} tokens and an answer of up to {sampling.max_new_tokens} may take "
-                f"{longest}, but the engine's sequences end at {self._max_length}, by the model's "
-                f"max_position_embeddings or by sampling.max_prompt_tokens; lower sampling.max_new_tokens"
+                f"{longest} tokens, but the engine was built for at most {self._max_length} (the smaller one of the "
+                f"model's max_position_embeddings and the run's sampling.max_prompt_tokens + max_new_tokens); lower "
+                f"sampling.max_new_tokens, or leave out longer prompts"
             )
         vocab_size = self._engine.vocab_size
         listed = num_listed(sampling, vocab_size) if lease.wants_sampling_mask else 0

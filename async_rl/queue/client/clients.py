@@ -272,7 +272,10 @@ class LearnerQueue:
         return read_as(self._call(messages.Ping()).fields, messages.Pong).versions
 
     def close(self) -> None:
-        """Leave the queue. Unless the run is finished, the server ends ``experimental.linger_s`` seconds later."""
+        """Tell the queue that its learner leaves.
+
+        If the run is not finished, the server waits ``experimental.linger_s`` seconds for another learner, then ends.
+        """
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._lineage is not None:

@@ -341,12 +341,14 @@ class QueueServer:
     def _attempt(
         self, request: Request, answer: Callable[[], Reply | Deferred | None], now: float
     ) -> Reply | Deferred | None:
-        """Call ``answer`` and return its reply. A refusal becomes an error reply.
+        """Call ``answer`` and return its reply.
 
-        On a full disk return None, for no reply.
+        A request that is refused before it changed the state gets an error reply. On a full disk return None: then the
+        client gets no reply and repeats its request.
 
         Raises:
-            RequestError: there is a bug, or the request was refused after it had changed the state.
+            RequestError: ``answer`` failed because of a bug: with an unexpected exception, or after it had changed the
+                state.
         """
         # Expire leases first, so that this change of the state does not count as one of the request.
         self._state.expire(now)

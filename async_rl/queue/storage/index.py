@@ -94,7 +94,9 @@ def open_index(directory: Path, identity: str) -> sqlite3.Connection:
         if found is None and identity:
             write_meta(index, "identity", identity)
         if found and identity and found != identity:
-            raise QueueError(f"{path}: expected the journal of {identity!r}, got that of {found!r}; {_START_OVER}")
+            raise QueueError(
+                f"{path}: expected the journal of run {identity!r}, got that of run {found!r}; {_START_OVER}"
+            )
     except BaseException:
         index.close()
         raise
