@@ -10,7 +10,6 @@ places of payloads that were copied to another file).
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ _FORMAT = 6
 _DIGEST_BYTES = 8
 _MAX_PLACE = 1 << 48
 """Numbers of segment files and offsets in them must be smaller."""
+_WRITE_VERSION_AT = 18
 _NO_DAMAGE = frozenset({
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_INTERRUPT,
@@ -135,9 +135,22 @@ def is_damage(error: Exception, directory: Path) -> bool:
     """Return whether an error of ``open_index`` means that the index is damaged, not just that it can't be accessed."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None and code & 0xFF == sqlite3.SQLITE_READONLY:
-        # SQLite says so of a damaged header, too.
-        return os.access(directory / INDEX, os.W_OK) and os.access(directory, os.W_OK)
+        # SQLite says so of missing permissions, of a disk that failed for a moment, and of a damaged header.
+        return _header_forbids_writes(directory / INDEX)
     return code is None or code & 0xFF not in _NO_DAMAGE
+
+
+def _header_forbids_writes(path: Path) -> bool:
+    """Return whether the "write version" in a database's header is one with which SQLite opens a file only to read it.
+
+    Source: the SQLite database file format, byte 18 of the header: 1 (rollback journal) or 2 (WAL) can be written.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(_WRITE_VERSION_AT + 1)
+    return len(header) <= _WRITE_VERSION_AT or header[_WRITE_VERSION_AT] not in (1, 2)
 
 
 def move_aside(directory: Path, reason: str) -> str:
