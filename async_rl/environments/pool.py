@@ -46,9 +46,11 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """One environment process. ``key`` is its rollout; None while it is idle, or ends a cancelled rollout.
+    """One environment process.
 
-    ``deadline_s`` is the time by which it must answer; None if no answer is due.
+    ``key`` is the key of the rollout that the process plays. It is None while the process is idle or ends a cancelled
+    rollout. ``deadline_s`` is the time, on the pool's clock, by which the process must answer. It is None if no answer
+    is due.
     """
 
     pid: int

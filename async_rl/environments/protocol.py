@@ -56,7 +56,10 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One answer of the model. ``finish_reason`` is ``length`` if it was cut; a stop string is kept in ``text``."""
+    """One answer of the model.
+
+    ``finish_reason`` is ``length`` if the answer was cut, else ``stop``. A stop string is kept in ``text``.
+    """
 
     text: str
     finish_reason: Literal["stop", "length"]

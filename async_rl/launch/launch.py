@@ -148,7 +148,10 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
 
 
 def summary(run_dir: RunDir, wall_s: float) -> list[str]:
-    """The state of the run: steps, accuracies before and after, the ledger of groups, where its files are."""
+    """Return lines about the run: steps, first and last accuracy of each set, what became of its groups, its files.
+
+    ``wall_s`` is how long this launch took, in seconds.
+    """
     rows = read_rows(run_dir.metrics)
     steps = max((row["step"] for row in rows), default=0)
     evals: dict[str, list[float]] = {}

@@ -40,7 +40,7 @@ CAUSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Durations, in seconds. Tests shorten them."""
+    """The supervisor's time limits, polling interval and pauses before restarts, in seconds. Tests shorten them."""
 
     poll_s: float = 0.2
     queue_start_s: float = 120.0
@@ -118,7 +118,10 @@ class Command:
 
 
 class Commands(Protocol):
-    """The command of each process; ``async_rl.launch.launch.RunCommands`` implements it."""
+    """Gives the supervisor the commands that start the queue server, the learner's processes and each generator.
+
+    ``async_rl.launch.launch.RunCommands`` implements this protocol.
+    """
 
     @property
     def num_generators(self) -> int: ...

@@ -44,10 +44,10 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """The tests of one row, at least one. ``function`` is the name of the function to call; None for scripts.
+    """The tests of one row. There is at least one.
 
-    ``tolerance`` is the largest difference between a number that is no integer and the expected one: absolute, or
-    relative to the expected number where that allows more.
+    ``function`` is the name of the function to call. It is None if the program is a script. ``tolerance`` limits the
+    error of a number that is not an integer: it may be at most ``tolerance * max(1, abs(expected))``.
     """
 
     tests: tuple[CodeTest, ...]

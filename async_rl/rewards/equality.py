@@ -229,9 +229,10 @@ def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
 
 
 def _is_parsable(form: str) -> bool:
-    """Whether math_verify can parse it: braces match, nesting is shallow, and no two numbers are adjacent.
+    """Return whether math_verify can read the answer ``form`` correctly.
 
-    It would read ``5 5`` as 10, and ``5}{6`` as 5.
+    All brackets must match and must not be nested deeper than ``MAX_NESTING``, and no two numbers may be adjacent:
+    math_verify would read ``5 5`` as 10, and ``5}{6`` as 5.
     """
     if re.search(r"[0-9.] [0-9.]", form):
         return False

@@ -62,7 +62,10 @@ def main() -> None:
 
 
 def _receive(control: socket.socket, parent_pid: int) -> tuple[bytes, int, int] | None:
-    """Return the next request: its kind, process id and descriptor (-1 if none); None after the parent's end."""
+    """Wait for the parent's next request.
+
+    Return its kind, a process id, and a file descriptor (-1 if none was sent). Return None if the parent has ended.
+    """
     # A process forked from the parent may hold the other end open, so a closed socket is not the only sign.
     while not select.select([control], [], [], _ORPHAN_CHECK_S)[0]:
         if os.getppid() != parent_pid:

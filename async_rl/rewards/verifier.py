@@ -178,7 +178,10 @@ class MathVerifier:
         )
 
     def _end_worker(self, server: _Server, worker: _Worker, *, stuck: bool = False) -> Verdict:
-        """Replace a worker that did not answer. The verdict says why it did not."""
+        """End a worker that did not answer.
+
+        Return ``timed_out`` if the answer's deadline or the worker's CPU time limit was reached, else ``crashed``.
+        """
         with self._lock:
             if server is not self._server:  # the server was replaced or closed, together with its workers
                 return "crashed"
