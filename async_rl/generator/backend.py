@@ -49,14 +49,14 @@ _LOW_64_BITS = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """One finished sequence of a lease. ``N`` sampled tokens, end-of-sequence token included.
+    """One finished sample of a lease, with ``N`` sampled tokens. The end-of-sequence token is one of them.
 
     Attributes:
         index: the sample's number in the lease's group, from 0.
-        prompt_ids: int32 [P].
-        token_ids: int32 [N].
+        prompt_ids: the prompt's tokens, int32 [P].
+        token_ids: the sampled tokens, int32 [N].
         logprobs: float32 [N], nats, of the distribution that was sampled: after temperature, top-k and top-p.
-        versions: int32 [N].
+        versions: int32 [N], the version of the weights that sampled each token.
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
         text: the sampled tokens decoded, without special tokens.
         sampling_mask: N sets of tokens, those that top-p and top-k kept; None unless ``lease.wants_sampling_mask``.
@@ -74,27 +74,30 @@ class Sampled:
 
 
 class Text(Protocol):
-    """The part of a tokenizer that environments need."""
+    """Renders and encodes text for environments: the part of a tokenizer that they need."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the conversation as text, with the opening of the assistant's turn."""
+        """Return the conversation as one text. The text ends where the assistant's next turn begins."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids, int32 [N]. Add no special tokens that the text does not spell out."""
+        """Return the text's token ids, int32 [N]. Special tokens occur only where the text spells them out."""
         ...
 
     def ending(self, token_id: int) -> str:
-        """Return a special token's text; empty for any other token."""
+        """Return the text of a special token, for example the one that ends a turn. Return "" for any other token."""
         ...
 
 
 class Backend(Protocol):
-    """An inference engine. Not thread-safe: one loop owns it. ``conformance.check_backend`` tests an implementation."""
+    """An inference engine that samples answers with weights that change. One thread steps it; it is not thread-safe.
+
+    ``conformance.check_backend`` tests an implementation.
+    """
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """The backend's abilities; the same for all instances of a class."""
+        """What the backend can do. The value is the same for all instances of a class."""
         ...
 
     @property
@@ -104,7 +107,7 @@ class Backend(Protocol):
 
     @property
     def num_running(self) -> int:
-        """The number of sequences that run or wait to run."""
+        """The number of sequences that are running or waiting for a slot."""
         ...
 
     @property
@@ -114,34 +117,46 @@ class Backend(Protocol):
 
     @property
     def version(self) -> int:
-        """The active version; -1 before the first ``activate``."""
+        """The version of the active weights. It is -1 before the first ``activate``."""
         ...
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        """Return the token ids, int32 [P], of the rendered chat prompt with the opening of the model's turn."""
+        """Return the token ids, int32 [P], of the prompt in the chat template.
+
+        They end where the model's turn begins.
+        """
         ...
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        """Start or queue the lease's ``group_size`` samples of this prompt, with the lease's sampling and seed."""
+        """Start the lease's ``group_size`` samples of this prompt, or queue them until slots are free.
+
+        The lease has the sampling settings and the seed.
+        """
         ...
 
     def cancel(self, lease_id: str) -> None:
-        """Forget the lease's sequences; ``step`` returns none of them from now on. Ignore an unknown lease."""
+        """Stop the lease's sequences. ``step`` returns none of them from now on. An unknown lease is ignored."""
         ...
 
     def step(self) -> list[Sampled]:
-        """Run one decode step over all running sequences, and return the finished ones. Return at once if none run."""
+        """Run one decode step over all running sequences. Return the samples that it finished.
+
+        Return at once if no sequence runs.
+        """
         ...
 
     def progress(self) -> dict[str, int]:
-        """Return the number of tokens sampled so far for each open lease, for the heartbeat."""
+        """Return, for each lease id with unfinished samples, the number of tokens sampled so far.
+
+        Heartbeats report it.
+        """
         ...
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
-        """Sample with these weights from the next step on. Returns the pause in seconds: no step could run then.
+        """Sample with ``weights`` from the next step on. Return the pause: for how many seconds no step could run.
 
         ``weights`` maps Hugging Face state-dict names to host tensors, which stay valid until the next ``activate``
-        returns. The fake ignores them.
+        returns. The fake backend ignores them.
 
         Raises:
             WeightsError: a tensor is missing, unknown, or of another shape.
@@ -149,20 +164,21 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the engine."""
+        """Stop all sequences and release the engine."""
         ...
 
 
 @runtime_checkable
 class PreparingBackend(Protocol):
-    """Additional methods of a backend that can prepare a version while it samples with another."""
+    """Additional methods of a backend that can prepare new weights while it still samples with the old ones."""
 
     def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
-        """Prepare this version, and return whether it is ready, so that ``activate`` takes little time.
+        """Prepare ``version``, so that ``activate`` takes little time. Return whether it is ready.
 
-        It is called between decode steps, repeatedly, until it returns True. The first call starts the preparation.
-        ``weights`` is the same object each time; it is not read after the first call that returned False. A call with
-        another version or object replaces the preparation. Without any call, ``activate`` prepares the version itself.
+        The loop calls this method between decode steps until it returns True. The first call starts the preparation.
+        ``weights`` is the same object in all these calls; the backend does not read it after the first call that
+        returned False. A call with another version or object replaces the preparation. Without any call, ``activate``
+        prepares the version itself.
 
         Raises:
             WeightsError: a tensor is missing, unknown, or of another shape, or the engine could not take it.
@@ -172,7 +188,7 @@ class PreparingBackend(Protocol):
 
 @runtime_checkable
 class TextBackend(Protocol):
-    """An additional property of a backend whose tokens are not those of the model's tokenizer."""
+    """Additional property of a backend that has its own tokens instead of those of the model's tokenizer."""
 
     @property
     def text(self) -> Text: ...
@@ -205,7 +221,7 @@ def build_backend(
 ) -> Backend:
     """Build the engine that ``config.generator`` names, for the model files in ``directory``.
 
-    ``activate`` brings its weights; with ``load_pretrained`` they are those in ``directory``, as version 0.
+    The engine has no weights until ``activate``. With ``load_pretrained`` it has those in ``directory``, as version 0.
 
     Args:
         code_digests: the learner's digests of the user's own code; None if this machine's user chose the code.
@@ -233,7 +249,10 @@ def build_backend(
 
 
 def resolve_backend(config: Config, *, offline: bool = False) -> str:
-    """Return the name of the backend to build: ``generator.backend``, with ``auto`` resolved for this machine."""
+    """Return the name of the backend to build.
+
+    If ``generator.backend`` is ``auto``, choose one that suits this machine.
+    """
     if config.generator.backend != AUTO:
         return config.generator.backend
     for name in AUTO_CANDIDATES:
@@ -251,7 +270,10 @@ def resolve_backend(config: Config, *, offline: bool = False) -> str:
 
 
 def cuda_device(config: Config) -> str | None:
-    """Return the engine's CUDA device: the first of ``generator.devices``, or else of the machine; None for the CPU."""
+    """Return the engine's CUDA device by its name in torch, for example ``cuda:0``. Return None for the CPU.
+
+    The device is the first one of ``generator.devices``, or the machine's first one if that key is not set.
+    """
     if not has_model(config.generator.backend):
         return None
     import torch
@@ -262,7 +284,7 @@ def cuda_device(config: Config) -> str | None:
 
 
 def _own_class(name: str, config: Config, code_digests: Mapping[str, str] | None) -> Any:
-    """Import the user's backend class and check it against the config.
+    """Import the user's own backend class and check that it can do what the config requires.
 
     Raises:
         ConfigError: as ``build_backend`` says.
@@ -331,14 +353,17 @@ def _mixed(value: UInt64Array) -> UInt64Array:
 
 
 def rollout_keys(seed: int, indices: npt.NDArray[np.int64]) -> UInt64Array:
-    """Return a stream key, uint64 [N], for each rollout index of a lease with this seed."""
+    """Return one key, uint64 [N], for each rollout index.
+
+    ``uniforms`` makes a rollout's random numbers from its key.
+    """
     start = _mixed(np.asarray([seed & _LOW_64_BITS], dtype=np.uint64))
     # Mixed twice, so that the stream of (seed, index + 1) is not this stream shifted by one token.
     return _mixed(_mixed(start + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
 
 
 def uniforms(keys: UInt64Array, counters: npt.NDArray[np.int64]) -> Float64Array:
-    """Return float64 [N] in [0, 1 - 2**-52], one number for each (key, counter)."""
+    """Return random numbers, float64 [N] in [0, 1 - 2**-52]: a fixed one for each pair (rollout key, token index)."""
     bits = _mixed(keys + (counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     # 52 bits, not 53: then u * total < total even after rounding, so an inverse CDF always finds an index.
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52

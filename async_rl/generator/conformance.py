@@ -28,18 +28,18 @@ _SEEDS = 20
 
 
 class ConformanceError(AsyncRLError):
-    """A backend breaks a promise. The message names the check, and what it expected and got."""
+    """A backend breaks a promise of ``backend.Backend``. The message names the check, and what it expected and got."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The backend to test, and the limits.
+    """The backend to test, what it is tested with, and the test's limits.
 
     Attributes:
         make: builds the backend, without weights.
         weights: returns the weights of a version for ``activate``; versions 1 and 2 must differ.
         messages: a prompt that the backend can encode.
-        is_deterministic: ``make`` builds it as for ``sampling.deterministic = true``.
+        is_deterministic: whether ``make`` builds the backend as for ``sampling.deterministic = true``.
         max_new_tokens: large enough that new weights can arrive in the middle of an answer.
         tolerance: the largest difference in nats between a token's logprob when sampled and when scored.
         limit_s: the longest time that an answer may take.
@@ -55,10 +55,11 @@ class Subject:
 
 
 def check_backend(subject: Subject) -> list[str]:
-    """Run every check that applies to the backend. Return the names of those that ran.
+    """Run every check that applies to the backend. Return the names of the checks that ran.
 
     Raises:
-        ConformanceError: a check failed. Whatever the backend itself raises.
+        ConformanceError: a check failed.
+        Exception: the backend itself raised it.
     """
     ran: list[str] = []
     with closing(_Trial(subject)) as trial:
@@ -73,7 +74,7 @@ def check_backend(subject: Subject) -> list[str]:
 
 
 class _Trial:
-    """The backend under test, and the steps that checks share."""
+    """Holds the backend under test and has the steps that several checks need."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -90,7 +91,10 @@ class _Trial:
             raise ConformanceError(f"{type(self.backend).__name__}, {self.name}: expected {expected}, got {got}")
 
     def lease(self, *, group_size: int = 2, seed: int = 1, kind: LeaseKind = "train", **sampling: Any) -> Lease:
-        """Return a new lease. Its temperature is 1 and its answers are long, unless ``sampling`` overrides that."""
+        """Return a new lease for the subject's prompt.
+
+        It has temperature 1 and long answers, unless ``sampling`` overrides that.
+        """
         self._num_leases += 1
         prompt = Prompt(0, 0, 0, tuple(self.subject.messages), {"gt_answer": "2"})
         chosen = structs.replace(Sampling(1.0, 1.0, 0, self.subject.max_new_tokens, 512, ()), **sampling)
@@ -103,7 +107,7 @@ class _Trial:
         return prompt_ids
 
     def drain(self) -> list[Sampled]:
-        """Step until nothing runs. Return all samples."""
+        """Run decode steps until no sequence is left. Return all samples that finished."""
         deadline, found = time.monotonic() + self.subject.limit_s, []
         while self.backend.num_running:
             found += self.backend.step()
@@ -115,7 +119,7 @@ class _Trial:
         return found
 
     def sample(self, lease: Lease) -> list[Sampled]:
-        """Return the lease's samples in order of their index, after checking what every sample must fulfil."""
+        """Sample the lease. Return its samples in order of their index, after the checks that hold for every sample."""
         prompt_ids = self.submit(lease)
         found = sorted(self.drain(), key=lambda sample: sample.index)
         indices = [(sample.lease_id, sample.index) for sample in found]
@@ -146,7 +150,7 @@ class _Trial:
         )
 
     def activate(self) -> int:
-        """Activate the next version, and return its number."""
+        """Activate the weights of the next version. Return the version's number."""
         version = self.backend.version + 1 if self.backend.version != NO_VERSION else 1
         weights = self.subject.weights(version)
         pause_s = self.backend.activate(version, weights)

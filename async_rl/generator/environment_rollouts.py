@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An unfinished rollout. ``request_id``: the request that the backend samples for it now, or None."""
+    """An unfinished rollout.
+
+    ``request_id`` names the request that the backend is sampling for it; None if there is none.
+    """
 
     key: str
     lease: Lease
@@ -45,14 +48,20 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _OpenLease:
-    """A lease's unfinished rollouts. ``progress`` counts sampled tokens, turns, and steps spent waiting for a slot."""
+    """A lease's unfinished rollouts by key, and a count that grows while they make progress.
+
+    ``progress`` counts sampled tokens, messages of environments, and heartbeats at which a turn waited for a slot.
+    """
 
     progress: int = 0
     rollouts: dict[str, _Open] = field(default_factory=dict)
 
 
 class EnvironmentRollouts:
-    """See ``rollouts.Rollouts``. A rollout that fails is collected with finish reason ``error``."""
+    """Plays rollouts of several turns between the backend and the processes of an ``EnvironmentPool``.
+
+    It implements ``rollouts.Rollouts``. ``collect`` also returns a rollout that failed, with finish reason ``error``.
+    """
 
     def __init__(self, backend: Backend, pool: EnvironmentPool, text: Text, config: EnvironmentConfig) -> None:
         self._backend = backend
@@ -77,7 +86,7 @@ class EnvironmentRollouts:
         return self._text.encode(self._rendered(messages)) if messages else np.zeros(0, np.int32)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        """Begin the rollouts. Ignore ``prompt_ids``: an environment may begin with another prompt.
+        """Begin the lease's rollouts. ``prompt_ids`` is ignored, because an environment may begin with another prompt.
 
         Raises:
             ConfigError: the environment's code can no longer be run.
@@ -139,7 +148,10 @@ class EnvironmentRollouts:
         return done
 
     def progress(self) -> dict[str, int]:
-        """Return the progress of each lease. It also grows while a turn waits for a slot and others are sampled."""
+        """Return for each lease id a count that grows while the lease makes progress.
+
+        The count also grows while a turn waits for a slot and the backend samples other sequences.
+        """
         sampled = self._backend.progress()
         moved = self._num_steps > self._steps_at_progress
         self._steps_at_progress = self._num_steps
@@ -151,15 +163,15 @@ class EnvironmentRollouts:
         return progress
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Render the row's messages with the chat template, for the environment's first state.
-
-        Return a plain-text prompt unchanged.
-        """
+        """Return the row's messages as text by the chat template. A plain-text prompt stays as it is."""
         is_text = len(messages) == 1 and messages[0]["role"] == TEXT_ROLE
         return messages[0]["content"] if is_text else self._text.render(messages)
 
     def _next_turn(self, rollout: _Open, wanted: Mapping[str, Any]) -> None:
-        """Sample the model's answer to the state in the environment's request, ``wanted``."""
+        """Have the backend sample the next answer of a rollout.
+
+        ``wanted`` is the environment's request, with the state to answer.
+        """
         lease, trajectory = rollout.lease, rollout.trajectory
         sampling, is_first = lease.sampling, not rollout.trajectory.turn_tokens
         if len(trajectory.turn_tokens) >= self._config.max_turns or rollout.is_over:
@@ -193,7 +205,10 @@ class EnvironmentRollouts:
         self._backend.submit(request, ids)
 
     def _request(self, rollout: _Open, sampling: Sampling) -> Lease:
-        """Return one turn as a lease for one sample. Its random numbers depend on seed, index and turn alone."""
+        """Return one turn as a lease for one sample.
+
+        Its seed depends only on the lease's seed, the rollout's index and the turn.
+        """
         turn = len(rollout.trajectory.turn_tokens)
         key = int(rollout_keys(rollout.lease.seed, np.array([rollout.index]))[0])
         return replace(
@@ -227,7 +242,7 @@ class EnvironmentRollouts:
         )
 
     def _abandon(self, rollout: _Open, error: str) -> None:
-        """Fail a rollout whose environment still waits for an answer."""
+        """Fail a rollout, and cancel its environment, which still waits for an answer."""
         self._pool.cancel(rollout.key)
         self._fail(rollout, error)
 
@@ -252,11 +267,11 @@ class EnvironmentRollouts:
 
 
 def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[str, Any]:
-    """The ``extra`` dict passed to an environment.
+    """Return the ``extra`` dict that an environment gets for one rollout.
 
     It has ``idx`` (the row's number), ``seed`` (one per prompt, equal for all rollouts of the group), ``index`` (the
-    rollout's number in its group), ``messages``, the keys of ``environment.extra``, the row's other keys and those of
-    its ``extra_info``. A later one in this list overrides an earlier one of the same name.
+    rollout's number in its group), ``messages``, the keys of ``environment.extra``, the row's other keys and the keys
+    of the row's ``extra_info``. Where a name occurs several times, the last one in this order wins.
     """
     row = dict(lease.prompt.reward_data)
     own = row.pop("extra_info", None)
@@ -270,7 +285,7 @@ def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[st
 
 
 class TokenizerText:
-    """See ``backend.Text``, for a Hugging Face tokenizer."""
+    """Renders and encodes text with a Hugging Face tokenizer, as the protocol ``backend.Text`` requires."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -289,7 +304,10 @@ class TokenizerText:
 
 
 class Trajectory:
-    """One rollout's sequences so far. Call ``add_state`` at the start of each turn, ``add_answer`` at its end."""
+    """Collects the tokens of one rollout.
+
+    Call ``add_state`` at the start of each turn and ``add_answer`` at its end.
+    """
 
     def __init__(self, text: Text) -> None:
         self._text = text
@@ -305,7 +323,7 @@ class Trajectory:
         return sum(self.turn_tokens)
 
     def add_state(self, state: str) -> np.ndarray:
-        """Add a state. Return the token ids, int32 [N], that the model continues."""
+        """Add the environment's newest state. Return all token ids, int32 [N], that the model shall continue."""
         rest = self._continuation(state)
         if rest is None:
             self._close()
@@ -315,19 +333,22 @@ class Trajectory:
         return self._open.token_ids()
 
     def add_answer(self, sampled: Sampled) -> None:
-        """Add the model's answer to the newest state."""
+        """Add the answer that the model sampled for the newest state."""
         self._open.add_sampled(sampled)
         self._action = sampled.text
         self._ending = self._text.ending(int(sampled.token_ids[-1]))
         self.turn_tokens.append(len(sampled.token_ids))
 
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """Return all sequences in which something was sampled."""
+        """Return the rollout's sequences that contain sampled tokens. The rollout ends with this call."""
         self._close()
         return tuple(self._closed)
 
     def _continuation(self, state: str) -> str | None:
-        """Return the part of ``state`` that follows the tokens so far; None if ``state`` does not begin with them."""
+        """Return the part of ``state`` after the text so far.
+
+        Return None if ``state`` does not begin with that text.
+        """
         if self._action is None:
             return None
         known = self._state + self._action
@@ -344,7 +365,10 @@ class Trajectory:
 
 
 class _OpenSequence:
-    """A sequence under construction: arrays of its states and answers, in the order in which they came."""
+    """A token sequence that still grows.
+
+    It keeps one array for each state and answer, in the order in which they came.
+    """
 
     def __init__(self) -> None:
         self._ids: list[np.ndarray] = []

@@ -31,7 +31,10 @@ _CHARACTERS_PER_TOKEN = 4
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sample. ``started_at`` counts decode steps; -1 while it waits for a slot."""
+    """One sample of a lease.
+
+    ``started_at`` is the number of decode steps before its first one; -1 while it waits for a slot.
+    """
 
     lease: Lease
     index: int
@@ -42,7 +45,7 @@ class _Sequence:
 
 
 class FakeText:
-    """The fake's tokenizer: one token, hashed, for every four characters. See ``backend.Text``."""
+    """The fake backend's tokenizer, which implements ``backend.Text``. It hashes every four characters to one token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -59,7 +62,10 @@ class FakeText:
 
 
 class FakeBackend:
-    """See ``backend.Backend``. ``answer_form``: the reward type whose answer format it writes."""
+    """A backend without a model: its answers depend only on the lease's seed and the rollout's index.
+
+    It implements ``backend.Backend``. ``answer_form`` names the reward type in whose format it writes its answers.
+    """
 
     capabilities = BACKENDS["fake"]
 
@@ -99,7 +105,11 @@ class FakeBackend:
         return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        """See ``backend.Backend``. Raises ValueError if the prompt contains ``experimental.fake.fails_on``."""
+        """Return the prompt's token ids, int32 [P].
+
+        Raises:
+            ValueError: the prompt contains the text ``experimental.fake.fails_on``.
+        """
         coder = self.text
         text = coder.render(messages)
         if self._fake.fails_on and self._fake.fails_on in text:
@@ -165,7 +175,11 @@ class FakeBackend:
             self._running.append(sequence)
 
     def _wait_out_step(self) -> None:
-        """Sleep until the step's end on an absolute schedule, so that time spent elsewhere is not added."""
+        """Sleep until the present decode step should end.
+
+        The ends of steps follow a fixed schedule, so time that the caller spends between steps does not slow the fake
+        down.
+        """
         if self._fake.step_time_s == 0:
             return
         now = time.monotonic()
@@ -213,7 +227,11 @@ class FakeBackend:
 
 
 def _program(reward_data: Mapping[str, Any], *, correct: bool) -> str:
-    """Return a program that prints the expected outputs of the row's tests (scripts only), or a wrong one."""
+    """Return a Python program as an answer to the row's tests.
+
+    If ``correct``, it prints the expected outputs (for tests with standard input only). Otherwise it prints a wrong
+    one.
+    """
     cases = reward_data.get("test_cases", {})
     known = dict(zip(cases.get("inputs", []), cases.get("outputs", [])))
     source = f"import sys\nprint({known!r}[sys.stdin.read()])" if correct else "print('wrong')"
@@ -221,19 +239,19 @@ def _program(reward_data: Mapping[str, Any], *, correct: bool) -> str:
 
 
 def _num_kept(sampling: Sampling, vocab_size: int) -> int:
-    """Return how many equally likely tokens are kept: at most ``top_k``, then the fewest that reach ``top_p``."""
+    """Return how many of the equally likely tokens top-k and top-p keep."""
     if sampling.keeps_all:
         return vocab_size
     return math.ceil(sampling.top_p * min(sampling.top_k or vocab_size, vocab_size))
 
 
 def _first_ids(num_kept: int, count: int, vocab_size: int) -> SamplingMask:
-    """Return ``count`` sets, each of the ids below ``num_kept``."""
+    """Return a sampling mask for ``count`` tokens. The set of each token holds all ids below ``num_kept``."""
     once = pack_ids(np.array([num_kept]), np.arange(num_kept), vocab_size=vocab_size)
     return join([once] * count)
 
 
 def _answer_length(fake: FakeConfig, seed: int, index: int) -> int:
-    """Return the number of tokens of an answer, at least 1: log-normal with mean ``mean_tokens``."""
+    """Return the number of tokens of an answer, at least 1. Lengths are log-normal with mean ``mean_tokens``."""
     normal = np.random.default_rng([0, seed, index]).standard_normal()
     return max(1, round(fake.mean_tokens * math.exp(fake.sigma * normal - fake.sigma**2 / 2)))

@@ -50,7 +50,7 @@ _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
 
 
 class Queue(Protocol):
-    """The part of ``queue.client.GeneratorQueue`` that the loop uses."""
+    """The methods of ``queue.client.GeneratorQueue`` that the loop uses. Tests implement them with fakes."""
 
     @property
     def lease_request_outstanding(self) -> bool: ...
@@ -67,7 +67,7 @@ class Queue(Protocol):
 
 
 class Staged(Protocol):
-    """A version that is received and verified, but not active."""
+    """A version of the weights that has arrived and is verified, but is not active yet."""
 
     @property
     def lineage(self) -> str: ...
@@ -80,7 +80,10 @@ class Staged(Protocol):
 
 
 class WeightsReceiver(Protocol):
-    """The part of ``weights.receiver.Receiver`` that the loop uses. ``error``: why no version comes at present."""
+    """The methods of ``weights.receiver.Receiver`` that the loop uses.
+
+    ``error`` says why no version can arrive at present; None if nothing is wrong.
+    """
 
     @property
     def error(self) -> str | None: ...
@@ -90,10 +93,10 @@ class WeightsReceiver(Protocol):
 
 
 class Worker:
-    """One generator's state: its active weights, its leases and its counters.
+    """Runs one generator: it holds the active weights, the leases and the counters, and ``run`` is its loop.
 
-    ``wait_s`` is how long the queue may be silent. ``clock`` gives seconds. An ``environment`` plays the rollouts; if
-    it is None, each rollout is one answer, scored by ``grader``.
+    ``wait_s`` is how long the queue may be silent. ``clock`` returns the time in seconds. If ``environment`` is None,
+    each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class Worker:
         self._receiver_trouble: str | None = None
 
     def run(self) -> None:
-        """Work until the queue reports the end of the run.
+        """Sample groups for the queue until it reports the end of the run.
 
         Raises:
             QueueError: the queue was silent for longer than ``wait_s``.
@@ -154,9 +157,9 @@ class Worker:
             self._check_waits()
 
     def _receive_weights(self) -> None:
-        """Activate the newest staged version between two decode steps.
+        """Activate the newest version that has arrived, between two decode steps.
 
-        Prepare it first, while decoding, if the backend can.
+        A ``PreparingBackend`` prepares the version first, while it decodes with the old one.
         """
         trouble = self._receiver.error
         if trouble != self._receiver_trouble:
@@ -181,7 +184,10 @@ class Worker:
         self._submit_leases()
 
     def _answer_probe(self) -> None:
-        """Score the probe that the learner sent with the active version, once."""
+        """Answer the learner's probe of the active version, if one has arrived and is not answered.
+
+        A probe holds token sequences with the learner's log-probabilities; the answer holds the engine's.
+        """
         active = self._active
         if active is None or not self._probes or not self._holds_newest_lineage:
             return
@@ -193,7 +199,7 @@ class Worker:
 
     @property
     def _is_transferring(self) -> bool:
-        """Whether a version is announced that is not active yet."""
+        """Whether the learner has announced a version that is not active yet."""
         announced = self._announced
         return announced is not None and (announced.lineage, announced.version) != (
             self._lineage,
@@ -202,11 +208,14 @@ class Worker:
 
     @property
     def _holds_newest_lineage(self) -> bool:
-        """Whether the active weights are of the lineage that was announced last."""
+        """Whether the active weights belong to the lineage that was announced last."""
         return self._announced is not None and self._announced.lineage == self._lineage
 
     def _follow(self, announcement: Announcement) -> None:
-        """Receive what is announced. A new lineage voids all leases, because its queue leases the prompts again."""
+        """Have the receiver fetch the version that was announced.
+
+        If its lineage is new, drop all leases, because the queue leases their prompts again.
+        """
         if self._announced is not None and announcement.lineage != self._announced.lineage:
             for lease_id in self._leases.ids:
                 self._drop(lease_id)
@@ -229,7 +238,11 @@ class Worker:
             self._queue.request_leases(self._lineage, self._backend.version, wanted, LEASE_WAIT_S)
 
     def _num_wanted(self) -> int:
-        """Return how many leases fill the free slots, plus one in line, so that no slot waits for a round trip."""
+        """Return how many leases to request now.
+
+        They fill the free slots, plus one lease in reserve, so that no slot is empty while the next request is on its
+        way.
+        """
         free = self._backend.max_running - self._rollouts.num_open - self._leases.num_unsubmitted
         wanted = math.ceil((free + self._expected_group_size) / self._expected_group_size)
         if self._max_groups is not None:
@@ -260,7 +273,7 @@ class Worker:
         self._submit_leases()
 
     def _submit_leases(self) -> None:
-        """Submit the leases that the active version may sample."""
+        """Begin the leases that have waited for the active version."""
         for active in self._leases.take_submittable(self._backend.version):
             self._rollouts.submit(active.lease, active.prompt_ids)
 
@@ -269,7 +282,7 @@ class Worker:
             self._rollouts.cancel(lease_id)
 
     def _step(self) -> None:
-        """Run one decode step. Pass what it finished to the grader."""
+        """Run one decode step. Pass the samples that it finished on to be scored."""
         num_running = min(self._backend.num_running, self._backend.max_running)
         if not num_running:
             return
@@ -279,7 +292,7 @@ class Worker:
         self._rollouts.take(sampled)
 
     def _return_graded(self) -> None:
-        """Return the groups whose last rollout is scored."""
+        """Send to the queue each group whose last rollout has been scored. Report failed leases."""
         for graded in self._rollouts.collect():
             self._num_graded += 1
             lease_id = graded.lease.lease_id
@@ -354,7 +367,7 @@ class Worker:
                 self._finished = True
 
     def _check_waits(self) -> None:
-        """Fail if the queue is silent. Warn once about what an idle generator waits for.
+        """Check how long the generator has waited. Warn once about what it waits for while nothing runs.
 
         Raises:
             QueueError: the queue was silent for longer than ``wait_s``.
@@ -381,7 +394,7 @@ class Worker:
 
 
 class Activity:
-    """Cumulative counters of one generator, for its heartbeats. ``clock`` gives seconds."""
+    """Counts the work and the idle time of one generator for its heartbeats. ``clock`` returns the time in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -391,17 +404,17 @@ class Activity:
         self._has_warned = False
 
     def add_step(self, duration_s: float, num_running: int) -> None:
-        """Count a decode step over ``num_running`` sequences."""
+        """Count a decode step of ``duration_s`` seconds with ``num_running`` sequences."""
         self._busy_s += duration_s
         self._busy_sequence_s += duration_s * num_running
 
     def add_activation(self, pause_s: float) -> None:
-        """Count an activation of new weights."""
+        """Count an activation of new weights, and the ``pause_s`` seconds for which no decode step could run."""
         self._pause_s += pause_s
         self._num_activations += 1
 
     def stats(self, backend: Backend) -> GeneratorStats:
-        """Return the counters since this object was created."""
+        """Return what has been counted since this object was created, as the record for a heartbeat."""
         return GeneratorStats(
             max_running=backend.max_running,
             wall_s=self._clock() - self._started_s,
@@ -413,7 +426,10 @@ class Activity:
         )
 
     def check_idle(self, generator_id: str, *, is_running: bool, awaited: Callable[[], str]) -> None:
-        """Log once, after ``WATCHDOG_S`` without a running sequence, what the generator waits for."""
+        """Log a warning if no sequence has run for ``WATCHDOG_S`` seconds. It says what the generator waits for.
+
+        There is one warning until a sequence runs again.
+        """
         now_s = self._clock()
         if is_running:
             self._idle_since_s = now_s

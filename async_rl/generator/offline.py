@@ -27,9 +27,10 @@ _POLL_S = 0.002
 
 @dataclass(slots=True)
 class OfflineSamples:
-    """Every lease's group, in the order of the leases. A lease that could not be answered has a group without rollouts.
+    """The groups of all leases, in the order of the leases. A lease that failed has a group without rollouts.
 
-    ``causes`` counts those leases by cause. ``first_failure`` describes the first of them; empty if there is none.
+    ``causes`` counts the failed leases by cause. ``first_failure`` describes the first failed lease; it is empty if no
+    lease failed.
     """
 
     groups: list[tuple[Prompt, Group]] = field(default_factory=list)
@@ -40,10 +41,11 @@ class OfflineSamples:
 def sample_offline(
     backend: Backend, rollouts: Rollouts, leases: Sequence[Lease], *, progress: Progress | None = None
 ) -> OfflineSamples:
-    """Answer all ``leases``. Begin a lease while the backend has a free slot.
+    """Sample and score all ``leases``, and return their groups. A lease begins when the backend has a free slot.
 
     Raises:
-        ModelError: the backend can't sample like that. Whatever else the backend raises.
+        ModelError: the backend can't sample with a lease's settings.
+        Exception: the backend raised it.
     """
     answering = _OfflineSampling(backend, rollouts, leases)
     num_done = 0
@@ -73,7 +75,7 @@ class _OfflineSampling:
         return not self._todo and not self._open
 
     def turn(self) -> None:
-        """Fill the free slots, run one decode step, and take what is scored."""
+        """Begin leases for the free slots, run one decode step, and collect the rollouts that have been scored."""
         while self._todo and self._rollouts.num_open < self._backend.max_running:
             self._begin(self._todo.popleft())
         if self._backend.num_running:

@@ -27,24 +27,25 @@ _SHOWN_NAMES = 5
 
 @runtime_checkable
 class ScoringBackend(Protocol):
-    """Additional members of a backend that can score tokens."""
+    """Additional members of a backend that can return the log-probabilities of given tokens."""
 
     @property
     def name(self) -> str:
-        """As in ``generator.backend``."""
+        """The engine's name, as in the key ``generator.backend``."""
         ...
 
     @property
     def dtype(self) -> str:
-        """The torch name of the engine's dtype."""
+        """The engine's dtype by its name in torch, for example ``bfloat16``."""
         ...
 
     def score_tokens(
         self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
     ) -> np.ndarray | None:
-        """Return the scored tokens' log-probabilities under the active weights: float32, nats, sequence by sequence.
+        """Return the log-probabilities of the sequences' scored tokens, one sequence after the other: float32 [N].
 
-        Return None if the engine does not support ``mode``. Running sequences are not affected.
+        They are in nats, under the active weights. Running sequences are not affected. The result is None if the engine
+        does not support ``mode``.
         """
         ...
 
@@ -54,7 +55,12 @@ class ScoringBackend(Protocol):
 
 
 def answer_probe(backend: Backend, probe: Probe, weights: Mapping[str, Any]) -> Answer:
-    """Score ``probe``. ``weights`` are the verified tensors of its version, which is active."""
+    """Return the engine's log-probabilities of the probe's tokens.
+
+    If they differ from the learner's, add the likely cause.
+
+    ``weights`` are the verified tensors of the probe's version, which is active.
+    """
     if not isinstance(backend, ScoringBackend):
         return Answer(probe.version, type(backend).__name__, "", None)
     found = backend.score_tokens(probe.sequences, probe.temperature)
@@ -72,7 +78,10 @@ def answer_probe(backend: Backend, probe: Probe, weights: Mapping[str, Any]) -> 
 def _cause(
     backend: Any, probe: Probe, weights: Mapping[str, Any], found: np.ndarray, wanted: np.ndarray, limit: float
 ) -> tuple[str, list[str]]:
-    """Return the likely cause (empty if none is found), and the causes that are excluded."""
+    """Find out why the engine's log-probabilities ``found`` differ from the learner's, ``wanted``.
+
+    Return the likely cause ("" if none is found), and the list of causes that are excluded.
+    """
     excluded: list[str] = []
     if stale := _stale_tensors(backend, probe.version, weights):
         shown = ", ".join(stale[:_SHOWN_NAMES]) + (f" and {len(stale) - _SHOWN_NAMES} more" if stale[5:] else "")
@@ -114,7 +123,10 @@ def _cause(
 
 
 def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> list[str]:
-    """Return the parameters that change when the same version is activated again: they differed from what arrived."""
+    """Activate the same version again. Return the names of the parameters that this changed.
+
+    The engine held something other than the received bytes for these parameters.
+    """
     before = dict(backend.digests())
     backend.activate(version, weights)
     after = backend.digests()
@@ -122,7 +134,10 @@ def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> li
 
 
 def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.ndarray, limit: float) -> str:
-    """Describe a wrong temperature: ignored, or another one fits the learner's values; empty if neither holds."""
+    """Describe how the engine's temperature is wrong. Return "" if the temperature does not explain the difference.
+
+    Either the engine ignores the temperature, or with another one its values fit the learner's, ``wanted``.
+    """
     asked = probe.temperature
     doubled = backend.score_tokens(probe.sequences, 2 * asked)
     if doubled is not None and compare(doubled, found).max < 1e-6:
@@ -135,6 +150,6 @@ def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.
 
 
 def _explains(candidate: np.ndarray, found: np.ndarray, wanted: np.ndarray, limit: float) -> bool:
-    """Whether ``candidate`` is within the limit of ``wanted``, and much nearer to it than ``found``."""
+    """Whether ``candidate`` is within ``limit`` of ``wanted``, the learner's values, and much nearer than ``found``."""
     mean = compare(candidate, wanted).mean
     return mean <= limit and mean < 0.3 * compare(found, wanted).mean

@@ -34,9 +34,10 @@ ScoreOne = Callable[[RewardInput], RewardOutput]
 
 @dataclass(slots=True, eq=False)
 class ActiveLease:
-    """A lease that is not returned yet. ``is_submitted`` is False while it waits for a newer version.
+    """A lease that the generator has not returned yet, with its scored rollouts by index.
 
-    ``rollouts`` holds the scored rollouts by index. ``heartbeats_in_line`` counts heartbeats while it only waited.
+    ``is_submitted`` is False while the lease waits for newer weights. ``heartbeats_in_line`` counts the heartbeats at
+    which the submitted lease had no sampled token yet, while the generator did other work.
     """
 
     lease: Lease
@@ -57,7 +58,10 @@ class ActiveLease:
         return all(rollout.finish_reason == "error" for rollout in self.rollouts.values())
 
     def group(self, generator_id: str, digests: Mapping[int, str], now_s: float) -> Group:
-        """Return the complete group for the queue. ``digests`` maps each version to the digest of its weights."""
+        """Return the complete group to send to the queue.
+
+        ``digests`` maps each version to the digest of its weights.
+        """
         rollouts = tuple(self.rollouts[index] for index in range(self.lease.group_size))
         sampled = np.concatenate([s.versions[s.loss_mask] for r in rollouts for s in r.sequences])
         return Group(
@@ -74,9 +78,10 @@ class ActiveLease:
 
 
 class ActiveLeases:
-    """A generator's leases by id.
+    """The leases that a generator works on, by id.
 
-    The loop adds a lease when the queue grants it, and removes it when its group is returned, failed or cancelled.
+    The loop adds a lease when the queue grants it. The loop removes the lease when its group is returned, or when the
+    lease has failed or is cancelled.
     """
 
     def __init__(self) -> None:
@@ -95,7 +100,7 @@ class ActiveLeases:
 
     @property
     def num_unsubmitted(self) -> int:
-        """The number of rollouts of the leases that wait for a newer version."""
+        """The number of rollouts whose leases wait for newer weights."""
         return sum(active.lease.group_size for active in self._leases.values() if not active.is_submitted)
 
     def add(self, lease: Lease, prompt_ids: np.ndarray, now_s: float) -> None:
@@ -105,20 +110,21 @@ class ActiveLeases:
         return self._leases.get(lease_id)
 
     def remove(self, lease_id: str) -> bool:
-        """Forget the lease. Returns whether it was known."""
+        """Forget the lease. Return whether it was known."""
         return self._leases.pop(lease_id, None) is not None
 
     def take_submittable(self, version: int) -> list[ActiveLease]:
-        """Return the leases that ``version`` may sample and that are not submitted yet. Mark them as submitted."""
+        """Return the leases that ``version`` may sample and that have not begun. Mark them as submitted."""
         ready = [a for a in self._leases.values() if not a.is_submitted and version >= a.lease.min_version]
         for active in ready:
             active.is_submitted = True
         return ready
 
     def progress(self, num_tokens: Mapping[str, int], work: int) -> dict[str, int]:
-        """Return for each lease a count that grows while the lease makes progress, for the heartbeat.
+        """Return for each lease id a count that grows while the lease makes progress. Heartbeats report it.
 
-        A lease that waits for a slot or a grader counts as progressing while leases before it do; else it would expire.
+        The count also grows for a lease that waits for a slot or a grader while the generator does other work.
+        Otherwise the queue would let the lease expire.
 
         Args:
             num_tokens: how many tokens the backend sampled for each lease.
@@ -135,20 +141,20 @@ class ActiveLeases:
 
 
 class Rollouts(Protocol):
-    """Plays the rollouts of leases with a backend that the loop steps."""
+    """Plays the rollouts of leases: has the backend sample them and has them scored. The loop steps the backend."""
 
     @property
     def num_open(self) -> int:
-        """The number of rollouts that count against the generator's slots."""
+        """The number of rollouts that take up one of the generator's slots or will need one."""
         ...
 
     @property
     def num_pending(self) -> int:
-        """The number of rollouts that a grader or an environment works on, not the backend."""
+        """The number of rollouts that wait for a grader or an environment instead of the backend."""
         ...
 
     def encode(self, lease: Lease) -> np.ndarray:
-        """Return the prompt's token ids, int32 [P]; P is 0 if an environment makes the prompt later."""
+        """Return the token ids of the lease's prompt, int32 [P]. P is 0 if an environment makes the prompt later."""
         ...
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
@@ -156,24 +162,27 @@ class Rollouts(Protocol):
         ...
 
     def cancel(self, lease_id: str) -> None:
-        """Forget the lease; ``collect`` returns nothing of it from now on. Ignore an unknown lease."""
+        """Stop the lease's rollouts. ``collect`` returns none of them from now on. An unknown lease is ignored."""
         ...
 
     def take(self, sampled: Iterable[Sampled]) -> None:
-        """Take the samples that one step of the backend finished."""
+        """Accept the samples that one step of the backend finished, to score or to continue them."""
         ...
 
     def collect(self) -> list[Graded]:
-        """Return the rollouts that are finished; never wait."""
+        """Return the rollouts that have been scored since the last call, without waiting."""
         ...
 
     def progress(self) -> dict[str, int]:
-        """Return for each lease a count that grows with every token and turn, for the heartbeat."""
+        """Return for each lease id a count that grows with every token and turn. Heartbeats report it."""
         ...
 
 
 class SingleTurnRollouts:
-    """One answer per rollout, scored by ``grader``. With ``truncates`` a too long prompt is cut, not refused."""
+    """Plays rollouts of one answer each, which ``grader`` scores. It implements ``Rollouts``.
+
+    With ``truncates`` a prompt that is too long is cut. Otherwise its lease fails.
+    """
 
     def __init__(self, backend: Backend, grader: Grader, *, truncates: bool = False) -> None:
         self._backend = backend
@@ -230,7 +239,9 @@ class SingleTurnRollouts:
 def fitted_prompt(
     encode: Encode, messages: Sequence[Mapping[str, str]], prompt_ids: np.ndarray, max_tokens: int
 ) -> np.ndarray:
-    """Return token ids of as much of the prompt as fits, or ``prompt_ids`` if no cut makes it fit.
+    """Return the prompt's token ids, with its last user message cut so that they are at most ``max_tokens``.
+
+    The result is ``prompt_ids`` if they fit already, or if no cut makes them fit.
 
     Args:
         encode: renders messages to token ids, int32 [P].
@@ -259,7 +270,7 @@ def fitted_prompt(
 
 
 def whole_sequence(sample: Sampled) -> TokenSequence:
-    """Return prompt and answer as one sequence, whose loss mask is True on the answer."""
+    """Return a sample's prompt and answer as one sequence. The loss mask is True on the answer."""
     num_prompt = len(sample.prompt_ids)
     num_tokens = num_prompt + len(sample.token_ids)
     token_ids, versions = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int32)
@@ -272,7 +283,10 @@ def whole_sequence(sample: Sampled) -> TokenSequence:
 
 
 def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[Rollout]:
-    """Return the scored rollouts of finished samples of one lease, in order. Raises whatever ``reward`` raises."""
+    """Score the finished samples of one lease. Return their rollouts in the same order.
+
+    Errors of ``reward`` pass through.
+    """
     items = [
         RewardInput(
             text=sample.text,
@@ -297,10 +311,10 @@ def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graded:
-    """A scored rollout; or, if ``rollout`` is None, why its lease failed.
+    """The result for one sample: a scored rollout, or the reason why its lease failed.
 
-    ``error`` is what its reward raised; it and ``cause`` apply to a failed lease only. ``detail`` describes the failure
-    of a lease, or of a rollout that ended in an error.
+    ``rollout`` is None if the lease failed. Only then ``cause`` applies; ``error`` is what the reward raised, or None.
+    ``detail`` describes the failure of the lease, or of a rollout that ended in an error.
     """
 
     lease: Lease
@@ -312,21 +326,21 @@ class Graded:
 
 
 class Grader(Protocol):
-    """Scores each sample when it is submitted, or a lease's samples together after the last, as the reward needs."""
+    """Scores finished samples: each one at once, or all of a lease together if the reward compares them."""
 
     @property
     def num_pending(self) -> int:
-        """The number of samples that are being scored, or scored and not collected."""
+        """The number of samples that are being scored, or are scored but not collected."""
         ...
 
     def submit(self, lease: Lease, sample: Sampled) -> None: ...
 
     def collect(self) -> list[Graded]:
-        """Return the rollouts that are scored; never wait."""
+        """Return the samples that have been scored since the last call, without waiting."""
         ...
 
     def forget(self, lease_id: str) -> None:
-        """Discard the lease's samples that wait for the rest of their group."""
+        """Drop the lease's samples that wait until the group is complete."""
         ...
 
 
@@ -340,9 +354,10 @@ def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[
 
 
 class ThreadGrader:
-    """Scores in background threads, which release the interpreter's lock while a verifier process or a sandbox works.
+    """Scores samples in background threads. It implements ``Grader``.
 
-    With more than one thread, ``collect`` returns samples in the order in which their scores are ready.
+    A thread releases the interpreter's lock while a verifier process or a sandbox works. With more than one thread,
+    ``collect`` returns samples in the order in which their scores are ready.
     """
 
     def __init__(self, reward: ScoreOne, *, num_threads: int = 1) -> None:
@@ -382,7 +397,7 @@ class ThreadGrader:
         self._incomplete.pop(lease_id, None)
 
     def close(self) -> None:
-        """Drop the samples whose scoring has not begun, and end the threads."""
+        """End the threads. Samples whose scoring has not begun are dropped."""
         with suppress(queue.Empty):
             while True:
                 self._todo.get_nowait()

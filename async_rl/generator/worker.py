@@ -117,9 +117,10 @@ def run_generator(
 
 
 def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> ThreadGrader:
-    """Build the grader of the config's rewards; ``stack`` closes it.
+    """Build the grader for the config's rewards. ``stack`` closes it at its end.
 
-    ``code_digests`` are the learner's digests of the user's own code; None if this machine's user chose the code.
+    ``code_digests`` are the learner's digests of the user's own code. They are None if this machine's user chose the
+    code.
     """
 
     reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests)))
@@ -127,9 +128,10 @@ def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: 
 
 
 def grading_threads(config: Config, reward: RewardSum) -> int:
-    """The number of answers that are graded at a time: one for each worker process, or call of a user's async function.
+    """Return how many answers to grade at the same time, at least 1.
 
-    Without either it is 1.
+    There is one for each worker process of the rewards, or for each call of a user's async function that may run at
+    once.
     """
     mathematics = MAX_WORKERS if config.reward.compares_mathematics else 1
     threads = max(mathematics, config.reward.code.num_workers if config.reward.runs_programs else 1)
@@ -144,7 +146,7 @@ def _requested_backend(overrides: Sequence[str]) -> str:
 
 
 def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
-    """Return the run's config with this generator's own settings, including its number of threads.
+    """Return the run's config, with the settings of this generator in place of the run's.
 
     Raises:
         ConfigError: an override is not a generator's own key, or the result is not a valid config; or the queue's
@@ -177,7 +179,7 @@ def _default_threads(run: Config) -> int:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of the queue's welcome into ``directory``.
+    """Write the files that the queue sent in its welcome message into ``directory``.
 
     Raises:
         QueueError: a name is not a plain file name. Names came over a socket, so they are not trusted.
@@ -191,9 +193,10 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 def build_environment(
     config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack
 ) -> EnvironmentRollouts | None:
-    """Build the player of rollouts of several turns; ``stack`` closes it. None if the config names no environment.
+    """Build the object that plays rollouts of several turns. Return None if the config names no environment.
 
-    ``code_digests``: as in ``build_grader``.
+    ``stack`` closes the object at its end. ``code_digests`` are the learner's digests of the user's own code. They are
+    None if this machine's user chose the code.
 
     Raises:
         ConfigError: the environment's code is not allowed here, missing, different from the learner's, or fails when
@@ -215,7 +218,10 @@ def build_environment(
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Create a directory that is empty but for its lock. First remove those of dead generators of the same user."""
+    """Create a temporary directory for this generator's files, and remove it at the end of the ``with`` block.
+
+    It contains only a lock file. Directories that dead generators of the same user left behind are removed first.
+    """
     _remove_ownerless(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX) as name:
         lock = os.open(Path(name) / _SCRATCH_LOCK, os.O_RDWR | os.O_CREAT, 0o600)

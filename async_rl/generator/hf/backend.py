@@ -47,7 +47,10 @@ _TOKENS_PER_CHARACTER = 4
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A lease whose samples from ``next_index`` on wait for a slot. ``prefix``: its prompt's keys and values."""
+    """A lease with samples that wait for a slot. The first of them has index ``next_index``.
+
+    ``prefix`` holds the keys and values of the prompt without its last token; None until they are computed.
+    """
 
     lease: Lease
     prompt_ids: np.ndarray
@@ -60,7 +63,9 @@ class _Waiting:
 
 
 class TransformersBackend:
-    """See ``backend.Backend``.
+    """Samples with a Hugging Face model in this process.
+
+    It implements ``backend.Backend`` and ``parity.ScoringBackend``.
 
     ``deterministic`` makes a group's logits a function of the weights and the group, to the last bit. The last bits of
     a matrix product depend on its shape, may depend on strides, and on the CPU even on the addresses of its operands.
@@ -116,8 +121,9 @@ class TransformersBackend:
     ) -> TransformersBackend:
         """Build a backend for the model and tokenizer in ``directory``.
 
-        ``activate`` brings its weights; with ``load_pretrained`` they are read from the directory, as version 0.
-        ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU. Without ``needs_template`` prompts are plain text.
+        The backend has no weights until ``activate``. With ``load_pretrained`` it has those in ``directory``, as
+        version 0. ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU. Without ``needs_template`` prompts are
+        plain text.
 
         Raises:
             ModelError: a file is missing or unreadable, or this backend can't run the model.
@@ -150,7 +156,7 @@ class TransformersBackend:
         return render_prompt(self._tokenizer, messages)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        """See ``backend.Backend``.
+        """Queue the lease's samples of this prompt; ``step`` starts them. See ``backend.Backend``.
 
         Raises:
             ModelError: prompt and answer may need more positions than the model has.
@@ -175,7 +181,7 @@ class TransformersBackend:
 
     @torch.inference_mode()
     def step(self) -> list[Sampled]:
-        """See ``backend.Backend``.
+        """Run one decode step and return the samples that it finished. See ``backend.Backend``.
 
         Raises:
             WeightsError: the active weights give NaN.
@@ -219,7 +225,10 @@ class TransformersBackend:
     def score_tokens(
         self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
     ) -> np.ndarray:
-        """See ``parity.ScoringBackend``. Scoring uses a separate cache."""
+        """Return the scored tokens' log-probabilities, float32 [N]. See ``parity.ScoringBackend``.
+
+        Scoring uses a separate cache.
+        """
         if mode != "cached_decode":
             return full_forward(self._model, sequences, temperature, float32_head=mode == "float32_head")
         cache = SlotCache(self._num_layers, len(sequences), self._device)
@@ -263,20 +272,23 @@ class TransformersBackend:
         self._plan = None
 
     def _may_join(self, waiting: _Waiting, chosen: Sequence[object]) -> bool:
-        """Whether the batch is empty or holds only this group."""
+        """Whether ``waiting`` may enter the batch when groups run one at a time.
+
+        It may if the batch is empty or holds only samples of the same lease.
+        """
         if chosen:
             return False
         return not self._running.sequences or self._running.sequences[0].lease is waiting.lease
 
     def _prefill(self, prompts: Sequence[_Waiting]) -> None:
-        """Compute the keys and values of all tokens of the prompts but their last ones."""
+        """Compute the keys and values of each prompt without its last token, and store them as its ``prefix``."""
         prefixes = self._prefixes([w.prompt_ids[:-1] for w in prompts])
         for waiting, prefix in zip(prompts, prefixes, strict=True):
             waiting.prefix = prefix
 
     @torch.inference_mode()
     def _prefill_running(self) -> None:
-        """Compute the keys and values of all running rows again, with the present weights."""
+        """Compute the keys and values of all running rows again, after new weights."""
         running = self._running
         rows = [row for row in range(running.num_rows) if running.position[row] > 0]
         # The next step feeds the newest token; everything before it is in the cache.
@@ -288,7 +300,10 @@ class TransformersBackend:
             self._cache.write_prefix(row, 1, prefix)
 
     def _prefixes(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
-        """Return the keys and values of each sequence (int32 [P], P > 0), computed in batches of similar length."""
+        """Return the keys and values of each token sequence (int32 [P], P > 0), in the order of ``sequences``.
+
+        Sequences of similar length are computed together.
+        """
         prefixes: dict[int, Prefix] = {}
         batch: list[int] = []
         for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
@@ -308,7 +323,7 @@ class TransformersBackend:
         return [cache.prefix(row, len(sequence)) for row, sequence in enumerate(sequences)]
 
     def _decode(self) -> Tensor:
-        """Feed every row's next token. Return logits [R, V]."""
+        """Feed the newest token of every running row to the model. Return the logits [R, V] of the next tokens."""
         running, cache = self._running, self._cache
         num_rows, length = running.num_rows, cache.padded(running.length)
         cache.reserve(length, running.max_length)
@@ -318,7 +333,10 @@ class TransformersBackend:
         return self._forward.decode(ids_R, positions_R, cache)
 
     def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids int64 [R] and logprobs float32 [R] on the host."""
+        """Choose the next token of every running row.
+
+        Return token ids int64 [R] and logprobs float32 [R] as NumPy arrays.
+        """
         running, rows = self._running, slice(0, self._running.num_rows)
         if self._plan is None:
             self._plan = make_plan(
@@ -341,7 +359,7 @@ class TransformersBackend:
         return tokens, logprobs
 
     def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
-        """Remove the rows that are done. Return what they sampled."""
+        """Remove the rows that ended with their newest tokens, ``tokens_R``. Return their samples."""
         running, rows = self._running, slice(0, self._running.num_rows)
         stopped_R = self._is_eos_V[tokens_R]
         if running.has_stop[rows].any():
@@ -361,7 +379,10 @@ class TransformersBackend:
         return finished
 
     def _ends_with_stop(self, row: int) -> bool:
-        """Whether the newest token completed a stop string. An earlier one would have ended the row already."""
+        """Whether the row's newest token completed a stop string.
+
+        An earlier stop string would have ended the row already.
+        """
         stop = self._running.sequences[row].lease.sampling.stop
         window = _TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1)
         tail = self._decoded(self._running.last_tokens(row, window))
@@ -395,7 +416,10 @@ class TransformersBackend:
 
 
 def _to_host(tokens_R: Tensor, logprobs_R: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return both as arrays, after one transfer: float64 holds every token id and every float32 exactly."""
+    """Return token ids int64 [R] and logprobs float32 [R] as NumPy arrays.
+
+    From a GPU both take one transfer as float64, which holds every token id and every float32 exactly.
+    """
     if tokens_R.device.type == "cpu":
         return tokens_R.numpy(), logprobs_R.numpy()
     packed = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()

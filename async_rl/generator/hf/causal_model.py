@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def build_model(
     directory: Path, *, device: torch.device, dtype: torch.dtype, load_pretrained: bool = False
 ) -> PreTrainedModel:
-    """Build the model that ``directory`` describes, in evaluation mode, with uninitialised or stored weights.
+    """Build the model that ``directory`` describes, in evaluation mode.
+
+    With ``load_pretrained`` it has the weights in ``directory``. Otherwise its weights are uninitialised memory.
 
     Raises:
         ModelError: the config is unreadable, this backend can't run the model, or the stored weights are missing.
@@ -53,7 +55,9 @@ def build_model(
 
 
 def describe_model(directory: Path) -> PreTrainedModel:
-    """Build the model that ``directory`` describes without memory for weights, to know its parameters and their ties.
+    """Build the model that ``directory`` describes without memory for its weights.
+
+    It serves only to look up the names, shapes and ties of its parameters.
 
     Raises:
         ModelError: the config is unreadable, is not of a causal LM, or is of a quantised one.
@@ -87,10 +91,10 @@ def _read_config(directory: Path) -> PretrainedConfig:
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Refuse models whose layers keep anything other than plain keys and values of all tokens.
+    """Raise ModelError unless every layer of the model caches plain keys and values of all tokens.
 
     Raises:
-        ModelError: the model is one of these; the message names the kinds of layers.
+        ModelError: the model is quantised, not a decoder, or has other layers; the message says which.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -130,7 +134,7 @@ def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: An
 
 
 class WeightTable:
-    """The model's parameters by state-dict name. Replaces them all between two decode steps."""
+    """The model's parameters by their state-dict names. It checks new weights and puts them into the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -140,7 +144,7 @@ class WeightTable:
         self._aliases = {name: names[id(p)] for name, p in every_name if name not in self._parameters}
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Check names, shapes and ties.
+        """Check that ``weights`` has the names, shapes and ties of the model's parameters.
 
         Raises:
             WeightsError: a tensor is missing, unknown, of another shape, or differs from the one to which it is tied.
@@ -168,11 +172,14 @@ class WeightTable:
                 raise WeightsError(f"{alias} is tied to {name} by the model config, but the two tensors differ")
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of every parameter's present bytes."""
+        """Return the digest of each parameter's present bytes, by the parameter's name."""
         return {name: digest_bytes(_bytes_of(parameter)) for name, parameter in self._parameters.items()}
 
     def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
-        """Run with ``weights`` from now on. On the CPU, share tensors of the model's dtype, unless ``copy``."""
+        """Give the model ``weights`` as its parameters.
+
+        On the CPU, tensors of the model's dtype are shared with the caller, unless ``copy``. All others are copied.
+        """
         for name, parameter in self._parameters.items():
             tensor = weights[name]
             if parameter.device.type == "cpu" and not copy:

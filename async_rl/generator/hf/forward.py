@@ -42,24 +42,34 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 
 
 class Forward(Protocol):
-    """A model's forward pass, always with the weights that its parameters hold at the time."""
+    """A model's forward pass. It reads the model's parameters anew in every call, so it follows new weights."""
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
-        """Return logits [R, V] after one more token per row, int64 [R]. ``cache`` began the step at these positions."""
+        """Feed one token per row. Return the logits [R, V] of the tokens after them.
+
+        ``ids_R`` are the tokens and ``positions_R`` their positions, both int64 [R]. The caller has passed the same
+        positions to ``cache.begin_step``.
+        """
         ...
 
     def prefill(self, ids_BT: Tensor) -> PrefillCache:
-        """Return the keys and values of prompts, int64 [B, T], padded on the right with any token."""
+        """Return a cache with the keys and values of the prompts, int64 [B, T].
+
+        Shorter prompts have any tokens on the right.
+        """
         ...
 
 
 def make_forward(model: PreTrainedModel) -> Forward:
-    """Return the fastest implementation that fits ``model``. Both give the same logits."""
+    """Return the fastest forward pass that fits ``model``. All of them give the same logits."""
     return LlamaForward(model) if LlamaForward.fits(model) else TransformersForward(model)
 
 
 class TransformersForward:
-    """Calls the model. In a small model, most of a step's time goes into the calls from module to module."""
+    """A forward pass that calls the Hugging Face model. It works for every model that the backend accepts.
+
+    It is slow for small models, where most of a step's time goes into the calls from module to module.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -90,7 +100,7 @@ class TransformersForward:
 
 
 def register_decode_attention() -> str:
-    """Register ``decode_attention`` with transformers. Return the value for ``attn_implementation``."""
+    """Register ``decode_attention`` with transformers. Return its name, the value for ``attn_implementation``."""
     AttentionInterface.register(DECODE_ATTENTION, decode_attention)
     return DECODE_ATTENTION
 
@@ -105,10 +115,13 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature: query [R, H * G, 1, D], key and value [R, H, N, D], mask [R, 1, 1, N].
+    """Compute the attention of a decode step, with the arguments that transformers passes to attention functions.
+
+    The shapes are query [R, H * G, 1, D], key and value [R, H, N, D], mask [R, 1, 1, N]. Longer queries (a prefill) go
+    to transformers' own sdpa.
 
     Returns:
-        [R, 1, H * G, D]. Longer queries (a prefill) go to transformers' own sdpa.
+        The output [R, 1, H * G, D], and None in place of attention weights.
     """
     num_groups = query.shape[1] // key.shape[1]
     if query.shape[2] != 1 or num_groups == 1 or attention_mask is None:
@@ -124,7 +137,10 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Norm:
-    """Root mean square norm with the roundings of transformers' modules: in float32, scaled in the model's dtype."""
+    """Computes root mean square norm with the same roundings as transformers' modules.
+
+    It normalises in float32 and scales in the model's dtype.
+    """
 
     weight: Tensor
     epsilon: float
@@ -147,7 +163,10 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """One decoder layer's parameters. They are the model's own objects, so new weights need no update here."""
+    """The parameters of one decoder layer.
+
+    They are the model's own objects, so they follow new weights by themselves.
+    """
 
     attention_norm: _Norm
     query: _Linear
@@ -164,9 +183,10 @@ class _Layer:
 
 
 class _Rotation:
-    """Rotary position embedding from a table: cosines, and sines for heads whose halves are swapped, not rotated.
+    """Returns the cosines and sines of the rotary position embedding, from a table where possible.
 
-    Embeddings whose frequencies depend on the length of the text are computed in every pass.
+    The sines have the sign of the rotation, so the caller only swaps the halves of each head. Embeddings whose
+    frequencies depend on the length of the text are computed in every pass.
     """
 
     def __init__(self, module: Any, head_dim: int) -> None:
@@ -192,7 +212,10 @@ class _Rotation:
 
 
 class LlamaForward:
-    """See ``Forward``."""
+    """A fast forward pass for Llama, Mistral, Qwen2 and Qwen3, straight from the model's parameters.
+
+    It implements ``Forward``.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         body: Any = model.base_model
@@ -209,7 +232,11 @@ class LlamaForward:
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        """Whether this pass implements the class of ``model``, and it is unquantised and without adapters."""
+        """Whether ``LlamaForward`` can compute ``model``.
+
+        The model must be of one of the four classes, with one dtype and one device, and without quantisation and
+        adapters.
+        """
         from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
         if type(model) not in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM):
@@ -219,7 +246,7 @@ class LlamaForward:
         return plain and len({(p.dtype, p.device) for p in model.parameters()}) == 1
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
-        """See ``Forward``."""
+        """Return the logits [R, V] of the tokens after ``ids_R``. See ``Forward.decode``."""
         num_rows, num_slots = cache.hidden_RN.shape
         # Convert to floats once per step, because sdpa would convert booleans in every layer.
         mask_RN = torch.zeros_like(cache.hidden_RN, dtype=self._embedding.dtype)
@@ -242,7 +269,7 @@ class LlamaForward:
         return self._head(self._norm(hidden_RE))
 
     def prefill(self, ids_BT: Tensor) -> PrefillCache:
-        """See ``Forward``."""
+        """Return a cache with the keys and values of the prompts. See ``Forward.prefill``."""
         cache = PrefillCache()
         num_prompts, length = ids_BT.shape
         last = len(self._layers) - 1
@@ -262,7 +289,10 @@ class LlamaForward:
         return cache
 
     def _hidden(self, ids_N: Tensor, positions_N: Tensor, length: int, attend: Attend) -> Tensor | None:
-        """Return the last layer's output [N, E] before the final norm; None if ``attend`` returned None."""
+        """Return the last layer's output [N, E], before the final norm.
+
+        ``attend`` computes the attention of a layer. If it returns None, the pass ends there and the result is None.
+        """
         x_NE = functional.embedding(ids_N, self._embedding)
         cos_N1D, sin_N1D = self._rotation(x_NE, positions_N, length)
         half = self._head_dim // 2

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """How to sample each row; rebuilt only when the rows change. A None means that no row needs this step.
+    """How to sample each row, as tensors. It is rebuilt only when the rows change.
 
     Attributes:
-        temperatures: float32 [R, 1]; 1 for greedy rows.
-        greedy: bool [R].
-        filtered: rows (int64 [F]), top_k (int64 [F, 1], V for off) and top_p (float64 [F, 1]) of the rows that have
-            one of them.
+        temperatures: float32 [R, 1], 1 for greedy rows; None if all are 1.
+        greedy: bool [R], True for rows that take the most likely token; None if there are none.
+        filtered: the rows with top-k or top-p, as row numbers (int64 [F]), top_k (int64 [F, 1], V for off) and top_p
+            (float64 [F, 1]); None if there are none.
         samples: whether any row is not greedy.
     """
 
@@ -55,7 +55,7 @@ def make_plan(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingPlan:
-    """Return the plan for rows with these settings, each [R]. ``top_k`` 0 and ``top_p`` 1 are off."""
+    """Return the sampling plan for rows with these settings, each [R]. ``top_k`` 0 and ``top_p`` 1 switch them off."""
     greedy = temperatures == 0
     scales = np.where(greedy, 1.0, temperatures)
     # Greedy rows stay unfiltered: their logprobs are of the whole distribution at temperature 1.
@@ -79,7 +79,7 @@ def make_plan(
 
 
 def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Choose one token per row by inverse CDF. Return it with its logprob and the tokens that it was chosen from.
+    """Choose one token per row by inverse CDF.
 
     Args:
         logits_RV: any float dtype; upcast to float32 before anything else.
@@ -100,13 +100,19 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
 
 
 def logprobs_of(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
-    """Return the distribution that ``sample`` draws from, log-probabilities float32 [R, V], and its kept tokens."""
+    """Return the log-probabilities, float32 [R, V], of the distribution that ``sample`` draws from.
+
+    Also return bool [F, V], the tokens that top-k and top-p kept in the filtered rows; None without such rows.
+    """
     logits_RV, allowed_FV = _processed(logits_RV, plan)
     return torch.log_softmax(logits_RV, dim=-1), allowed_FV
 
 
 def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
-    """Return logits float32 [R, V] after temperature, top-k and top-p, and bool [F, V], the tokens that these kept."""
+    """Apply temperature, top-k and top-p to the logits. Return the new ones, float32 [R, V].
+
+    Also return bool [F, V], the tokens that top-k and top-p kept in the filtered rows; None without such rows.
+    """
     allowed_FV = None
     logits_RV = logits_RV.float()
     if plan.temperatures is not None:
@@ -121,7 +127,7 @@ def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | 
 
 
 def pack_masks(allowed_FV: Tensor) -> SamplingMask:
-    """Return ``allowed_FV``, bool [F, V], as F sets on the host."""
+    """Return one sampling mask for F tokens. ``allowed_FV``, bool [F, V], is True for the ids in each token's set."""
     counts_F, ids = allowed_FV.sum(-1).cpu(), allowed_FV.nonzero()[:, 1].int().cpu()
     return pack_ids(counts_F.numpy(), ids.numpy(), vocab_size=allowed_FV.shape[1])
 
@@ -136,7 +142,10 @@ def _inverse_cdf(logprobs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
 
 
 def _allowed_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> Tensor:
-    """Set logits to -inf outside the top-k, then outside the smallest set of the rest that reaches top-p."""
+    """Set the logits of all tokens to -inf that top-k or top-p excludes.
+
+    Top-k keeps the most likely tokens. Of these, top-p keeps the smallest set that reaches its probability.
+    """
     ordered_FV, order_FV = logits_FV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)
     ordered_FV = ordered_FV.masked_fill(ranks_V >= top_ks_F1, -torch.inf)
@@ -156,7 +165,10 @@ def cached_decode(
     vocab_size: int,
     device: torch.device,
 ) -> np.ndarray:
-    """Return logprobs, float32 [N], sequence by sequence. ``cache`` is empty, with a slot for each sequence."""
+    """Return the logprobs of all scored tokens, float32 [N], computed with a cache as in a rollout.
+
+    They are in the order of ``sequences``. ``cache`` is empty and has a slot for each sequence.
+    """
     # The running rows of a cache are its first ones, so sequences with more scored tokens come first.
     order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_scored)
     ids = [sequences[i].token_ids.astype(np.int64) for i in order]
@@ -188,7 +200,10 @@ def cached_decode(
 def full_forward(
     model: PreTrainedModel, sequences: Sequence[ProbeSequence], temperature: float, *, float32_head: bool
 ) -> np.ndarray:
-    """Return logprobs, float32 [N], sequence by sequence. With ``float32_head`` the head computes in float32."""
+    """Return the logprobs of all scored tokens, float32 [N], from one pass over each whole sequence.
+
+    With ``float32_head`` the output head computes in float32.
+    """
     return np.concatenate([_full_forward(model, one, temperature, float32_head=float32_head) for one in sequences])
 
 
@@ -213,7 +228,7 @@ def _full_forward(model: Any, sequences: ProbeSequence, temperature: float, *, f
 
 
 def _tempered(logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, vocab_size: int) -> Tensor:
-    """Return float32 [N], the logprobs that the sampler would have recorded for these tokens."""
+    """Return the logprobs of ``tokens_N``, float32 [N], as the sampler would have recorded them at this temperature."""
     rows = len(tokens_N)
     plan = make_plan(
         np.full(rows, temperature), np.ones(rows), np.zeros(rows, np.int64), vocab_size=vocab_size,

@@ -31,7 +31,7 @@ _GRANULES = {"cpu": 8}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningSequence:
-    """One running sequence: sample ``index`` of the lease.
+    """One running sequence: the sample with number ``index`` of the lease.
 
     ``sampling_mask`` holds, for each sampled token, the set of tokens that top-p and top-k kept. It is None if the
     lease's sampling keeps all tokens.
@@ -44,12 +44,14 @@ class RunningSequence:
 
 
 class RunningSequences:
-    """Columns, each [max_running]; only the first ``num_rows`` entries are in use.
+    """The running sequences as arrays with one entry per row. Only the first ``num_rows`` entries are in use.
 
     Attributes:
-        next_ids: int64, the token to feed next; position: int64, where it goes.
-        num_sampled: int64; max_sampled: int64; key: uint64, the sequence's random stream.
-        temperature, top_p: float64; top_k: int64; has_stop: bool.
+        next_ids, position: int64 [max_running], the token to feed next, and its position.
+        num_sampled, max_sampled: int64 [max_running], how many tokens are sampled, and the most that may be.
+        key: uint64 [max_running], the key of the sequence's random numbers (``backend.rollout_keys``).
+        temperature, top_p, top_k: float64, float64 and int64 [max_running], the sampling settings.
+        has_stop: bool [max_running], whether the lease has stop strings.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -75,17 +77,20 @@ class RunningSequences:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the longest row after the next forward pass."""
+        """The number of cached tokens of the longest row after the next forward pass."""
         return int(self.position[: self.num_rows].max()) + 1
 
     @property
     def max_length(self) -> int:
-        """The largest number of tokens that any of these rows can have in the cache."""
+        """The largest number of tokens that any running row can still reach in the cache."""
         rows = slice(0, self.num_rows)
         return int((self.position[rows] + self.max_sampled[rows] - self.num_sampled[rows]).max()) + 1
 
     def add(self, lease: Lease, prompt_ids: np.ndarray, first_index: int, count: int) -> int:
-        """Add ``count`` samples of the lease, from ``first_index`` on. Return the first of their rows."""
+        """Add ``count`` samples of the lease with indices from ``first_index`` on.
+
+        Return the number of their first row.
+        """
         first_row = self.num_rows
         rows = slice(first_row, first_row + count)
         self.num_rows += count
@@ -106,7 +111,7 @@ class RunningSequences:
         return first_row
 
     def record(self, tokens_R: np.ndarray, logprobs_R: np.ndarray, version: int) -> None:
-        """Record one sampled token per row."""
+        """Append one sampled token to each row, with its logprob and the version of the weights that sampled it."""
         rows = slice(0, self.num_rows)
         column = self.num_sampled[rows]
         if int(column.max()) >= self._tokens.shape[1]:
@@ -122,7 +127,10 @@ class RunningSequences:
         self.num_sampled[rows] += 1
 
     def record_masks(self, kept: SamplingMask) -> None:
-        """Record the sampling masks of the newest tokens: a set for each row that does not keep all, in order."""
+        """Append the sampling masks of the newest tokens.
+
+        ``kept`` has one set for each row whose sampling does not keep all tokens, in the order of the rows.
+        """
         sets = [sequence.sampling_mask for sequence in self.sequences if sequence.sampling_mask is not None]
         for of_row, newest in zip(sets, split(kept, [1] * len(sets)), strict=True):
             of_row.append(newest)
@@ -133,12 +141,15 @@ class RunningSequences:
         return self._tokens[row, :count].copy(), self._logprobs[row, :count].copy(), self._versions[row, :count].copy()
 
     def last_tokens(self, row: int, count: int) -> np.ndarray:
-        """Return the row's newest tokens, at most ``count``."""
+        """Return the newest ``count`` tokens of the row, or all if it has fewer."""
         end = int(self.num_sampled[row])
         return self._tokens[row, max(0, end - count) : end]
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Remove these rows, and fill the gaps with the last rows. Return these rows' old and new numbers."""
+        """Remove ``rows``, and move the last remaining rows into the gaps.
+
+        Return the old and the new numbers of the moved rows, so that the cache can move them too.
+        """
         leaving = set(rows)
         remaining = self.num_rows - len(leaving)
         gaps = sorted(row for row in leaving if row < remaining)
@@ -163,7 +174,7 @@ class Prefix(NamedTuple):
 
 
 class PrefillCache(Cache):
-    """Collects the keys and values of a prefill; the model attends only within its input."""
+    """Collects the keys and values that a model computes for prompts. Attention sees only the present input."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -185,13 +196,17 @@ class PrefillCache(Cache):
         return key_states, value_states
 
     def prefix(self, row: int, length: int) -> Prefix:
-        """Return a copy of the first ``length`` tokens of one row."""
+        """Return a copy of the keys and values of the first ``length`` tokens of one row."""
         keys = torch.stack([k[row, :, :length] for k in self._keys])
         return Prefix(keys, torch.stack([v[row, :, :length] for v in self._values]))
 
 
 class _Window(NamedTuple):
-    """One layer's views: ``update`` writes lines [S * H * C, D], one per slot, head and token; reads [R, H, N, D]."""
+    """Views of one layer's part of the cache for a decode step.
+
+    New tokens are written to ``key_lines`` and ``value_lines`` [S * H * C, D], with a line for each slot, head and
+    token. Attention reads ``keys`` and ``values`` [R, H, N, D].
+    """
 
     key_lines: Tensor
     value_lines: Tensor
@@ -200,10 +215,11 @@ class _Window(NamedTuple):
 
 
 class SlotCache(Cache):
-    """Keys [L, S, H, C, D] and values, written at each row's own position, read up to the longest row.
+    """The KV cache of the running rows: two tensors [L, S, H, C, D] for keys and values.
 
-    The running rows are always the first R, so that a read is a view and empty slots cost nothing. ``C`` grows by
-    doubling, no further than the longest row can get.
+    Each row is written at its own position and read up to the length of the longest row. The running rows are always
+    the first R, so that a read is a view and empty slots cost nothing. ``C`` grows by doubling, no further than the
+    longest row can get.
 
     Attributes:
         hidden_RN: bool [R, N], True where a cached token that the present step reads does not belong to the row.
@@ -224,11 +240,14 @@ class SlotCache(Cache):
         self.hidden_RN = torch.zeros(0, 0, dtype=torch.bool, device=device)
 
     def padded(self, length: int) -> int:
-        """Return ``length`` rounded up to a multiple of what the cache reads at a time."""
+        """Return ``length`` rounded up to the multiple of tokens that attention kernels need."""
         return -(-length // self._granule) * self._granule
 
     def reserve(self, length: int, max_length: int) -> None:
-        """Make room for ``length`` tokens in every slot. ``max_length``: the most that running rows can need."""
+        """Make room for ``length`` tokens in every slot.
+
+        The cache grows by doubling, but not beyond ``max_length``, the most tokens that a running row can need.
+        """
         if length <= self._capacity:
             return
         self._capacity = self.padded(max(length, min(2 * self._capacity, max_length)))
@@ -238,7 +257,7 @@ class SlotCache(Cache):
             self._values = self._grown(self._values)
 
     def forget(self) -> None:
-        """Free the memory, so that earlier rows do not affect capacity and layout for the next rows."""
+        """Free the cache's memory. The next rows then get a capacity and layout that do not depend on earlier rows."""
         self._keys = self._values = None
         self._capacity = 0
         self._windows = []
@@ -249,7 +268,10 @@ class SlotCache(Cache):
         return new
 
     def begin_step(self, positions_R: Tensor, length: int) -> None:
-        """Prepare a forward pass: write row r at ``positions_R[r]`` (int64), and read ``length`` tokens per row."""
+        """Prepare a decode step.
+
+        It writes row r at ``positions_R[r]`` (int64) and reads ``length`` tokens of every row.
+        """
         if len(self._slots_N) != length:
             self._slots_N = torch.arange(length, device=positions_R.device)
         if self.hidden_RN.shape != (len(positions_R), length):
@@ -260,9 +282,9 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, H, 1, D] of one new token per row.
+        """Store one layer's keys and values [R, H, 1, D] of one new token per row.
 
-        Return the cached keys and values [R, H, length, D]; ``length`` is that of the longest row.
+        Return that layer's cached keys and values [R, H, length, D], with the ``length`` given to ``begin_step``.
         """
         if not self._windows:
             self._windows = self._opened(key_states, value_states)
@@ -274,7 +296,10 @@ class SlotCache(Cache):
         return window.keys, window.values
 
     def _opened(self, keys: Tensor, values: Tensor) -> list[_Window]:
-        """Return one window per layer on this step's rows and tokens; valid until one of their numbers changes."""
+        """Return the views of every layer for this step's rows and tokens.
+
+        They stay valid until the number of rows or tokens changes.
+        """
         storage = self._storage(keys, values)
         rows, slots = slice(0, len(keys)), slice(0, len(self._slots_N))
         self._first_lines_RH = torch.arange(keys.shape[0] * keys.shape[1], device=keys.device) * self._capacity
@@ -284,14 +309,17 @@ class SlotCache(Cache):
         ]
 
     def write_prefix(self, first_row: int, num_rows: int, prefix: Prefix) -> None:
-        """Copy a prompt's keys and values to ``num_rows`` rows from ``first_row`` on."""
+        """Copy a prompt's keys and values into ``num_rows`` rows, the first of which is ``first_row``."""
         all_keys, all_values = self._storage(prefix.keys[0, None], prefix.values[0, None])
         rows, length = slice(first_row, first_row + num_rows), prefix.keys.shape[2]
         all_keys[:, rows, :, :length] = prefix.keys[:, None]
         all_values[:, rows, :, :length] = prefix.values[:, None]
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy whole rows; the two lists have no row in common."""
+        """Copy the row ``sources[i]`` to the row ``destinations[i]``, for each i.
+
+        The two lists have no row in common.
+        """
         if self._keys is None or self._values is None:
             return
         for cached in (self._keys, self._values):
@@ -310,7 +338,7 @@ class SlotCache(Cache):
 
 
 def _refuse_unlike(keys: Tensor, values: Tensor, first_keys: Tensor, first_values: Tensor) -> None:
-    """Raise ModelError if KV heads or head dimension (second and fourth axis) differ from those of the first layer."""
+    """Raise ModelError if a layer's number of KV heads or its head dimension differs from the first layer's."""
     if keys.shape[1::2] != first_keys.shape[1::2] or values.shape[1::2] != first_values.shape[1::2]:
         raise ModelError(
             f"expected every layer to cache {tuple(first_keys.shape[1::2])} (KV heads, head dimension), got "

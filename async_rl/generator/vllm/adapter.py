@@ -36,7 +36,7 @@ _MAX_LISTED = 4096
 
 
 def check_installed() -> None:
-    """Check that the supported vLLM is installed and finds our plugin.
+    """Check that the supported version of vLLM is installed and that vLLM finds our plugin.
 
     Raises:
         ModelError: it is not installed, is another version, or does not find the plugin; the message has the remedy.
@@ -56,7 +56,10 @@ def check_installed() -> None:
 
 
 def prepare_environment(num_threads: int | None) -> None:
-    """Set the environment variables for vLLM's processes. Call it before vLLM is imported. Keep the user's values."""
+    """Set the environment variables for vLLM's processes, but keep most values that the user has set.
+
+    Call it before vLLM is imported.
+    """
     os.environ[OWNED] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the plugin's watch on the parent relies on it
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -71,7 +74,7 @@ def prepare_environment(num_threads: int | None) -> None:
 
 
 def engine_arguments(directory: Path, config: Config, *, device: str, max_length: int) -> dict[str, Any]:
-    """Return vLLM's ``AsyncEngineArgs`` for this run."""
+    """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for this run."""
     engine, vllm = config.generator, config.experimental.vllm
     is_cpu = device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if is_cpu else "bfloat16"
@@ -106,10 +109,11 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
 
 
 def tokenizer_directory(directory: Path) -> Path:
-    """Create a directory from which vLLM loads the tokenizer of ``directory`` unchanged.
+    """Create a subdirectory of ``directory`` from which vLLM loads the tokenizer unchanged. Return its path.
 
-    With a ``config.json`` in the same directory, the loader goes by the model's type and would rebuild a generic
-    tokenizer with that model's splitting. So this directory has none.
+    Where a ``config.json`` is in the same directory, the tokenizer's loader goes by the model's type, and would build a
+    generic tokenizer that splits text in that model's way. So the subdirectory has links to all files but
+    ``config.json`` and ``generation_config.json``.
     """
     target = directory / "tokenizer"
     target.mkdir(exist_ok=True)
@@ -122,16 +126,21 @@ def tokenizer_directory(directory: Path) -> Path:
 
 
 def seeds(lease: Lease) -> list[int]:
-    """Return a seed for each rollout, from lease seed and index alone. Seeds have 63 bits: vLLM's are signed."""
+    """Return one seed for each rollout of the lease. It depends only on the lease's seed and the rollout's index.
+
+    Seeds have 63 bits, because those of vLLM are signed.
+    """
     keys = rollout_keys(lease.seed, np.arange(lease.group_size))
     return [int(key >> np.uint64(1)) for key in keys]
 
 
 def num_listed(sampling: Sampling, vocab_size: int) -> int:
-    """Return how many logprobs to request in addition to the sampled token's, to list every sampling mask completely.
+    """Return how many log-probabilities vLLM must list for each sampled token to show its whole sampling mask.
+
+    The result is 0 if the lease's sampling keeps all tokens.
 
     Raises:
-        ModelError: they are too many, because top-p without top-k may keep most of a large vocabulary.
+        ModelError: there are too many, because top-p without top-k may keep most of a large vocabulary.
     """
     if sampling.keeps_all:
         return 0
@@ -146,10 +155,10 @@ def num_listed(sampling: Sampling, vocab_size: int) -> int:
 
 
 def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: Iterable[int]) -> Any:
-    """Return vLLM's ``SamplingParams``. Set every field that matters, so that no model file can change it.
+    """Return vLLM's ``SamplingParams`` for one rollout. Every field that matters is set, so no model file changes it.
 
     Raises:
-        ModelError: vLLM would raise the temperature.
+        ModelError: the temperature is so low that vLLM would raise it.
     """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
@@ -178,7 +187,10 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
 
 
 def scoring_parameters(temperature: float, token_id: int) -> Any:
-    """Return parameters to sample one token and report the log-probability of ``token_id``, without top-p or top-k."""
+    """Return vLLM's ``SamplingParams`` to get the log-probability of ``token_id`` as the next token.
+
+    vLLM samples one token, which is not used. Top-p and top-k are off.
+    """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
@@ -194,7 +206,7 @@ def scoring_parameters(temperature: float, token_id: int) -> Any:
 
 
 def logprob_of(token_id: int, logprobs: Any) -> float:
-    """Return the logprob of ``token_id`` in vLLM's ``FlatLogprobs`` of one token.
+    """Return the log-probability of ``token_id`` from vLLM's ``FlatLogprobs`` of one sampled token.
 
     Raises:
         EngineError: vLLM did not return it.
@@ -209,7 +221,10 @@ def logprob_of(token_id: int, logprobs: Any) -> float:
 
 
 class Gathered:
-    """The parts of one running sequence's answer. ``vocab_size``: of its sampling mask; None if it has none."""
+    """Collects the tokens, log-probabilities and sampling masks of one running sequence.
+
+    ``vocab_size`` is the size of the vocabulary for its sampling masks. It is None if the lease wants no masks.
+    """
 
     def __init__(self, vocab_size: int | None) -> None:
         self._vocab_size = vocab_size
@@ -220,14 +235,14 @@ class Gathered:
 
     @property
     def lists(self) -> bool:
-        """Whether the request lists more logprobs than the sampled tokens'."""
+        """Whether vLLM lists log-probabilities of other tokens too, because the lease wants sampling masks."""
         return self._vocab_size is not None
 
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def add(self, token_ids: Sequence[int], logprobs: Any) -> None:
-        """Add the next tokens and vLLM's ``FlatLogprobs`` of them.
+        """Append the next tokens, with vLLM's ``FlatLogprobs`` of them.
 
         Raises:
             EngineError: the numbers of tokens and logprobs differ, or a sampling mask is not listed completely.
@@ -257,7 +272,7 @@ class Gathered:
         self._allowed_ids.append(kept)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids int32 [N] and logprobs float32 [N]."""
+        """Return the collected token ids, int32 [N], and log-probabilities, float32 [N]."""
         return np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
 
     def sampling_mask(self) -> SamplingMask | None:
@@ -267,7 +282,9 @@ class Gathered:
 
 
 def token_versions(spans: Iterable[Any] | None, num_tokens: int) -> np.ndarray:
-    """Return the version of each token, int32 [N], from vLLM's spans (``version``, ``start``, ``end``).
+    """Return the version that sampled each token, int32 [N].
+
+    vLLM gives ``spans`` of tokens with the same version, each with ``version``, ``start`` and ``end``.
 
     Raises:
         EngineError: the spans do not cover every token once, in order, or a version is not a number.

@@ -55,7 +55,7 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
-    """Sample ``index`` of a lease, which runs or waits for a slot."""
+    """One sample of a lease that runs in the engine or waits for a slot. ``index`` is its number in the lease."""
 
     lease: Lease
     index: int
@@ -66,7 +66,10 @@ class _Rollout:
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """A lease's unfinished rollouts, and the number of tokens of the finished ones."""
+    """How far one lease is. ``num_open`` is its number of unfinished rollouts.
+
+    ``num_finished_tokens`` counts the tokens of finished rollouts. ``running`` holds those in the engine by request id.
+    """
 
     num_open: int
     num_finished_tokens: int = 0
@@ -74,7 +77,10 @@ class _Progress:
 
 
 class VllmBackend:
-    """See ``backend.Backend``."""
+    """Samples with vLLM in separate processes.
+
+    It implements ``Backend``, ``PreparingBackend`` and ``ScoringBackend``.
+    """
 
     capabilities = BACKENDS["vllm"]
 
@@ -111,10 +117,11 @@ class VllmBackend:
 
     @classmethod
     def from_files(cls, directory: str | Path, config: Config, *, device: str) -> VllmBackend:
-        """Start the engine for the model and tokenizer in ``directory``. ``activate`` brings its weights.
+        """Start the engine for the model and tokenizer in ``directory``. It has no weights until ``activate``.
 
         Raises:
-            ModelError: vLLM is not installed, a file is missing or unreadable, or vLLM can't run the model.
+            ModelError: vLLM is not installed, a file is missing or unreadable, vLLM can't run the model, or the config
+                sets ``generator.devices``.
         """
         if config.generator.devices is not None:
             raise ModelError(
@@ -163,7 +170,7 @@ class VllmBackend:
         return render_prompt(self._tokenizer, messages)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
-        """See ``backend.Backend``.
+        """Queue the lease's samples of this prompt, and start those for which slots are free. See ``backend.Backend``.
 
         Raises:
             ModelError: prompt and answer may be longer than the engine's sequences, or vLLM can't sample like that.
@@ -198,7 +205,9 @@ class VllmBackend:
         self._admit_waiting()
 
     def step(self) -> list[Sampled]:
-        """See ``backend.Backend``. Wait for outputs of the engine for a few hundredths of a second.
+        """Collect what the engine has sampled, and return the finished samples. See ``backend.Backend``.
+
+        The engine decodes by itself. If it has no new output, wait a few hundredths of a second for one.
 
         Raises:
             EngineError: the engine has died, or a request failed.
@@ -219,9 +228,9 @@ class VllmBackend:
         }
 
     def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
-        """See ``backend.PreparingBackend``. The workers prepare the version in their own memory.
+        """Have the workers prepare the version in their own memory. See ``backend.PreparingBackend``.
 
-        Return True at once if they can't or must not do that; then ``activate`` does everything.
+        Return True at once if they can't or must not do that. Then ``activate`` does all the work.
 
         Raises:
             EngineError: the engine has died.
@@ -248,7 +257,7 @@ class VllmBackend:
             raise
 
     def _stage(self, weights: Mapping[str, Any]) -> None:
-        """Copy ``weights`` to memory that the engine's workers can read. The engine goes on decoding meanwhile."""
+        """Copy ``weights`` to the memory that the engine's workers share. The engine goes on decoding meanwhile."""
         self._table.check(weights)
         self._staging.write(weights)
         if not self._is_set_up:
@@ -262,10 +271,10 @@ class VllmBackend:
                 )
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
-        """See ``backend.Backend``. Prepares the version first if necessary.
+        """Sample with ``weights`` from now on. Prepare the version first if necessary. See ``backend.Backend``.
 
-        Returns the pause: the seconds in which vLLM's engine core could not run a decode step (see ``VllmEngine.swap``
-        and ``load_paused``).
+        Return the pause: the seconds in which vLLM's engine could not run a decode step (see ``VllmEngine.swap`` and
+        ``load_paused``).
         """
         while not self.prepare(version, weights):
             self._early += self._engine.poll(0.0)
@@ -291,11 +300,12 @@ class VllmBackend:
     def score_tokens(
         self, sequences: Sequence[ProbeSequence], temperature: float, mode: ScoringMode = "cached_decode"
     ) -> np.ndarray | None:
-        """See ``parity.ScoringBackend``. Each scored token is one request with its prefix as prompt.
+        """Return the scored tokens' log-probabilities, float32 [N]. See ``parity.ScoringBackend``.
 
-        It is sampled as in rollouts. ``cached_decode`` may use the prefix cache; ``full_forward`` does not. Returns
-        None while a running rollout uses top-p or top-k: in a step with such a rollout vLLM would not return all
-        log-probabilities.
+        Each scored token is one request whose prompt is the tokens before it. The engine samples a token as in rollouts
+        and reports the log-probability of the given one. ``cached_decode`` may use the prefix cache; ``full_forward``
+        does not. The result is None for ``float32_head``, and while a running rollout has a sampling mask: in a step
+        with such a rollout vLLM would not return all log-probabilities.
 
         Raises:
             EngineError: the engine has died, or does not answer.
@@ -314,7 +324,14 @@ class VllmBackend:
         return self._scored(wanted)
 
     def _scored(self, wanted: Sequence[tuple[str, int]]) -> np.ndarray:
-        """Return float32 [N]. Keep outputs of rollouts that arrive meanwhile for the next step."""
+        """Wait for the outputs of scoring requests. Return the log-probabilities, float32 [N].
+
+        ``wanted`` has the request id and the scored token of each request. Outputs of rollouts that arrive meanwhile
+        are kept for the next step.
+
+        Raises:
+            EngineError: the engine has died, or does not answer.
+        """
         found: dict[str, float] = {}
         tokens = dict(wanted)
         deadline = time.monotonic() + _SCORE_LIMIT_S
@@ -332,7 +349,10 @@ class VllmBackend:
         return np.array([found[name] for name, _ in wanted], np.float32)
 
     def digests(self) -> Mapping[str, str]:
-        """See ``parity.ScoringBackend``. Names are vLLM's; some of its parameters join several of the model's."""
+        """Return the digest of each parameter in vLLM's workers. See ``parity.ScoringBackend``.
+
+        The names are vLLM's. Some of its parameters join several of the model's.
+        """
         return self._engine.digests()
 
     def close(self) -> None:
@@ -354,7 +374,10 @@ class VllmBackend:
             )
 
     def _take(self, piece: Piece) -> Sampled | None:
-        """Record an output. Return the sample if it was the last one of its request."""
+        """Add an output of the engine to its rollout.
+
+        Return the finished sample if this was the rollout's last output, else None.
+        """
         rollout = self._running[piece.request_id]
         if len(piece.token_ids):
             rollout.gathered.add(piece.token_ids, piece.logprobs)

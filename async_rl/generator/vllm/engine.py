@@ -34,9 +34,10 @@ _FORGET = 0.995
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """An output of a request: its next tokens with vLLM's logprobs.
+    """One output of a request: the tokens sampled since the last output, with vLLM's logprobs.
 
-    ``finish_reason`` is None while it runs. The last output has the ``spans`` of weight versions.
+    ``finish_reason`` is None while the request runs. The last output has ``spans``, vLLM's ranges of tokens that were
+    sampled with the same version.
     """
 
     request_id: str
@@ -48,7 +49,10 @@ class Piece:
 
 @dataclass(slots=True)
 class Load:
-    """The engine's figures at its newest step. ``num_tokens`` and ``num_preempted`` are cumulative."""
+    """How busy the engine was at its newest step. ``kv_usage`` is the used share of the KV cache, 0 to 1.
+
+    ``num_tokens`` and ``num_preempted`` count sampled tokens and preempted sequences since the engine's start.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -58,7 +62,7 @@ class Load:
 
 
 class VllmEngine:
-    """One engine. Create it by ``start``. Not thread-safe."""
+    """Drives one vLLM engine, which runs in separate processes. Create it by ``start``. Not thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, llm: Any, load: Load) -> None:
         self._loop, self.load = loop, load
@@ -71,7 +75,7 @@ class VllmEngine:
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any]) -> VllmEngine:
-        """Start the engine's processes, which takes a minute. ``arguments`` are vLLM's ``AsyncEngineArgs``.
+        """Start the engine's processes, which takes a minute. ``arguments`` are those of vLLM's ``AsyncEngineArgs``.
 
         Raises:
             ModelError: vLLM refuses the model or the arguments.
@@ -103,16 +107,19 @@ class VllmEngine:
 
     @property
     def dtype(self) -> str:
-        """The torch name of the model's dtype."""
+        """The model's dtype by its name in torch, for example ``bfloat16``."""
         return str(self._llm.model_config.dtype).removeprefix("torch.")
 
     def digests(self) -> dict[str, str]:
-        """Return ``RANK:NAME`` -> digest, for every parameter of every worker."""
+        """Return the digests of all parameters of all workers, by ``RANK:NAME``."""
         of_ranks = self._run(asyncio.wait_for(self._llm.collective_rpc("held_digests"), _SWAP_LIMIT_S))
         return {f"{rank}:{name}": digest for rank, held in enumerate(of_ranks) for name, digest in held.items()}
 
     def add(self, request_id: str, prompt_ids: Sequence[int], parameters: Any, *, cache_salt: str) -> None:
-        """Submit a request; ``poll`` returns its outputs. Prompts with the same ``cache_salt`` share KV blocks."""
+        """Start a request; ``poll`` returns its outputs.
+
+        Prompts with the same ``cache_salt`` may share cached keys and values.
+        """
         from vllm.inputs import tokens_input  # pyright: ignore[reportMissingImports]
 
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
@@ -133,7 +140,7 @@ class VllmEngine:
             self._tasks.pop(request_id, None)
 
     def poll(self, timeout_s: float) -> list[Piece]:
-        """Return the engine's outputs. Wait for one for at most ``timeout_s``.
+        """Return the outputs that have arrived. If there are none, wait for at most ``timeout_s`` seconds.
 
         Raises:
             EngineError: the engine has died, or a request failed.
@@ -151,7 +158,7 @@ class VllmEngine:
             await asyncio.wait_for(self._arrived.wait(), timeout_s)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop these requests and forget their outputs. Ignore unknown and finished ones."""
+        """Stop these requests and drop their outputs. Unknown and finished requests are ignored."""
         tasks = [task for name in request_ids if (task := self._tasks.get(name)) is not None]
         gone = set(request_ids)
         if tasks:
@@ -163,13 +170,13 @@ class VllmEngine:
         self._pieces = [piece for piece in self._pieces if piece.request_id not in gone]
 
     def set_up_transfer(self, transfer: Mapping[str, Any]) -> None:
-        """Have the workers map the shared memory for versions. Call it once, before the first version.
+        """Have the workers open the shared memory for weights. Call it once, before the first version.
 
         Args:
             transfer: the fields of ``weights.SharedInit`` except the pipes.
 
         Raises:
-            WeightsError: the workers can't map it.
+            WeightsError: the workers can't open it.
         """
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
             WeightTransferInitRequest,
@@ -179,16 +186,19 @@ class VllmEngine:
         self._call("map the memory of weights", self._llm.init_weight_transfer_engine(request))
 
     def preparing_obstacle(self) -> str:
-        """Return the reason why this engine can't prepare versions while it decodes; empty if it can."""
+        """Return the reason why the workers can't prepare weights while the engine decodes. Return "" if they can."""
         found = self._call("look at the model's layers", self._llm.collective_rpc("preparing_obstacle"))
         return next(filter(None, found), "")
 
     def start_preparing(self) -> None:
-        """Have the workers prepare the version in shared memory while the engine decodes. See ``preparing``."""
+        """Have the workers prepare the version in shared memory while the engine decodes.
+
+        ``preparing`` tells when they are done.
+        """
         self._channel.prepare()
 
     def preparing(self, timeout_s: float) -> bool:
-        """Whether a worker still prepares. Wait for a report for at most ``timeout_s``.
+        """Return whether a worker is still preparing weights. Wait at most ``timeout_s`` seconds for a worker's report.
 
         Raises:
             EngineError: the engine has died.
@@ -199,10 +209,10 @@ class VllmEngine:
         return self._channel.wait(timeout_s)
 
     def swap(self, version: int, *, recompute: bool) -> float:
-        """Activate the prepared version. Returns the seconds for which no decode step could run.
+        """Activate the prepared version. Return the seconds for which no decode step could run.
 
-        The engine's core measures them, from the start of its call between two steps to the end. While that call waits
-        for the present step, and while its answer travels, the engine decodes.
+        The engine's core process measures them, from the start of its call between two steps to the end. While that
+        call waits for the present step, and while its answer travels, the engine decodes.
 
         Args:
             version: the version of all tokens from now on.
@@ -217,9 +227,10 @@ class VllmEngine:
         return pause_s
 
     def load_paused(self, version: int, *, recompute: bool) -> float:
-        """Load the version in shared memory while the engine is paused. Returns the pause in seconds.
+        """Pause the engine, load the version in shared memory, and go on. Return the pause in seconds.
 
-        The pause lasts from the request to stop the engine to the answer that it goes on. See ``swap`` for the rest.
+        The pause lasts from the request to stop the engine to the answer that it goes on. See ``swap`` for the
+        arguments and errors.
         """
         return self._call(f"take over version {version}", self._load_paused(version, recompute=recompute))
 
@@ -239,7 +250,11 @@ class VllmEngine:
         return time.perf_counter() - started_s
 
     def _call(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for a call about weights. Return its answer."""
+        """Wait for a call to vLLM about weights. Return its answer. ``what`` describes the call for errors.
+
+        Raises:
+            WeightsError: the call failed or took too long.
+        """
         try:
             return self._run(asyncio.wait_for(call, _SWAP_LIMIT_S))
         except Exception as error:
@@ -265,7 +280,7 @@ class VllmEngine:
 
 
 def _stat_logger(load: Load) -> Any:
-    """Return a vLLM logger that writes the newest figures into ``load``."""
+    """Return a vLLM logger that writes the engine's newest statistics into ``load``."""
     from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
 
     class LoadLogger(StatLoggerBase):
@@ -288,7 +303,7 @@ def _stat_logger(load: Load) -> Any:
 
 
 class KvCacheCapacity:
-    """Estimates how many sequences the key-value cache can hold at once: ``most`` or fewer."""
+    """Estimates how many sequences fit in the KV cache at once. The estimate is never above ``most``."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -296,12 +311,15 @@ class KvCacheCapacity:
 
     @property
     def max_running(self) -> int:
-        """The number of sequences that may run at once, at least 1."""
+        """How many sequences may run at once so that the KV cache should hold them all; at least 1."""
         if self._need * self._most <= _FILL:
             return self._most
         return max(1, int(_FILL / self._need))
 
     def observe(self, num_running: int, kv_usage: float) -> None:
-        """Record one step's figures. ``kv_usage``: the share of the cache, 0 to 1, that these sequences hold."""
+        """Learn from one step how much of the KV cache a sequence needs.
+
+        ``kv_usage`` is the share of the cache, 0 to 1, that the ``num_running`` sequences hold.
+        """
         if num_running > 0:
             self._need = max(self._need * _FORGET, kv_usage / num_running)

@@ -27,7 +27,7 @@ SWAP = "async_rl_swap"
 
 
 def register() -> None:
-    """vLLM calls this once in every process, before it builds anything."""
+    """Register our weight transfer with vLLM. vLLM calls this function in every process, before it builds anything."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 
     WeightTransferEngineFactory.register_engine(TRANSFER_NAME, "async_rl.generator.vllm.weights", "SharedWeights")
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process when the process that started it through multiprocessing ends, in whatever way."""
+    """Have this process killed when the process that started it through multiprocessing ends for whatever reason."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -53,17 +53,19 @@ def _watch(sentinel: int) -> None:
 
 
 def add_swap(core: type[Any]) -> None:
-    """Add ``swap`` to ``core``, vLLM's ``EngineCore``. It looks up its clients' calls by method name."""
+    """Add ``swap`` as a method to ``core``, vLLM's class ``EngineCore``.
+
+    Clients of the engine can then call it by name.
+    """
     setattr(core, SWAP, swap)
 
 
 def swap(core: Any, number: int, version: str, recompute: bool) -> float:
-    """Activate preparation ``number`` in every worker. From now on, tokens have ``version``.
+    """Switch every worker to the weights of preparation ``number``. Later tokens carry ``version``.
 
-    Returns its duration in seconds; the core can't run a step meanwhile.
-
-    With ``recompute``, running sequences wait again, to be computed again with all their tokens, and no cached keys and
-    values are reused. Otherwise they go on with the keys and values that they have.
+    Return the duration in seconds. The engine's core can't run a decode step meanwhile. With ``recompute``, running
+    sequences are computed again from their tokens, and no cached keys and values are reused. Otherwise they go on with
+    the keys and values that they have.
 
     Raises:
         RuntimeError: steps are in progress (on a GPU only), a worker did not swap, or the cache is in use.

@@ -69,18 +69,18 @@ _OWN = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 class WorkerCalls:
-    """Mixed into vLLM's workers: the methods that ``plugin`` and the generator call in them."""
+    """Methods that vLLM adds to its worker class, so that ``plugin`` and the generator can call them in each worker."""
 
     def preparing_obstacle(self) -> str:
-        """The reason why versions can't be prepared here; empty if they can."""
+        """Return the reason why this worker can't prepare weights while it decodes. Return "" if it can."""
         return _transfer(self).obstacle
 
     def swap_weights(self, number: int) -> None:
-        """See ``Preparer.swap``."""
+        """Give the model the weights that were prepared under ``number``. See ``Preparer.swap``."""
         _transfer(self).swap(number)
 
     def held_digests(self) -> dict[str, str]:
-        """Return a digest for each parameter's name.
+        """Return a digest of each parameter that the model now computes with, by the parameter's name.
 
         It is the digest of the parameter's bytes. Where a kernel has packed these away, it is the digest of the layer's
         output for a fixed input.
@@ -100,9 +100,9 @@ def _transfer(worker: Any) -> SharedWeights:
 
 @torch.inference_mode()
 def _effect(layer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the linear layer's output for a fixed input whose elements all differ.
+    """Return the linear layer's output for a fixed test input whose elements all differ.
 
-    It stands for the layer's weights where a kernel has packed them into a form that can't be read.
+    ``held_digests`` digests this output where a kernel has packed the parameter away.
     """
     places = torch.linspace(-1, 1, layer.input_size_per_partition, dtype=torch.float64)
     return layer.quant_method.apply(layer, places.to(parameter.dtype).to(parameter.device)[None], None)
@@ -114,7 +114,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """The path, size and tensors of the shared memory, and the pipes (see ``worker_link``)."""
+    """What a worker needs to open the shared memory and the pipes (see ``worker_link``).
+
+    ``rows`` describes the tensors in the memory. ``command_paths`` has one pipe for each worker.
+    """
 
     path: str
     size_bytes: int
@@ -125,11 +128,11 @@ class SharedInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedUpdate(WeightTransferUpdateInfo):
-    """An update without fields: the shared memory holds exactly one version."""
+    """vLLM's request to load new weights. It needs no fields, because the shared memory holds exactly one version."""
 
 
 class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
-    """See ``WeightTransferEngine``."""
+    """Loads weights from shared memory into the model of one worker. vLLM calls it through ``WeightTransferEngine``."""
 
     init_info_cls = SharedInit
     update_info_cls = SharedUpdate
@@ -161,11 +164,11 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
 
     @cached_property
     def obstacle(self) -> str:
-        """See the function ``obstacle``."""
+        """The reason why this worker can't prepare weights while it decodes; empty if it can."""
         return obstacle(self.model, self.device)
 
     def swap(self, number: int) -> None:
-        """See ``Preparer.swap``."""
+        """Give the model the weights that were prepared under ``number``. See ``Preparer.swap``."""
         if self._preparer is None:
             raise RuntimeError(f"no version can be prepared here: {self.obstacle or 'the transfer is not set up yet'}")
         self._preparer.swap(number)
@@ -198,7 +201,10 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
 
 
 class Preparer:
-    """Prepares versions in one worker. ``tensors`` are views into shared memory with the version to prepare."""
+    """Prepares new weights in one worker, in a thread of its own, when the generator sends a command through a pipe.
+
+    ``tensors`` are views into the shared memory that holds the weights to prepare.
+    """
 
     def __init__(
         self,
@@ -219,10 +225,12 @@ class Preparer:
         threading.Thread(target=self._serve, args=(command_path,), name="prepare-weights", daemon=True).start()
 
     def swap(self, number: int) -> None:
-        """Give the model what was prepared as ``number``. The worker's own thread calls it, between two steps.
+        """Give the model the weights that were prepared under ``number``.
+
+        The worker's own thread calls this method between two decode steps.
 
         Raises:
-            RuntimeError: that is not ready; the model is as it was.
+            RuntimeError: these weights are not ready; the model keeps its old ones.
         """
         if self._ready is None or self._ready[0] != number:
             raise RuntimeError(
@@ -261,10 +269,10 @@ class Preparer:
 
 
 def obstacle(model: Any, device: torch.device) -> str:
-    """The reason why ``model`` can't be double-buffered; empty if it can.
+    """Return the reason why ``DoubleBuffer`` does not work for ``model``. Return "" if it works.
 
-    For some layers (mixtures of experts, latent attention, quantised ones) vLLM stores processed weights where the
-    double buffer does not look.
+    For some layers (mixtures of experts, latent attention, quantised ones) vLLM stores processed weights where
+    ``DoubleBuffer`` does not look.
     """
     if device.type != "cpu":
         return f"the model is on {device.type}, where a version is copied into the tensors that are there"
@@ -285,7 +293,10 @@ def obstacle(model: Any, device: torch.device) -> str:
 
 
 class DoubleBuffer:
-    """One version's tensors and kernels for ``model``: ``load`` once, then ``swap`` once."""
+    """A second set of tensors and kernels for ``model``.
+
+    Call ``load`` once to fill it, then ``swap`` once to use it.
+    """
 
     def __init__(self, model: Any) -> None:
         self._pairs: list[tuple[Any, Any, dict[str, Any]]] = []
@@ -318,7 +329,10 @@ class DoubleBuffer:
         return copy
 
     def _fresh(self, layer: Any, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return an empty parameter in a checkpoint's layout. Its memory is not used before it is loaded."""
+        """Return a new, uninitialised parameter for a layer, in the layout in which vLLM loads checkpoints.
+
+        The system provides its memory only when it is written.
+        """
         if (known := self._parameters.get(id(parameter))) is not None:
             return known
         # vLLM has noted shapes and loaders before it packed anything; of what is never packed it notes nothing.
@@ -333,11 +347,11 @@ class DoubleBuffer:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy in and pack ``tensors``: a whole version, keyed by checkpoint name.
+        """Load ``tensors``, a whole version by checkpoint names, and pack them for vLLM's kernels.
 
         Raises:
-            ValueError: a parameter is missing, or the result is not what the model computes with.
-            Exception: any error of vLLM's loading.
+            ValueError: a parameter is missing, or the loaded tensors do not fit the model's.
+            Exception: vLLM's loading raised it.
         """
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         unpacked = [
@@ -364,7 +378,11 @@ class DoubleBuffer:
         self._note_changes()
 
     def _check(self) -> None:
-        """Check that ``swap`` only has to exchange pointers. Raises ValueError."""
+        """Check that ``swap`` can exchange the tensors: the new ones have the old shapes, strides and dtypes.
+
+        Raises:
+            ValueError: they differ, or vLLM has created or replaced tensors.
+        """
         for layer, copy, _ in self._pairs:
             buffers = [(copy._buffers.get(name), layer._buffers.get(name)) for name in copy._buffers | layer._buffers]
             if copy._parameters.keys() != layer._parameters.keys() or any(new is not old for new, old in buffers):
@@ -380,7 +398,7 @@ class DoubleBuffer:
                     )
 
     def _note_changes(self) -> None:
-        """Record the changes that ``swap`` has to make, and the objects that are old after it."""
+        """Record what ``swap`` has to change in the model, and which objects the model no longer needs after that."""
         for layer, copy, before in self._pairs:
             changed = {
                 key: value for key, value in copy.__dict__.items() if key not in _OWN and before.get(key) is not value
@@ -394,9 +412,9 @@ class DoubleBuffer:
                     self._old.append(parameter.data)
 
     def swap(self) -> list[Any]:
-        """Give the model this version. Return the objects that it held before; ``release`` frees them later.
+        """Give the model these weights. Return the objects that it held before; ``release`` frees them later.
 
-        Takes about a microsecond per tensor, because no weights are copied.
+        It takes about a microsecond per tensor, because no weights are copied.
         """
         for attributes, changed in self._attributes:
             attributes.update(changed)
@@ -407,7 +425,10 @@ class DoubleBuffer:
 
 
 def _pack(layer: Any) -> None:
-    """Process a layer's loaded weights as vLLM does after loading."""
+    """Bring a layer's loaded weights into the form that its kernel needs, as vLLM does after loading.
+
+    Free what is replaced.
+    """
     weights = list(layer._parameters.values())
     layer.quant_method.process_weights_after_loading(layer)
     release([weight for weight in weights if not any(weight is kept for kept in layer._parameters.values())])
@@ -415,10 +436,10 @@ def _pack(layer: Any) -> None:
 
 @torch.no_grad()
 def release(old: list[Any]) -> None:
-    """Free the memory of these tensors, and forget them and everything else in ``old``.
+    """Free the memory of the tensors in the list ``old``, and empty the list.
 
-    Giving hundreds of megabytes back to the system takes milliseconds. Inside an operation of torch that does not hold
-    Python's lock, so whatever decodes goes on meanwhile; a tensor that is merely forgotten is freed under it.
+    To give hundreds of megabytes back to the system takes milliseconds. In an operation of torch, Python's lock is free
+    for that time, so that decode steps go on. If the last reference to a tensor is merely dropped, the lock is held.
     """
     while old:
         thing = old.pop()

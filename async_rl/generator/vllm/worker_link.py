@@ -34,7 +34,7 @@ LONGEST_ERROR = 1500
 
 
 class SharedStaging:
-    """Shared memory for the tensors of one version.
+    """Shared memory through which the workers get the tensors of one version.
 
     The first ``write`` fixes names, dtypes and shapes. Later writes must have the same ones and overwrite the memory.
     """
@@ -47,14 +47,14 @@ class SharedStaging:
 
     @property
     def path(self) -> str:
-        """Where the processes of this user on this machine can open the memory."""
+        """The path at which other processes of this user on this machine can open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights`` (host tensors) to the memory.
+        """Copy ``weights``, tensors of one version on the host, to the shared memory.
 
         Raises:
-            WeightsError: names, dtypes or shapes differ from the version before; or there is not enough memory.
+            WeightsError: names, dtypes or shapes differ from those of the first write, or there is not enough memory.
         """
         if not self.rows:
             self._lay_out(weights)
@@ -85,7 +85,7 @@ class SharedStaging:
         self._views = map_tensors(self.path, self.size_bytes, self.rows)
 
     def close(self) -> None:
-        """Release the memory. Processes that have mapped it keep it until they end."""
+        """Give the memory up. Processes that have mapped it keep it until they end."""
         self._views = {}
         if self._fd >= 0:
             os.close(self._fd)
@@ -93,7 +93,10 @@ class SharedStaging:
 
 
 def map_tensors(path: str, size_bytes: int, rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Return views by name into the memory at ``path``. Later writes change them too."""
+    """Return tensors by name that are views into the shared memory at ``path``.
+
+    Later writes to the memory change them.
+    """
     import torch
 
     memory = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
@@ -112,7 +115,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 class PrepareChannel:
-    """The generator's ends of the pipes: one for commands to each worker, one for reports from all of them."""
+    """The generator's ends of the pipes: one pipe for commands to each worker, and one for reports from all of them."""
 
     def __init__(self, num_workers: int, *, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -127,20 +130,23 @@ class PrepareChannel:
 
     @property
     def paths(self) -> dict[str, str | list[str]]:
-        """Return the paths at which the workers open the pipes, as the path fields of ``weights.SharedInit``."""
+        """Return the ``/proc`` paths at which the workers open the pipes.
+
+        The keys are the fields ``command_paths`` and ``report_path`` of ``weights.SharedInit``.
+        """
         own = f"/proc/{os.getpid()}/fd"
         commands = [f"{own}/{read_fd}" for read_fd, _ in self._commands]
         return {"command_paths": commands, "report_path": f"{own}/{self._reports[1]}"}
 
     def prepare(self) -> None:
-        """Tell every worker to prepare the version in shared memory. From now on ignore reports about earlier ones."""
+        """Tell every worker to prepare the version in shared memory. Ignore reports about earlier ones from now on."""
         self.number += 1
         self._errors = {}
         self._deadline_s = time.monotonic() + self._limit_s
         self._command(f"prepare {self.number}")
 
     def release(self) -> None:
-        """Have every worker free the memory of the version before."""
+        """Tell every worker to free the memory of the weights that the last swap replaced."""
         self._command("release")
 
     def _command(self, line: str) -> None:
@@ -148,10 +154,10 @@ class PrepareChannel:
             os.write(write_fd, f"{line}\n".encode())
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a worker still prepares. Wait for a report for at most ``timeout_s``.
+        """Return whether a worker is still preparing weights. Wait at most ``timeout_s`` seconds for a report.
 
         Raises:
-            WeightsError: all have reported, and one has failed; or they take longer than ``limit_s``.
+            WeightsError: all workers have reported and one has failed, or they take longer than ``limit_s``.
         """
         num_workers = len(self._commands)
         if len(self._errors) < num_workers and select.select([self._reports[0]], [], [], timeout_s)[0]:
@@ -172,13 +178,16 @@ class PrepareChannel:
         return False
 
     def close(self) -> None:
-        """Close the pipes. That also ends the workers' threads, if no other process has the command pipes open."""
+        """Close the pipes. That ends the workers' threads, unless another process has the command pipes open."""
         for pipe in (*self._commands, self._reports):
             for fd in pipe:
                 os.close(fd)
 
 
 def write_report(fd: int, *, rank: int, number: int, error: str) -> None:
-    """Write a worker's report. ``error`` is empty if its version is ready."""
+    """Write a worker's report about preparation ``number`` to the pipe ``fd``.
+
+    ``error`` is empty if the weights are ready.
+    """
     plain = error.encode("ascii", "replace").decode()[:LONGEST_ERROR]
     os.write(fd, (json.dumps({"rank": rank, "number": number, "error": plain}) + "\n").encode())
