@@ -18,7 +18,6 @@ from async_rl.config.config import Config
 from async_rl.errors import TrainingError
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.ranks import Ranks, init_ranks
-from async_rl.learner.file_digests import write_manifest
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
 from async_rl.learner.packing import TrainSequence
 from tests.learner.tiny import random_sequences, tiny_config, with_behavior
@@ -233,7 +232,6 @@ def fail_between_commands(directory: Path, engine: Any) -> None:
 def save(engine: Any, directory: Path, step: int) -> None:
     directory.mkdir(parents=True)
     engine.save(directory, {"step": step})
-    write_manifest(directory)
 
 
 def follow_once(engine: Any) -> None:

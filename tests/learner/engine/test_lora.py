@@ -19,6 +19,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.lora import merge
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import export_adapter, export_checkpoint
+from async_rl.learner.file_digests import write_manifest
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.sft import run_sft
 from tests.learner.rank_scenarios import ADAPTED, LORA, adapted_config, batch_for, save, train_adapters, with_reference
@@ -34,6 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora")
     tiny_model(root / "model")
     train_adapters(make_engine(root), root / "ranks_1" / "plain")
+    write_manifest(root / "ranks_1" / "plain" / "first")
     return root
 
 
@@ -233,6 +235,8 @@ def test_adapters_without_their_model_and_a_full_checkpoint_without_adapters_are
     save(make_engine(tmp_path), tmp_path / "adapters", 1)
     config = tiny_config(tmp_path, "model")
     save(FsdpEngine(config, init_ranks(config)), tmp_path / "full", 1)
+    for name in ("adapters", "full"):
+        write_manifest(tmp_path / name)
     with pytest.raises(RunError, match=r"expected a checkpoint of adapters \(lora.rank\)"):
         export_adapter(tmp_path / "full", tmp_path / "out")
     tiny_model(tmp_path / "model", seed=1)
