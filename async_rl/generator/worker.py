@@ -95,10 +95,7 @@ def run_generator(
         directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
-        # The learner sent no digest of a backend that this generator's operator chose.
-        is_own_choice = config.generator.backend == _requested_backend(overrides)
-        backend = build_backend(config, directory, code_digests=None if is_own_choice else digests)
-        stack.enter_context(closing(backend))
+        backend = stack.enter_context(closing(_build_backend(config, overrides, directory, digests)))
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
         stack.enter_context(closing(receiver))
@@ -114,6 +111,14 @@ def run_generator(
         )
         stack.callback(queue.leave)  # first of all: engine and environments may take long to end
         worker.run()
+
+
+def _build_backend(
+    config: Config, overrides: Sequence[str], directory: Path, code_digests: Mapping[str, str] | None
+) -> Backend:
+    """Build the config's backend. The learner has no digest of a backend that this generator's operator chose."""
+    is_own_choice = config.generator.backend == _requested_backend(overrides)
+    return build_backend(config, directory, code_digests=None if is_own_choice else code_digests)
 
 
 def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> ThreadGrader:

@@ -198,23 +198,8 @@ int posix_fallocate64(int fd, off64_t at, off64_t size) {
     return real(fd, at, size);
 }
 
-#define OPEN_CALL(name)                                                                                     \
-    int name(const char *path, int flags, ...) {                                                            \
-        char buffer[PATH_MAX];                                                                              \
-        va_list more;                                                                                       \
-        va_start(more, flags);                                                                              \
-        mode_t mode = (flags & (O_CREAT | O_TMPFILE)) ? va_arg(more, mode_t) : 0;                           \
-        va_end(more);                                                                                       \
-        REAL(name);                                                                                         \
-        int creates = (flags & O_CREAT) != 0;                                                               \
-        if (is_on && check(creates ? "open-new" : "open", absolute(AT_FDCWD, path, buffer), creates)) return -1; \
-        return real(path, flags, mode);                                                                     \
-    }
-OPEN_CALL(open)
-OPEN_CALL(open64)
-
-#define OPENAT_CALL(name)                                                                                     \
-    int name(int directory, const char *path, int flags, ...) {                                              \
+#define OPEN_CALL(name, parameters, directory, arguments)                                                     \
+    int name parameters {                                                                                     \
         char buffer[PATH_MAX];                                                                                \
         va_list more;                                                                                         \
         va_start(more, flags);                                                                                \
@@ -223,10 +208,12 @@ OPEN_CALL(open64)
         REAL(name);                                                                                           \
         int creates = (flags & O_CREAT) != 0;                                                                 \
         if (is_on && check(creates ? "open-new" : "open", absolute(directory, path, buffer), creates)) return -1; \
-        return real(directory, path, flags, mode);                                                            \
+        return real arguments;                                                                                \
     }
-OPENAT_CALL(openat)
-OPENAT_CALL(openat64)
+OPEN_CALL(open, (const char *path, int flags, ...), AT_FDCWD, (path, flags, mode))
+OPEN_CALL(open64, (const char *path, int flags, ...), AT_FDCWD, (path, flags, mode))
+OPEN_CALL(openat, (int from, const char *path, int flags, ...), from, (from, path, flags, mode))
+OPEN_CALL(openat64, (int from, const char *path, int flags, ...), from, (from, path, flags, mode))
 
 #define FOPEN_CALL(name)                                                                                   \
     FILE *name(const char *path, const char *how) {                                                        \
