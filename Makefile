@@ -2,7 +2,7 @@
 #   make quickstart [SEED=0]   train a small model end to end on this machine
 #   make test                  the tests that a contributor runs: a few minutes on two cores
 #   make test-all              these and the slow ones: whole runs, killed processes, several ranks
-#   make test-long             hours of histories, mutants and kills, for a release
+#   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
 #   make check                 format, lint, types
 
@@ -38,8 +38,8 @@ test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full
 
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -m "long and not vllm"
-	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600
+	$(BIN)/python -m pytest -m "long and not vllm" $(if $(DONE),--done $(DONE))
+	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600 $(if $(DONE),--done $(DONE))
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm

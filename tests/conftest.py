@@ -1,9 +1,12 @@
 """Settings of every test, and the fixture that keeps tests of other subjects apart from the admission rule."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
 from tests.examples import QUICK
+from tests.resumable import Passed
 
 settings.load_profile(QUICK)  # before any test module is read; --hypothesis-profile=full replaces it
 
@@ -13,6 +16,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
     parser.addoption("--mutants", type=int, default=250_000, help="mutants for each of four ports in the long tests")
     parser.addoption("--first-mutant", type=int, default=0, help="number of the first, to go on with a long test")
+    parser.addoption("--done", type=Path, help="file of what has passed: it is left out, and what passes is added")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Passed(config.option.done), "passed")
+
+
+@pytest.fixture(scope="session")
+def passed(pytestconfig: pytest.Config) -> Passed:
+    """What ``--done`` lists, for tests that are hours long themselves."""
+    plugin = pytestconfig.pluginmanager.get_plugin("passed")
+    assert isinstance(plugin, Passed)
+    return plugin
 
 
 @pytest.fixture

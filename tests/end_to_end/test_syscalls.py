@@ -15,6 +15,7 @@ import pytest
 from tests.end_to_end.faults_harness import fault_config, judge, kill_all
 from tests.end_to_end.harness import roles, wait_until
 from tests.end_to_end.syscalls import Failure, SyscallRun, Syscalls, failures_at
+from tests.resumable import Passed
 
 Kind = Literal["roles", "launch"]
 """Roles that were started by hand fail, or ``launch`` fails, which starts the others."""
@@ -89,12 +90,18 @@ def failures_of(role: str, places: Sequence[str], chance: random.Random) -> list
 
 
 def fail_all(
-    directory: Path, syscalls: Syscalls, kind: Kind, failures: Sequence[Failure], chance: random.Random
+    directory: Path,
+    syscalls: Syscalls,
+    kind: Kind,
+    failures: Sequence[Failure],
+    chance: random.Random,
+    passed: Passed,
 ) -> int:
-    """Make each failure happen, many in a run; returns how many calls were made."""
+    """Make each failure happen, many in a run, and note it in ``passed``. Returns how many calls were made."""
     left, num_hit, number = list(reversed(failures)), 0, 0
     while left:
         number += 1
+        names = []
         with syscall_run(directory / f"run-{number}", syscalls, kind, num_rows=NUM_ROWS) as run:
             run.begin()
             while left and run.last_step() < NUM_ROWS // 4 and not run.is_finished:
@@ -102,8 +109,14 @@ def fail_all(
                 began = time.monotonic()
                 is_hit = fail_in(run, failure)
                 num_hit += is_hit
+                names += [_name(failure)] if is_hit else []
                 print(f"{'hit' if is_hit else 'NOT'} {failure} ({time.monotonic() - began:.1f} s)", flush=True)
+        passed.add(*names)
     return num_hit
+
+
+def _name(failure: Failure) -> str:
+    return f"{failure.place}: {failure.error}"
 
 
 def fail_once(directory: Path, syscalls: Syscalls, kind: Kind, failure: Failure) -> bool:
@@ -118,24 +131,29 @@ def fail_once(directory: Path, syscalls: Syscalls, kind: Kind, failure: Failure)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_failing_system_calls_lose_and_repeat_no_prompt(tmp_path: Path):
+def test_failing_system_calls_lose_and_repeat_no_prompt(tmp_path: Path, passed: Passed):
     syscalls, chance = Syscalls(tmp_path / "syscalls"), random.Random(0)
     again, _ = find_places(tmp_path / "places", syscalls, "roles")
     failures = [failure for role in SAMPLED for failure in failures_of(role, again, chance)[:SAMPLE_SIZE]]
-    assert fail_all(tmp_path, syscalls, "roles", failures, chance) >= SAMPLE_SIZE
+    assert fail_all(tmp_path, syscalls, "roles", failures, chance, passed) >= SAMPLE_SIZE
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", ["roles", "launch"])
-def test_every_failing_system_call_loses_and_repeats_no_prompt(tmp_path: Path, kind: Kind):
+def test_every_failing_system_call_loses_and_repeats_no_prompt(tmp_path: Path, passed: Passed, kind: Kind):
     syscalls, chance = Syscalls(tmp_path / "syscalls"), random.Random(0)
     again, once = find_places(tmp_path / "places", syscalls, kind)
-    failures = [failure for role in ROLES[kind] for failure in failures_of(role, again, chance)]
-    ends = failures_at(once)
     print(f"{len(again)} places reached again and again, {len(once)} once", flush=True)
-    num_hit = fail_all(tmp_path, syscalls, kind, failures, chance)
-    print(f"{num_hit} of {len(failures)} failures while running", flush=True)
-    num_ends = sum(fail_once(tmp_path / f"once-{n}", syscalls, kind, failure) for n, failure in enumerate(ends))
-    print(f"{num_ends} of {len(ends)} failures at begin and end", flush=True)
+    every = [failure for role in ROLES[kind] for failure in failures_of(role, again, chance)]
+    failures = [failure for failure in every if _name(failure) not in passed]
+    num_hit = fail_all(tmp_path, syscalls, kind, failures, chance, passed)
+    print(f"{num_hit} of {len(failures)} failures while running, {len(every)} in all", flush=True)
+    ends = [failure for failure in failures_at(once) if f"once {_name(failure)}" not in passed]
+    num_ends = 0
+    for number, failure in enumerate(ends):
+        if fail_once(tmp_path / f"once-{number}", syscalls, kind, failure):
+            passed.add(f"once {_name(failure)}")
+            num_ends += 1
+    print(f"{num_ends} of {len(ends)} failures at begin and end, {len(failures_at(once))} in all", flush=True)
     assert num_hit + num_ends >= 0.9 * (len(failures) + len(ends))

@@ -1,0 +1,36 @@
+"""Long tests that go on where they were stopped: ``--done FILE`` lists what has passed, and leaves it out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+class Passed:
+    """The lines of a file, each the name of something that has passed. Without a file, nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._names = set(path.read_text().splitlines()) if path is not None and path.exists() else set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, *names: str) -> None:
+        """Append ``names`` to the file."""
+        self._names.update(names)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.writelines(f"{name}\n" for name in names)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests that have passed."""
+        done = [item for item in items if item.nodeid in self]
+        config.hook.pytest_deselected(items=done)
+        items[:] = [item for item in items if item.nodeid not in self]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test that has passed."""
+        if report.when == "call" and report.passed:
+            self.add(report.nodeid)
