@@ -43,8 +43,8 @@ class CheckpointConfig(Section):
     grace_s: float = Field(
         default=25.0,
         gt=0,
-        description="Seconds in which a learner that gets SIGTERM or SIGINT saves a checkpoint and ends; afterwards "
-        "it ends without one. Slurm, Kubernetes and torchrun kill it after 30 s by default.",
+        description="Seconds in which `async-rl learner` and `async-rl sft` save a checkpoint and end after SIGTERM or "
+        "SIGINT. After that they end without one. Slurm, Kubernetes and torchrun kill a process after 30 s by default.",
     )
 
 

@@ -3,7 +3,8 @@ model.
 
 The engine is that of reinforcement learning (same packing, ranks, checkpoints) with another loss. There is no queue and
 no generator. Checkpoints and ``metrics.jsonl`` are in ``run.dir/sft``. The same command continues from the last
-checkpoint. The order of the rows depends only on the seed and the step, so a resumed run sees the same batches.
+checkpoint. SIGTERM and SIGINT save the last step first, within ``checkpoint.grace_s`` seconds. The order of the rows
+depends only on the seed and the step, so a resumed run sees the same batches.
 
 A row of the JSONL file is one of
 
@@ -21,8 +22,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +32,17 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.data.chat import load_tokenizer
-from async_rl.errors import ConfigError, DataError, RunError
-from async_rl.learner.checkpoint import read_extra, write_checkpoint
+from async_rl.errors import ConfigError, DataError, RunError, StoppedError
+from async_rl.learner.checkpoint import checkpoint_name, read_extra, write_checkpoint
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import Schedule
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.engine.ranks import Ranks, init_ranks
 from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import SupervisedObjective
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.resume import find_resume_point, take_over
+from async_rl.process.stop import StopRequest
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
 
@@ -62,6 +65,7 @@ def run_sft(config: Config) -> None:
         ModelError: the model is missing or can't be trained.
         RunError: ``sft.out`` holds other files, or the run directory belongs to other settings.
         TrainingError: another rank failed.
+        SystemExit: a signal asked to stop. The code is 128 + signal, and the last step is saved.
     """
     for key in ("data", "out"):
         if not getattr(config.sft, key):
@@ -74,27 +78,47 @@ def run_sft(config: Config) -> None:
         return
     check_export_target(out)
     ranks = init_ranks(config)
-    engine: FsdpEngine | None = None
-    try:
-        engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
-        if ranks.is_leader:
+    engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
+    exit_code = _run_leader(config, ranks, engine, done) if ranks.is_leader else _follow(config, ranks, engine)
+    if exit_code:
+        raise SystemExit(exit_code)
+
+
+def _follow(config: Config, ranks: Ranks, engine: FsdpEngine) -> int:
+    """Run a rank other than 0. Returns the exit code that rank 0 chose."""
+    with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
+        return engine.follow()
+
+
+def _run_leader(config: Config, ranks: Ranks, engine: FsdpEngine, done: int) -> int:
+    """Run rank 0. Returns the exit code: 0, or 128 + signal."""
+    cause, exit_code = "", 0
+    with StopRequest(config.checkpoint.grace_s, elsewhere=ranks.stop_signal) as stop:
+        try:
             engine.self_test()
-            lock = acquire(RunDir(run_dir), "sft")
+            lock = acquire(RunDir(Path(config.run.dir) / "sft"), "sft")
             try:
-                _lead(config, engine, lock, done)
+                _lead(config, engine, lock, done, stop.check)
             finally:
                 lock.close()
-        else:
-            engine.follow()
-    except BaseException as error:
-        if engine is not None and ranks.is_leader:
-            engine.close(f"{type(error).__name__}: {error}")
-        raise
-    if ranks.is_leader:
-        engine.close()
+        except StoppedError as stopped:
+            stop.note_saved()
+            logger.info("%s", stopped)
+            exit_code = 128 + stop.signum
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            engine.close(cause, exit_code=exit_code)
+    return exit_code
 
 
-def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int) -> None:
+def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int, stop_signal: Callable[[], int]) -> None:
+    """Train and export the model.
+
+    Raises:
+        StoppedError: ``stop_signal`` returned a signal after a step, and that step is saved.
+    """
     run_dir = lock.path.parent
     rows = _load_rows(config)
     logger.info(
@@ -113,17 +137,24 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int) -> None:
         for step, stats in _train(config, engine, rows, done):
             metrics.write(json.dumps(_metrics_row(step, stats)) + "\n")
             every = config.experimental.sft_checkpoint_every
-            if step == config.sft.steps or (every and step % every == 0):
+            signum = stop_signal()
+            if signum or step == config.sft.steps or (every and step % every == 0):
                 extra = {"step": step, "settings": _settings(config)}
                 newest = write_checkpoint(
                     engine, run_dir, step, extra,
                     keep_last=config.checkpoint.keep_last, lineage="sft", confirm=lock.check,
                 )  # fmt: skip
+            if signum:
+                raise StoppedError(
+                    f"stopped by {signal.Signals(signum).name}: saved at step {step}; the same command resumes from "
+                    f"{checkpoint_name(step)}"
+                )
     if newest is None:
         raise RunError(
             f"expected a checkpoint in {run_dir} at the end of training, got none; this is a bug in "
             f"async-rl, please report it"
         )
+    engine.close()  # the export of a large model may outlast the timeout of the other ranks
     export_checkpoint(newest, Path(config.sft.out))
     logger.info("wrote %s", config.sft.out)
 

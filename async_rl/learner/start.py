@@ -145,16 +145,10 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
         )
     engine = FsdpEngine(config, ranks)
     cause, exit_code = "", 0
-    with StopRequest(config.checkpoint.grace_s) as stop:
-
-        def stop_signal() -> int:
-            if not stop.signum and (signum := ranks.stop_signal()):
-                stop.request(signum, " at another rank")
-            return stop.signum
-
+    with StopRequest(config.checkpoint.grace_s, elsewhere=ranks.stop_signal) as stop:
         try:
             engine.self_test()
-            train_with(config, engine, replace(context, stop_signal=stop_signal))
+            train_with(config, engine, replace(context, stop_signal=stop.check))
         except StoppedError as stopped:
             stop.note_saved()
             logger.info("%s%s", stopped, ", without --fresh" if fresh else "")

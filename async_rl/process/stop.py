@@ -35,6 +35,7 @@ class StopRequest:
     Args:
         grace_s: seconds that the process has to save and end. After that it exits at once.
         on_request: called once, in another thread, with the first signal that this process received.
+        elsewhere: returns the signal that another process of the same role received, 0 if there is none.
         exit_now: called to end the process at once. Its argument is the exit code, 128 + signal.
     """
 
@@ -43,15 +44,23 @@ class StopRequest:
         grace_s: float,
         *,
         on_request: Callable[[int], None] = lambda signum: None,
+        elsewhere: Callable[[], int] = lambda: 0,
         exit_now: Callable[[int], None] = os._exit,
     ) -> None:
-        self._grace_s, self._on_request, self._exit_now = grace_s, on_request, exit_now
+        self._grace_s, self._on_request, self._elsewhere, self._exit_now = grace_s, on_request, elsewhere, exit_now
         self._signum, self._is_saved = 0, False
         self._asked_at = 0.0
+        self._timer: threading.Timer | None = None
 
     @property
     def signum(self) -> int:
         """The number of the signal that asked this process to end; 0 if there was none."""
+        return self._signum
+
+    def check(self) -> int:
+        """Return ``signum``, after asking whether another process received a signal."""
+        if not self._signum and (signum := self._elsewhere()):
+            self.request(signum, " at another rank")
         return self._signum
 
     def request(self, signum: int, source: str = "") -> None:
@@ -63,9 +72,9 @@ class StopRequest:
             return
         self._signum, self._asked_at = signum, time.monotonic()
         cause = f"not done after {self._grace_s:.0f} s (checkpoint.grace_s)"
-        timer = threading.Timer(self._grace_s, self._end_now, [cause])
-        timer.daemon = True
-        timer.start()
+        self._timer = threading.Timer(self._grace_s, self._end_now, [cause])
+        self._timer.daemon = True
+        self._timer.start()
         logger.warning(
             "%s%s: saving, then ending, within %.0f s (checkpoint.grace_s); a second signal ends it at once",
             signal.Signals(signum).name, source, self._grace_s,
@@ -93,6 +102,8 @@ class StopRequest:
         self._writer.close()
         self._thread.join()
         self._reader.close()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _read(self) -> None:
         """Handle each signal until the pipe is closed. Python writes each signal's number to the pipe as one byte."""

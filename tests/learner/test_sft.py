@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError, DataError, RunError
 from async_rl.learner import sft
+from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint
 from async_rl.learner.sft import batch_of, run_sft
-from tests.learner.ranks import run_ranks
+from tests.end_to_end.harness import wait_until
+from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 
@@ -81,6 +85,50 @@ def test_a_run_that_dies_and_resumes_ends_with_the_same_weights(tmp_path: Path, 
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
     expected = exported(tmp_path / "whole")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(tmp_path / "broken").items())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_last_step_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, signum: signal.Signals
+):
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    run_sft(sft_config(tmp_path / "whole"))
+    real_batch_of = sft.batch_of
+
+    def stopped_in_step_8(rows: Any, step: int, **settings: Any) -> Any:
+        if step == 7:
+            os.kill(os.getpid(), signum)
+            wait_until("the request to stop", lambda: "saving, then ending" in caplog.text)
+        return real_batch_of(rows, step, **settings)
+
+    monkeypatch.setattr(sft, "batch_of", stopped_in_step_8)
+    caplog.set_level("INFO")
+    with pytest.raises(SystemExit) as stopped:
+        run_sft(sft_config(tmp_path / "stopped"))
+    assert stopped.value.code == 128 + signum
+    assert "saved at step 8; the same command resumes from step-000008" in caplog.text
+    assert not (tmp_path / "stopped" / "out").exists()
+    monkeypatch.setattr(sft, "batch_of", real_batch_of)
+    run_sft(sft_config(tmp_path / "stopped"))
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    expected = exported(tmp_path / "whole")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(tmp_path / "stopped").items())
+
+
+@pytest.mark.slow
+def test_a_signal_at_one_of_two_ranks_saves_for_both(tmp_path: Path):
+    (tmp_path / "sft.toml").write_text(config_to_toml(sft_config(tmp_path, steps=100_000)))
+    ranks = start_ranks("supervised", tmp_path)
+    wait_until(
+        "the third step", lambda: (tmp_path / "run" / "sft" / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2
+    )
+    ranks[1].send_signal(signal.SIGTERM)
+    results = finish_ranks(ranks)
+    assert [code for code, _ in results] == [143, 143], "\n\n".join(output for _, output in results)
+    saved = latest_checkpoint(tmp_path / "run" / "sft")
+    assert saved is not None
+    assert saved.name == checkpoint_name(len(metrics(tmp_path)))
 
 
 @pytest.mark.slow

@@ -44,7 +44,9 @@ def test_the_first_signal_asks_and_is_passed_on_once(signum: signal.Signals):
         assert told.wait(DEADLINE_S)
         assert stop.signum == signum
         signal.raise_signal(signum)  # at once: the same request, by way of a parent
+        timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert (passed_on, exits.codes) == ([signum], [])
+    assert all(timer.finished.is_set() for timer in timers)  # nothing ends the process after the block
     assert [signal.getsignal(s) for s in stop_module.SIGNALS] == before
 
 
