@@ -292,9 +292,10 @@ class MemberSocket:
         """Return how many entries of ``ready``, which a poller returned, belong to this socket."""
         return (self._socket in ready) + self._connections.is_among(ready)
 
-    def receive(self) -> Iterator[tuple[bytes, MemberMessage]]:
-        """Yield all messages that have arrived, as pairs (member id, message). Malformed messages are counted and
-        skipped.
+    def receive(self) -> Iterator[tuple[bytes, str, MemberMessage]]:
+        """Yield all messages that have arrived as (member id, key, message). Malformed ones are counted and skipped.
+
+        ``key`` is the sender's public key, which CURVE has verified, or empty on a publisher without keys.
 
         Call this in every turn of the loop, because it also closes connections above the limits.
         """
@@ -309,7 +310,8 @@ class MemberSocket:
             try:
                 if len(frames) != 2:
                     raise WireError(f"expected a sender and a message, 2 frames, got {len(frames)}")
-                yield frames[0].bytes, decode_message(frames[1].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
+                key = "" if self._guard is None else str(frames[1].get("User-Id"))
+                yield frames[0].bytes, key, decode_message(frames[1].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
             except WireError:
                 self.num_malformed += 1
 

@@ -281,8 +281,8 @@ class Publisher:
             self._manager.publish(self._published.popleft())
         while self._sends:
             self._handle_sent(*self._sends.popleft())
-        for member_id, message in self._socket.receive():
-            self._handle(member_id, message)
+        for member_id, key, message in self._socket.receive():
+            self._handle(member_id, key, message)
         if len(ready) > self._socket.count_in(ready) + (self._wake.fileno() in ready):
             # The pull transport registered the others.
             self._pull.poll()
@@ -292,11 +292,12 @@ class Publisher:
         self._manager.act()
         self._update_stats()
 
-    def _handle(self, member_id: bytes, message: control.MemberMessage) -> None:
+    def _handle(self, member_id: bytes, key: str, message: control.MemberMessage) -> None:
         now = time.monotonic()
         if isinstance(message, control.Join):
             can_collect = self._transport.name in message.collectives
-            self._scheduler.join(member_id, message.generator_id, now, can_collect=can_collect, digest=message.digest)
+            generator = key, message.generator_id
+            self._scheduler.join(member_id, generator, now, can_collect=can_collect, digest=message.digest)
             self._counts["joined"] += 1
             self._send(member_id, control.Ping())
             return

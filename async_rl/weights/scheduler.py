@@ -104,7 +104,7 @@ class Member:
 
     Attributes:
         member_id: identity of its connection to the publisher's socket.
-        generator_id: the id with which the generator is known to the queue.
+        generator: the generator's client key and its id at the queue. Without keys the key is empty.
         last_seen: time of its last message.
         can_collect: whether it can take part in collectives.
         digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner. Empty if
@@ -120,7 +120,7 @@ class Member:
     """
 
     member_id: bytes
-    generator_id: str
+    generator: tuple[str, str]
     last_seen: float
     can_collect: bool
     digest: str = ""
@@ -175,16 +175,18 @@ class SyncScheduler:
         self.wanted = version
         self._num_published += version is not None
 
-    def join(self, member_id: bytes, generator_id: str, now: float, *, can_collect: bool, digest: str = "") -> None:
+    def join(
+        self, member_id: bytes, generator: tuple[str, str], now: float, *, can_collect: bool, digest: str = ""
+    ) -> None:
         """Add a member, or replace the entry of a member that joins again. Drop an older connection of the same
-        generator.
+        generator. With keys, one that joins under another generator's id drops nobody.
         """
-        for other in [m for m in self.members.values() if m.generator_id == generator_id]:
+        for other in [m for m in self.members.values() if m.generator == generator]:
             if other.member_id != member_id:
                 self._drop(other.member_id, "joined again over another connection")
         if member_id in self.members:
             self.leave(member_id)
-        self.members[member_id] = Member(member_id, generator_id, now, can_collect, digest)
+        self.members[member_id] = Member(member_id, generator, now, can_collect, digest)
 
     def leave(self, member_id: bytes) -> None:
         """Remove a member that left, or whose connection is gone."""

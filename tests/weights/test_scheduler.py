@@ -28,7 +28,7 @@ def rounds_with(*members: bytes, has_collective: bool = True) -> SyncScheduler:
     scheduler = SyncScheduler(deadline_s=12, ready_s=3, silent_s=6)
     scheduler.publish(-1)
     for member in members:
-        scheduler.join(member, member.decode(), 0.0, can_collect=has_collective)
+        scheduler.join(member, ("", member.decode()), 0.0, can_collect=has_collective)
     pull_all(scheduler, 0.0)
     return scheduler
 
@@ -66,7 +66,7 @@ def deliver(scheduler: SyncScheduler, version: int, *members: bytes, now: float 
 def test_a_newcomer_pulls_and_is_in_the_collective_from_the_next_version_on():
     scheduler = rounds_with(A, B)
     assert [deliver(scheduler, version, A, B).build for version in range(3)] == [True, False, False]
-    scheduler.join(C, "c", 0.0, can_collect=True)
+    scheduler.join(C, ("", "c"), 0.0, can_collect=True)
     pull = only(scheduler.advance(0.0), PullAction)
     assert (pull.member_id, pull.version, pull.deadline) == (C, 2, 12.0)
     # While it pulls, the collective goes on without it.
@@ -192,7 +192,7 @@ def test_a_member_without_a_version_by_the_deadline_is_dropped_although_it_lives
 
 def test_a_member_whose_pulls_fail_three_times_in_a_row_is_dropped_with_the_last_reason():
     scheduler = rounds_with(A)
-    scheduler.join(A, "a", 0.0, can_collect=True)
+    scheduler.join(A, ("", "a"), 0.0, can_collect=True)
     for time in range(3):
         pull = only(scheduler.advance(time), PullAction)
         scheduler.mark_failed(A, pull.attempt, f"reason {time}")
@@ -246,7 +246,7 @@ def test_a_newer_version_replaces_one_that_was_not_sent():
 
 def test_a_generator_that_comes_back_over_a_new_connection_replaces_its_old_self():
     scheduler = rounds_with(A)
-    scheduler.join(B, "a", 1.0, can_collect=True)
+    scheduler.join(B, ("", "a"), 1.0, can_collect=True)
     assert scheduler.advance(1.0)[0] == DropAction(A, "joined again over another connection")
     assert list(scheduler.members) == [B]
 
@@ -300,7 +300,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(member=st.sampled_from([A, B, C]), can_collect=st.sampled_from([True, True, False]))
     def join(self, member: bytes, can_collect: bool):
-        self.scheduler.join(member, member.decode(), self.now, can_collect=can_collect)
+        self.scheduler.join(member, ("", member.decode()), self.now, can_collect=can_collect)
         self.act()
 
     @rule(can_pull=st.booleans())

@@ -121,6 +121,20 @@ def test_every_byte_arrives_unencrypted_and_encrypted(tmp_path, is_encrypted: bo
     assert stats.pulled_bytes == 2 * (first.manifest.size_bytes + tags)
 
 
+def test_a_generator_that_uses_the_id_of_another_does_not_take_its_place(tmp_path):
+    make_keys(tmp_path / "keys", ["honest", "impostor"])
+    with a_plane(keys=ServerKeys.load(tmp_path / "keys"), is_encrypted=True) as plane, ExitStack() as stack:
+        receivers = []
+        for version, name in enumerate(("honest", "impostor")):
+            keys = ClientKeys.load(tmp_path / "keys" / f"{name}.key")
+            receivers.append(stack.enter_context(closing(Receiver("g", insecure=False, keys=keys))))
+            staged = plane.publish(version, model(version))
+            receivers[-1].follow(plane.announcement(staged))
+            assert plane.publisher.wait(version, DEADLINE_S, num_members=version + 1)
+        stats = plane.publisher.stats()
+    assert (stats.members, stats.joined, stats.dropped) == (2, 2, 0)
+
+
 def test_only_what_changed_travels_and_a_lagging_generator_catches_up_by_a_chain():
     weights = [model(0)]
     for version in range(1, 5):
