@@ -1,7 +1,8 @@
 """Reads a model's directory without its weights: tokenizer, chat template and the files that a generator needs.
 
-The learner's preflight calls ``check_model`` and ``model_files``. Backends call ``load_tokenizer`` and
-``render_prompt``. transformers is imported inside the functions, so that commands which do not need it start fast.
+The learner calls ``check_model`` and ``model_files`` before training starts. The backends of generators call
+``load_tokenizer`` and ``render_prompt``. transformers is imported inside the functions, so that commands that do not
+need it start fast.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _PROBE_MESSAGES: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1
 def quiet_progress_bars() -> None:
     """Switch off the progress bars that transformers shows while it reads and writes weights.
 
-    Downloads, which may take an hour, keep their progress bars on a terminal. Warnings and errors are not changed.
+    On a terminal, downloads keep their progress bars, because a download may take an hour. Warnings and errors are
+    still shown.
     """
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging as transformers_logging
@@ -64,7 +66,7 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
     """Load and return the tokenizer of the model at ``path``, a local directory or a hub id.
 
     Raises:
-        ModelError: the tokenizer can't be loaded, or ``needs_template`` is set and it has no chat template.
+        ModelError: the tokenizer can't be loaded, or ``needs_template`` is set and the tokenizer has no chat template.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -92,7 +94,10 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
 
 
 def _tokenizer_class(directory: Path) -> str:
-    """Return the class that ``tokenizer_config.json`` names. Empty if the file names none or can't be read."""
+    """Return the name of the tokenizer class in ``directory / "tokenizer_config.json"``.
+
+    The name is empty if the file contains no such name or can't be read.
+    """
     try:
         config: Any = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -101,12 +106,13 @@ def _tokenizer_class(directory: Path) -> str:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-    """Return the token ids of a prompt, int32 [P]: ``messages`` in the chat template, with its generation prompt.
+    """Return the token ids of a prompt, int32 [P].
 
-    A single message with the role ``TEXT_ROLE`` is tokenized as plain text, without a template.
+    The tokenizer's chat template turns ``messages`` into text and adds the start of the model's answer. A single
+    message with the role ``TEXT_ROLE`` is tokenized as plain text, without the template.
 
     Raises:
-        ModelError: the template refuses the messages (for example an unknown role), or returns no tokens.
+        ModelError: the template refuses the messages (for example because of an unknown role), or returns no tokens.
     """
     if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
         return np.asarray(tokenizer(messages[0]["content"])["input_ids"], dtype=np.int32)
@@ -117,23 +123,24 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
     except Exception as error:  # a template raises whatever its author wrote
         roles = [m.get("role") for m in messages]
         raise ModelError(
-            f"the chat template fails on messages with roles {roles}: {error}; change the row, data.system_prompt or "
-            f"the template"
+            f"the tokenizer's chat template fails on a prompt whose messages have the roles {roles}: {error}; change "
+            f"the row, data.system_prompt or the template"
         ) from error
     if not len(ids):
         raise ModelError(
-            f"expected the chat template to render {len(messages)} messages to tokens, got none; correct the template"
+            f"expected tokens from the tokenizer's chat template for a prompt of {len(messages)} messages, got none; "
+            f"correct the template"
         )
     return np.asarray(ids, dtype=np.int32)
 
 
 def model_directory(path: str | Path, *, weights: bool = False) -> Path:
-    """Return the local directory of the model at ``path``: ``path`` itself, or a download if it is a hub id.
+    """Return the local directory of the model at ``path``. If ``path`` is a hub id, download the model first.
 
-    The download includes the weights if ``weights`` is set.
+    The download contains the weights only if ``weights`` is set.
 
     Raises:
-        ModelError: there is no such directory, and the hub does not have this id or does not permit access to it.
+        ModelError: ``path`` is no directory, and the hub has no model of this name or refuses access to the model.
     """
     local = Path(path)
     if local.is_dir():
@@ -154,11 +161,12 @@ def model_directory(path: str | Path, *, weights: bool = False) -> Path:
 
 
 def model_files(path: str | Path) -> dict[str, bytes]:
-    """Return the content of the files that a generator needs to build model and tokenizer, by name. Weights are left
-    out.
+    """Return the files from which a generator builds the model and its tokenizer, as file name -> content.
+
+    The weights are left out, because the learner sends them separately.
 
     Raises:
-        ModelError: the model does not exist (see ``model_directory``), or it has no ``config.json``.
+        ModelError: there is no model at ``path`` (see ``model_directory``), or the model has no ``config.json``.
     """
     directory = model_directory(path)
     if not (directory / "config.json").is_file():
@@ -168,10 +176,12 @@ def model_files(path: str | Path) -> dict[str, bytes]:
 
 
 def vocabulary_size(path: str | Path) -> int | None:
-    """Return the number of token ids that the model at ``path`` scores. None if its ``config.json`` does not say it.
+    """Return the vocabulary size of the model at ``path``. None if the model's ``config.json`` does not contain it.
+
+    The vocabulary size is the number of token ids for which the model computes logits.
 
     Raises:
-        ModelError: the model does not exist (see ``model_directory``), or ``config.json`` can't be read.
+        ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
     """
     config_path = model_directory(path) / "config.json"
     try:
@@ -183,10 +193,10 @@ def vocabulary_size(path: str | Path) -> int | None:
 
 
 def stated_vocabulary_size(config_json: bytes) -> int | None:
-    """Return the vocabulary size in the content of a model's ``config.json``. None if it is not there.
+    """Return the vocabulary size in ``config_json``, the content of a model's ``config.json``. None if it has none.
 
     Raises:
-        ValueError: the content is not JSON.
+        ValueError: ``config_json`` is not JSON.
     """
     config: Any = json.loads(config_json)
     found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -194,11 +204,13 @@ def stated_vocabulary_size(config_json: bytes) -> int | None:
 
 
 def check_precision(directory: Path, dtype: str = "auto") -> None:
-    """Check in ``config.json`` that learner and backends can use the model's weights at the precision ``dtype``.
+    """Check that ``directory / "config.json"`` describes a model that can be trained at the precision ``dtype``.
+
+    ``dtype`` is the value of the config key ``model.dtype``.
 
     Raises:
-        ModelError: the file can't be read, has no model type, or declares quantised weights or an output head of
-            another precision.
+        ModelError: the file can't be read, has no model type, says that the weights are quantised, or gives the output
+            head another precision than the model.
     """
     path = directory / "config.json"
     try:
@@ -239,12 +251,12 @@ def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = (), *,
 
     Args:
         path: a local directory or a hub id.
-        messages: the first row's messages, which are rendered as a test. If empty, a built-in message is used.
+        messages: the prompt that is rendered as a test, usually the first row's. If empty, a built-in prompt is used.
         dtype: the value of ``model.dtype``.
 
     Raises:
-        ModelError: there is no such model, no readable ``config.json`` or no tokenizer; its weights can't be trained
-            at this precision; or its chat template fails.
+        ModelError: the model does not exist, has no readable ``config.json`` or no tokenizer, can't be trained at this
+            precision, or has a chat template that fails.
     """
     directory = model_directory(path)
     check_precision(directory, dtype)

@@ -1,9 +1,10 @@
-"""Loads a dataset: the path of a file or a hub id comes in, its checked rows come out.
+"""Loads a dataset. The input is the path of a file or a hub id. The output is the dataset's checked rows.
 
-Called by the queue server (for training and evaluations), by offline evaluation and by preflight. ``files`` reads the
-data, and ``parse_row`` checks one row. A row has a prompt, as ``messages`` or as ``prompt`` text (with an environment
-it may have none). It also has what its reward needs, in any combination: ``gt_answer`` (mathematics), ``test_cases``
-with an optional ``fn_name`` (programs), ``extra_info`` (environments and rewards of your own).
+The queue server (for training and evaluations), offline evaluation and the checks before a run call this module.
+``files`` reads the data, and ``parse_row`` checks one row. A row has a prompt, as ``messages`` or as ``prompt`` text.
+With an environment, a row may have no prompt. A row also has the fields that its reward needs: ``gt_answer``
+(mathematics), ``test_cases`` with an optional ``fn_name`` (programs), ``extra_info`` (environments and rewards of the
+user).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from async_rl.records import TEXT_ROLE
 from async_rl.rewards.code_tests import parse_tests
 
 MAX_NESTING = 6
-"""Maximum nesting of lists and objects in one value of a row; the wire allows little more in total."""
+"""Maximum depth of nested lists and objects in one value of a row. Messages to generators can't hold much more."""
 
 _KEYS: tuple[RowField, ...] = get_args(RowField)
 _JSON_KEYS: tuple[RowField, ...] = ("messages", "test_cases", "extra_info")
-"""Keys whose text is parsed as JSON: CSV can't hold objects, and some datasets write test cases as text."""
+"""Keys whose value may be JSON text. CSV can't hold objects, and some datasets write test cases as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Row:
     """One checked row of a dataset.
 
     Attributes:
-        messages: the prompt, each message with ``role`` and ``content``. Empty if an environment makes the prompt.
-        reward_data: all other keys of the row. ``gt_answer`` is text.
+        messages: the prompt. Each message has ``role`` and ``content``. Empty if an environment makes the prompt.
+        reward_data: all other fields of the row, for the reward and the environment. ``gt_answer`` is text.
     """
 
     messages: tuple[Mapping[str, str], ...]
@@ -48,14 +49,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """What a row of the data must have, and how it is read.
+    """The rules by which ``parse_row`` checks and reads a row of a dataset.
 
     Attributes:
-        system_prompt: the system message that is added to rows without one. Empty adds none.
+        system_prompt: the system message that is added to rows without a system message. If empty, none is added.
         needs: the keys that every row must have for its reward.
         needs_prompt: whether every row must have a prompt. With an environment a row may have none.
-        columns: for keys that have another name in the data, the name of the column.
-        prompt_format: whether ``prompt`` is a user's message of a chat, or text that the model continues as is.
+        columns: key -> the name of its column in the data, for keys whose column has another name.
+        prompt_format: ``chat`` if ``prompt`` is a user's message of a chat, ``text`` if the model continues the text.
     """
 
     system_prompt: str = ""
@@ -66,13 +67,15 @@ class RowRules:
 
 
 def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
-    """Check ``raw``, one object of the data, and return it as a row. ``where`` is its place in the file.
+    """Check ``raw``, one JSON object of a dataset, and return it as a ``Row``.
+
+    ``where`` is the place of ``raw`` in the data, such as ``file:line``.
 
     Raises:
-        DataError: ``raw`` is not a row, or lacks what its reward needs. The message begins with ``where``.
+        DataError: ``raw`` is not a row, or lacks a field that its reward needs. The message begins with ``where``.
     """
     if not isinstance(raw, dict):
-        raise DataError(f"{where}: expected a JSON object, got {kind(raw)}")
+        raise DataError(f"{where}: expected a JSON object, got {kind(raw)}; write each row as an object of fields")
     fields = _canonical(raw, rules.columns, where)
     for key in _JSON_KEYS:
         if isinstance(text := fields.get(key), str) and text.lstrip()[:1] in ("{", "["):
@@ -89,9 +92,10 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
 
 
 def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: str) -> dict[str, Any]:
-    """Return the values of ``raw`` with our names for the columns that we know. Other columns keep their names.
+    """Return the fields of the row ``raw``, with known columns renamed to our keys. Other columns keep their names.
 
-    If ``columns`` says that a key is in another column, a column that has the key's own name by chance is left out.
+    ``columns`` maps a key to the name of its column. If it names another column for ``prompt``, a column that happens
+    to be called ``prompt`` is left out. The same holds for every key.
     """
     ours = {columns.get(key, key): key for key in _KEYS}
     displaced = set(_KEYS) - ours.keys()
@@ -143,10 +147,13 @@ def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[M
 
 
 def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Check a chat and return its messages. ``raw`` is a list of objects ``{"role", "content"}``, or one such object.
+    """Check the messages of a chat and return them.
+
+    ``raw`` is a list of objects, each with a ``role`` and a ``content``, or one such object. ``where`` is the place of
+    ``raw`` in the data.
 
     Raises:
-        DataError: ``raw`` is anything else. The message begins with ``where``.
+        DataError: ``raw`` is anything else. The error's message begins with ``where``.
     """
     listed = [raw] if isinstance(raw, dict) else raw
     if not isinstance(listed, list) or not listed:
@@ -174,8 +181,9 @@ def _answer_text(answer: Any, where: str) -> str:
 
 
 def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str, Any]:
-    """Check the tests of a row. Return ``test_cases`` with only ``inputs`` and ``outputs``, and ``fn_name`` if
-    there is one.
+    """Check the tests in ``fields``, the fields of a row. Return the fields ``test_cases`` and ``fn_name`` for the row.
+
+    The returned ``test_cases`` has only ``inputs`` and ``outputs``. ``fn_name`` is left out if the program is a script.
     """
     try:
         function = parse_tests(fields).function
@@ -197,7 +205,8 @@ def _check_can_travel(messages: tuple[Mapping[str, str], ...], reward_data: Mapp
     except (TypeError, ValueError, OverflowError) as error:
         # JSON allows what the wire can't carry: lone surrogates, integers beyond 64 bits. Tables have dates and more.
         raise DataError(
-            f"{where}: a value can't be sent to a generator: {error}; remove it or store it as text"
+            f"{where}: the row has a value that can't be sent to a generator: {error}; remove the value or store it "
+            f"as text"
         ) from None
 
 
@@ -213,13 +222,13 @@ OnBadRow = Literal["refuse", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedRows:
-    """The rows of a dataset.
+    """The rows of a dataset, after they were checked.
 
     Attributes:
-        rows: the good rows, in the order of the file.
-        num_skipped: number of bad rows that were left out.
-        digest: SHA-256 of the data, in hex.
-        first_skipped: the error of the first bad row. Empty if there was none.
+        rows: the rows without errors, in the order of the data.
+        num_skipped: number of rows that were left out because they have errors.
+        digest: SHA-256 of the data, in hex. It changes when the data changes.
+        first_skipped: the error of the first row that was left out. Empty if no row was left out.
     """
 
     rows: tuple[Row, ...]
@@ -229,10 +238,10 @@ class LoadedRows:
 
 
 def load_train_rows(config: Config) -> LoadedRows:
-    """Load the run's training rows: those of ``data.train``, or empty rows if the environment makes its own tasks.
+    """Load the run's training rows from ``data.train``. If the environment makes its own tasks, return empty rows.
 
     Raises:
-        DataError: the data can't be read or has a bad row; see ``load_rows``.
+        DataError: the data can't be read, or has a row with errors (see ``load_rows``).
     """
     if config.makes_up_rows:
         return empty_rows(config.environment.rows or 0)
@@ -240,18 +249,16 @@ def load_train_rows(config: Config) -> LoadedRows:
 
 
 def empty_rows(num_rows: int) -> LoadedRows:
-    """Return ``num_rows`` rows without content, for an environment that makes its own tasks, for example from a
-    seed.
-    """
+    """Return ``num_rows`` rows without content. An environment that makes its own tasks gets one row for each task."""
     digest = hashlib.sha256(f"made up: {num_rows}".encode()).hexdigest()
     return LoadedRows((Row((), {}),) * num_rows, 0, digest)
 
 
 def load_rows_of(config: Config, source: str) -> LoadedRows:
-    """Load the rows of the dataset ``source``, read as the run's config says.
+    """Load the rows of the dataset ``source`` by the rules of the run's config, such as ``data.columns``.
 
     Raises:
-        DataError: the data can't be read or has a bad row; see ``load_rows``.
+        DataError: the data can't be read, or has a row with errors (see ``load_rows``).
     """
     rules = RowRules(
         system_prompt=config.system_prompt,
@@ -263,23 +270,23 @@ def load_rows_of(config: Config, source: str) -> LoadedRows:
     loaded = load_rows(source, on_bad_row=config.data.on_bad_row, rules=rules)
     if loaded.num_skipped:
         logger.warning(
-            "%s: skipped %d bad rows of %d, first: %s",
+            "%s: skipped %d rows of %d, because they have errors; the first error: %s",
             source, loaded.num_skipped, loaded.num_skipped + len(loaded.rows), loaded.first_skipped,
         )  # fmt: skip
     return loaded
 
 
 def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules | None = None) -> LoadedRows:
-    """Load the rows of the dataset ``source``, a path or a hub id (see ``files``).
+    """Load and check the rows of the dataset ``source``.
 
     Args:
-        source: the dataset.
-        on_bad_row: ``refuse`` raises at the first bad row, ``skip`` leaves bad rows out and counts them.
-        rules: how rows are read. None: rows must have a ``gt_answer``, and no system message is added.
+        source: a path or a hub id, in a form that the module ``files`` describes.
+        on_bad_row: ``refuse`` raises at the first row with errors. ``skip`` leaves such rows out and counts them.
+        rules: the rules for rows. If None, every row must have a prompt and a ``gt_answer``.
 
     Raises:
-        DataError: the data can't be read or has no good row. With ``refuse`` also if a row is not UTF-8, not JSON, not
-            of the right form, or lacks what its reward needs. The message names ``file:line``.
+        DataError: the data can't be read, or no row is left. With ``refuse`` also if a row is not UTF-8, is not JSON,
+            has a wrong form, or lacks a field that its reward needs. The message names the row's place.
     """
     opened, rules = Source(source), rules or RowRules()
     rows: list[Row] = []
@@ -296,9 +303,9 @@ def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules |
             first_skipped = first_skipped or str(error)
     if not rows:
         cause = (
-            f"all {num_skipped} rows are bad and were skipped, the first: {first_skipped}"
+            f"all {num_skipped} rows have errors and were skipped; correct them. The first error: {first_skipped}"
             if num_skipped
-            else "the file has no rows"
+            else "the dataset has no rows; write rows to it, or choose another"
         )
         raise DataError(f"expected at least one row in {source}, got none: {cause}")
     return LoadedRows(tuple(rows), num_skipped, opened.digest, first_skipped)

@@ -1,8 +1,8 @@
-"""Reads the raw rows of a dataset, each with its place in the file. ``dataset`` checks them afterwards.
+"""Reads the raw rows of a dataset, each with its place in the file. The module ``dataset`` checks the rows afterwards.
 
-The name of a dataset is the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file (any other file
-is read as JSONL), a directory that the package ``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging
-Face hub. Packages for formats other than JSONL, JSON and CSV are imported only when they are needed.
+A dataset is named in one of three ways: the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file
+(any other file is read as JSONL), a directory that the package ``datasets`` reads, or ``[split@]owner/name[:config]``
+of the Hugging Face hub. Packages for formats other than JSONL, JSON and CSV are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ _SPLIT = re.compile(r"(?P<split>[A-Za-z0-9_.\-]+(?:\[[^\]]*\])?)@(?P<place>.+)",
 _HUB_ID = re.compile(r"[A-Za-z0-9_\-][\w.\-]*/[\w.\-]+(?::[\w.\-]+)?")
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 _FIELD_LIMIT = 1 << 27
-"""Most characters in one CSV cell: a row's test cases take megabytes."""
+"""Maximum number of characters in one CSV cell. Python's default is too small for a row's test cases."""
 
 
 class Source:
-    """A dataset that can be read once.
+    """Reads one dataset, once.
 
-    ``records`` yields the rows. After the last row, ``digest`` is the SHA-256 of the data: of the file's bytes, or of
-    the rows if there is no single file.
+    ``records`` yields the rows. After the last row, ``digest`` is the SHA-256 of the file's bytes. It is that of the
+    rows if the dataset is not a single file.
     """
 
     def __init__(self, name: str) -> None:
-        """Raises DataError: there is no such file, or ``name`` is not a source."""
+        """Find the dataset ``name``, without reading it.
+
+        Raises:
+            DataError: there is no such file, and ``name`` does not have the form of a hub id.
+        """
         self.name = name
         self._hash = hashlib.sha256()
         found = None if Path(name).exists() else _SPLIT.fullmatch(name)
@@ -49,19 +53,23 @@ class Source:
                 f"`make quickstart`)"
             )
         if self._split is not None and not self._is_dataset and self._split != "train":
-            raise DataError(f"expected no split before a single file, got {name}; leave out {self._split}@")
+            raise DataError(
+                f"expected no split before a single file, because a file has only the split train, got {name}; leave "
+                f"out {self._split}@"
+            )
 
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
 
     def records(self) -> Iterator[tuple[str, Any | DataError]]:
-        """Yield (place, row) for every row. A row that can't be read is yielded as a DataError in place of the row.
+        """Yield a pair (place, row) for every row of the dataset.
 
-        A place is ``file:line``, or ``file: row N`` counted from 1.
+        The place is ``file:line``, or ``file: row N`` with N counted from 1. If a row can't be read, the pair has a
+        DataError in place of the row.
 
         Raises:
-            DataError: the data can't be read at all.
+            DataError: the whole dataset can't be read.
         """
         if self._is_dataset:
             yield from self._from_datasets()
@@ -100,10 +108,10 @@ class Source:
 
 
 def _split_of(saved: Any, split: str) -> Any:
-    """Return the rows of ``split`` (such as ``test`` or ``train[:60%]``) of a dataset that the package ``datasets``
-    saved.
+    """Return the rows of one split of ``saved``, a dataset that ``datasets.load_from_disk`` returned.
 
-    A dataset that was saved without a split name counts as ``train``. Raises ValueError if there is no such split.
+    ``split`` is a name with an optional range, such as ``test`` or ``train[:60%]``. A dataset that was saved without a
+    split's name counts as ``train``. Raises ValueError if there is no such split.
     """
     import datasets
 
@@ -136,7 +144,7 @@ def _json(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield one object for each record. All values are text; empty cells are left out."""
+    """Yield a pair (place, row) for each record of a CSV file. All values are text. Empty cells are left out."""
     csv.field_size_limit(_FIELD_LIMIT)
     try:
         text = content.decode("utf-8-sig")
@@ -156,7 +164,10 @@ def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
             else:
                 yield where, {key: cell for key, cell in row.items() if cell != ""}
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: expected CSV with a header line, got other text: {error}") from None
+        raise DataError(
+            f"{path}:{reader.line_num}: expected CSV with a header line, got a line that can't be read: {error}; "
+            f"correct the line, or give the file the ending of its format"
+        ) from None
 
 
 def _parquet(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
@@ -167,11 +178,14 @@ def _parquet(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
         batches = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(batch_size=1024)
         yield from _from_batches(batches, path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: expected a Parquet file, got other content: {error}") from error
+        raise DataError(
+            f"{path}: expected a Parquet file, got other content ({error}); give the file the ending of its format, or "
+            f"write it again"
+        ) from error
 
 
 def _arrow(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of an Arrow file in the file format or the stream format; ``datasets`` writes the latter."""
+    """Yield a pair (place, row) for each row of an Arrow file. Both Arrow formats are read: file and stream."""
     import pyarrow
     from pyarrow import ipc
 
@@ -184,7 +198,10 @@ def _arrow(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
             batches = ipc.open_stream(buffer)
         yield from _from_batches(batches, path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: expected an Arrow IPC file or stream, got other content: {error}") from error
+        raise DataError(
+            f"{path}: expected an Arrow IPC file or stream, got other content ({error}); give the file the ending of "
+            f"its format, or write it again"
+        ) from error
 
 
 def _from_batches(batches: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -199,18 +216,20 @@ _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove keys whose value is null: tables give every object every key."""
+    """Return ``value`` without keys whose value is null, at any depth. Tables write a null where a key is absent."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def parse_json(content: bytes, where: str, expected: str) -> Any:
-    """Return the value of the JSON text in ``content``. Error messages begin with ``where`` and say what was
-    ``expected``.
+    """Parse ``content``, which is JSON text in UTF-8, and return its value.
+
+    ``where`` is the place of ``content`` in the data, and ``expected`` is what ``content`` should be, such as ``a JSON
+    list of objects``. Both are used in error messages.
 
     Raises:
-        DataError: it is not UTF-8 or not JSON, repeats a key, or has numbers that JSON does not allow.
+        DataError: ``content`` is not UTF-8, is not JSON, repeats a key in one object, or has NaN or infinity.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -224,9 +243,9 @@ def parse_json(content: bytes, where: str, expected: str) -> Any:
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         cause = f"{error.msg.removesuffix(' at')} at {place}"  # some of Python's messages end in " at"
-        raise DataError(f"{where}: expected {expected}: {cause}") from None
+        raise DataError(f"{where}: expected {expected}, got text that is not JSON: {cause}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not usable JSON: {error}") from None
+        raise DataError(f"{where}: expected {expected}, got JSON that can't be used: {error}") from None
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -242,7 +261,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def kind(value: Any) -> str:
-    """Return a short description of ``value`` for error messages, such as ``a list of 3``."""
+    """Return a short description of the JSON value ``value`` for error messages, such as ``a list of 3``."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

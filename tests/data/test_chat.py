@@ -87,7 +87,9 @@ def test_an_unreadable_tokenizer_is_refused(directory):
 
 def test_a_template_that_refuses_the_messages_is_a_model_error(directory):
     (directory / "chat_template.jinja").write_text("{{ raise_exception('only monologues') }}")
-    with pytest.raises(ModelError, match=r"fails on messages with roles \['user'\]: only monologues"):
+    with pytest.raises(
+        ModelError, match=r"fails on a prompt whose messages have the roles \['user'\]: only monologues"
+    ):
         check_model(directory)
 
 

@@ -116,11 +116,11 @@ def test_the_digest_is_the_files_sha256(tmp_path: Path):
             '{"gt_answer": "1", "messages": {"role": "user", "content": "q"}, "gt_answer": "2"}',
             "'gt_answer' occurs twice",
         ),
-        (GOOD.replace('"2"', '"2", "big": ' + str(2**64)), "a value can't be sent"),
-        (GOOD.replace("1+1?", "\\ud800"), "a value can't be sent"),
+        (GOOD.replace('"2"', '"2", "big": ' + str(2**64)), "a value that can't be sent"),
+        (GOOD.replace("1+1?", "\\ud800"), "a value that can't be sent"),
         (GOOD.replace('"2"', '"2", "deep": ' + "[" * 7 + "]" * 7), "deep: expected at most 6 levels"),
-        (GOOD.replace('"2"', '"2", "deep": ' + "[" * 100_000 + "]" * 100_000), "not usable JSON"),
-        (GOOD.replace('"2"', "1" * 5000), "not usable JSON"),
+        (GOOD.replace('"2"', '"2", "deep": ' + "[" * 100_000 + "]" * 100_000), "JSON that can't be used"),
+        (GOOD.replace('"2"', "1" * 5000), "JSON that can't be used"),
     ],
 )
 def test_bad_rows_are_refused_with_file_and_line_or_skipped_and_counted(tmp_path: Path, row: str, complaint: str):
@@ -140,12 +140,12 @@ def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(tmp_path: Path):
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
 def test_an_empty_dataset_is_refused(tmp_path: Path, text: str):
-    with pytest.raises(DataError, match=r"at least one row in .*rows\.jsonl, got none: the file has no rows"):
+    with pytest.raises(DataError, match=r"at least one row in .*rows\.jsonl, got none: the dataset has no rows"):
         load_text(tmp_path, text)
 
 
 def test_a_dataset_of_bad_rows_alone_is_refused_even_when_skipping(tmp_path: Path):
-    with pytest.raises(DataError, match="all 2 rows are bad and were skipped"):
+    with pytest.raises(DataError, match="all 2 rows have errors and were skipped"):
         load_text(tmp_path, "{}\n{}\n", on_bad_row="skip")
 
 
