@@ -1,5 +1,6 @@
-"""Rollouts of several turns: runs the user's environment code in separate processes.
+"""Runs the user's environment code in separate processes, for rollouts of several turns.
 
-Enters a prompt's row and, turn by turn, what the model sampled; leaves the next state to continue, then every turn's
-reward and score. The generator calls ``pool``; authors of environments need ``protocol`` and may use ``arithmetic``.
+The input is the row of a prompt and, in every turn, the text that the model sampled. The output is the next state that
+the model continues and, at the end, the reward and score of every turn. The generator calls ``pool``. Authors of
+environments need ``protocol`` and may use ``arithmetic``.
 """

@@ -1,4 +1,4 @@
-"""Evaluates arithmetic that a model wrote: numbers and + - * / with brackets, exactly. No code is executed."""
+"""Evaluates arithmetic that a model wrote: numbers, + - * / and brackets. Results are exact. No code is executed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[Fraction]]:
-    """Return the value of ``expression`` and the numbers in it, in order and without their signs.
+    """Return the exact value of ``expression``, and the numbers in ``expression`` in order and without their signs.
 
     Raises:
-        ValueError: the expression has anything else, is too long, or divides by zero.
+        ValueError: ``expression`` has more than numbers, + - * / and brackets, is too long, or divides by zero.
     """
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"expected at most {MAX_CHARACTERS} characters, got {len(expression)}")
+        raise ValueError(
+            f"expected an expression of at most {MAX_CHARACTERS} characters, got {len(expression)}; shorten it"
+        )
     numbers: list[Fraction] = []
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body, numbers), numbers
     except (SyntaxError, RecursionError, MemoryError, ZeroDivisionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"expected arithmetic that can be computed, got {expression!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
@@ -40,4 +44,4 @@ def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers))
-    raise ValueError("expected numbers with + - * / and brackets")
+    raise ValueError(f"expected only numbers, + - * / and brackets, got {ast.unparse(node)}")

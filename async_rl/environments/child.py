@@ -1,12 +1,13 @@
-"""One environment's process: plays rollouts, one at a time, over a socket to the generator.
+"""The process in which an environment plays rollouts, one at a time. A socket connects it to the generator.
 
-Forked by ``fork_server``, which imported the environment's code. ``play`` is the turn loop: reset, sample, step, until
-done. It checks everything that an environment returns, so that errors name what its author wrote.
+``fork_server`` imports the environment's code and forks this process. ``play`` is the loop over turns: reset, then
+sample and step until done. It checks everything that an environment returns, so that an error names the environment's
+mistake.
 
-Messages are JSON objects in frames of ``net.streams``, so a malformed one from an environment can do no harm.
-From the generator: ``start`` (prompt, extra_info, seed, max_turns), ``sampled`` (text, finish_reason, num_tokens),
-``over`` (no further turn), ``cancel``. To it: ``sample`` (state, max_tokens, stop), ``ended`` (turns: reward and score
-of every action), ``failed`` (error), ``cancelled``.
+Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
+The generator sends ``start`` (prompt, extra_info, seed, max_turns), ``sampled`` (text, finish_reason, num_tokens),
+``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
+``ended`` (turns: the reward and score of every action), ``failed`` (error) and ``cancelled``.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MAX_BYTES = 64 << 20
 
 
 class FrameError(Exception):
-    """A frame is too long, or is not a JSON object."""
+    """A message between generator and environment can't be packed or unpacked: it is too long or no JSON object."""
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Encode ``message`` as a frame.
+    """Return ``message`` as the bytes of one frame: its JSON text, preceded by the length of the text.
 
     Raises:
         FrameError: the message can't be written as JSON, or is too long.
@@ -44,19 +45,19 @@ def pack(message: dict[str, Any]) -> bytes:
         body = json.dumps(message).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(
-            f"can't write the message {message.get('type')!r} as JSON: {error}; use text, numbers, lists and objects "
-            f"only"
+            f"can't send the environment's message {message.get('type')!r} as JSON: {error}; use only text, numbers, "
+            f"lists and dicts in states and extra_info"
         ) from error
     if len(body) > MAX_BYTES:
         raise FrameError(
-            f"expected a message {message.get('type')!r} of at most {MAX_BYTES} bytes, got {len(body)}; shorten its "
-            f"texts"
+            f"expected the environment's message {message.get('type')!r} to have at most {MAX_BYTES} bytes, got "
+            f"{len(body)}; shorten the texts of states or extra_info"
         )
     return pack_frame(body)
 
 
 def unpack(buffer: bytearray) -> dict[str, Any] | None:
-    """Remove the first message from ``buffer`` and return it; None while it is incomplete.
+    """Remove the first message from ``buffer``, the bytes received so far, and return it. None if it is incomplete.
 
     Raises:
         FrameError: the message is too long, or is not a JSON object.
@@ -72,7 +73,7 @@ def unpack(buffer: bytearray) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise FrameError(f"expected a message in JSON, got other bytes: {error}") from error
     if not isinstance(message, dict):
-        raise FrameError(f"expected a JSON object, got {type(message).__name__}")
+        raise FrameError(f"expected a message that is a JSON object, got {type(message).__name__}")
     return message
 
 
@@ -83,7 +84,10 @@ _STEP_KEYS = {"next_state", "reward", "score", "done", "extra_info"}
 
 
 class RemoteRollout:
-    """``protocol.Rollout`` over the socket. ``turns`` holds [reward, score] of every action so far."""
+    """The ``protocol.Rollout`` of an environment's process: it asks the generator for samples over the socket.
+
+    ``turns`` holds a list [reward, score] for every action so far.
+    """
 
     def __init__(self, channel: _Channel, start: dict[str, Any]) -> None:
         self.extra_info: dict[str, Any] = start["extra_info"]
@@ -96,26 +100,36 @@ class RemoteRollout:
     async def sample(self, state: State, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Action:
         if len(self.turns) >= self._max_turns:
             raise RolloutOverError(
-                f"all {self._max_turns} turns of the rollout (environment.max_turns) have been played"
+                f"all {self._max_turns} turns of the rollout (environment.max_turns) have been played; let this error "
+                f"end the rollout, or raise the key"
             )
         if isinstance(stop, str):
-            raise EnvironmentFault(f"sample: stop: expected a list of texts, got the text {stop!r}")
+            raise EnvironmentFault(
+                f"the environment's call of sample: stop: expected a list of texts, got the text {stop!r}; put it in a "
+                f"list"
+            )
         conversation = state if isinstance(state, str) else [dict(message) for message in state]
         await self._channel.send(
             {"type": "sample", "state": conversation, "max_tokens": max_tokens, "stop": list(stop)}
         )
         answer = await self.answers.get()
         if answer["type"] == "over":
-            raise RolloutOverError("the rollout has used all its tokens (sampling.max_new_tokens)")
+            raise RolloutOverError(
+                "the rollout has used all its tokens (sampling.max_new_tokens); let this error end the rollout, or "
+                "raise the key"
+            )
         self.turns.append([0.0, 0.0])
         return Action(answer["text"], answer["finish_reason"], answer["num_tokens"])
 
     def reward(self, reward: float, score: float | None = None) -> None:
         score = reward if score is None else score
         if not self.turns:
-            raise ValueError("reward: expected an action to reward, got none; call sample first")
+            raise ValueError("rollout.reward: expected an action to reward, got none; call rollout.sample first")
         if not is_finite(reward) or not is_finite(score):
-            raise ValueError(f"reward: expected finite numbers as reward and score, got {reward!r} and {score!r}")
+            raise ValueError(
+                f"rollout.reward: expected finite numbers as reward and score, got {reward!r} and {score!r}; correct "
+                f"the environment"
+            )
         self.turns[-1][0] += float(reward)
         self.turns[-1][1] += float(score)
 
@@ -130,7 +144,7 @@ class _Channel:
         await asyncio.get_running_loop().sock_sendall(self._sock, pack(message))
 
     async def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None after the generator closed the socket."""
+        """Wait for the generator's next message and return it. None if the generator closed the socket."""
         while (message := unpack(self._buffer)) is None:
             chunk = await asyncio.get_running_loop().sock_recv(self._sock, _CHUNK)
             if not chunk:
@@ -140,7 +154,7 @@ class _Channel:
 
 
 def serve(sock: socket.socket, code: Any) -> None:
-    """Play rollouts with ``code`` until the generator closes the socket."""
+    """Play rollouts with ``code``, the user's environment, until the generator closes the socket."""
     with contextlib.suppress(ConnectionError):
         asyncio.run(_serve(_Channel(sock), code))
 
@@ -163,7 +177,10 @@ async def _serve(channel: _Channel, code: Any) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed ``random`` alike for every rollout of a group; ``extra_info["index"]`` differs between them."""
+    """Seed the random numbers of Python and numpy. All rollouts of a group get the same seed.
+
+    An environment that needs other random numbers in every rollout can use ``extra_info["index"]``.
+    """
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -185,21 +202,23 @@ async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
 
 
 async def _end_tasks(left: set[asyncio.Task[Any]]) -> None:
-    """Cancel the background tasks of a rollout, so that they can't send messages during the next one."""
+    """Cancel the background tasks that a rollout left, so that they can't send messages during the next rollout."""
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
 
 
 class EnvironmentFault(Exception):  # noqa: N818  (the author's mistake; not one of the run's errors)
-    """The environment returned something malformed."""
+    """The environment returned a malformed value, or called ``sample`` with one."""
 
 
 async def play(code: Any, rollout: Rollout) -> None:
-    """Play one rollout with ``code``: a module, an instance, or a class, of which an instance is made.
+    """Play one rollout with the environment ``code``, which is a module, an object or a class.
+
+    A class is instantiated first. Exceptions that the environment raises are passed on.
 
     Raises:
-        EnvironmentFault: the environment returned something malformed. Its own exceptions are passed on.
+        EnvironmentFault: the environment returned a malformed value, or called ``sample`` with one.
     """
     environment: Any = code() if inspect.isclass(code) else code
     try:
@@ -233,38 +252,61 @@ async def _first_state(environment: Any, rollout: Rollout) -> State:
         if len(made) != 2 or not isinstance(made[1], dict):
             types = ", ".join(type(part).__name__ for part in made)
             raise EnvironmentFault(
-                f"reset: expected a state, or (state, extra_info) with a dict, got a tuple ({types})"
+                f"the environment's reset: expected a state, or a pair (state, extra_info) with a dict, got a tuple "
+                f"({types}); correct what reset returns"
             )
         made, rollout.extra_info = made
     if made is None:
         if rollout.prompt is None:
-            raise EnvironmentFault("reset: expected a first state, because the row has no messages, got None")
+            raise EnvironmentFault(
+                "the environment's reset: expected a first state, because the row has no messages, got None; return a "
+                "state from reset"
+            )
         return rollout.prompt
-    _check_state(made, "reset")
+    _check_state(made, "the environment's reset")
     return made
 
 
 def _check_step(result: Any) -> None:
     if not isinstance(result, dict):
-        raise EnvironmentFault(f"step: expected a dict, got {type(result).__name__}")
+        raise EnvironmentFault(
+            f"the environment's step: expected a dict, got {type(result).__name__}; correct what step returns"
+        )
     if unknown := sorted(map(str, set(result) - _STEP_KEYS)):
-        raise EnvironmentFault(f"step: unknown keys {unknown}; use only {sorted(_STEP_KEYS)}")
+        raise EnvironmentFault(
+            f"the environment's step: expected only the keys {sorted(_STEP_KEYS)}, got also {unknown}; correct what "
+            f"step returns"
+        )
     if not is_finite(result.get("reward")):
-        raise EnvironmentFault(f"step: reward: expected a finite number, got {result.get('reward')!r}")
+        raise EnvironmentFault(
+            f"the environment's step: reward: expected a finite number, got {result.get('reward')!r}; correct what "
+            f"step returns"
+        )
     if result.get("score") is not None and not is_finite(result["score"]):
-        raise EnvironmentFault(f"step: score: expected a finite number, got {result['score']!r}")
+        raise EnvironmentFault(
+            f"the environment's step: score: expected a finite number, got {result['score']!r}; correct what step "
+            f"returns"
+        )
     if not isinstance(result.get("done", False), bool):
-        raise EnvironmentFault(f"step: done: expected true or false, got {result['done']!r}")
+        raise EnvironmentFault(
+            f"the environment's step: done: expected True or False, got {result['done']!r}; correct what step returns"
+        )
     if not isinstance(result.get("extra_info", {}), dict):
-        raise EnvironmentFault(f"step: extra_info: expected a dict, got {type(result['extra_info']).__name__}")
+        raise EnvironmentFault(
+            f"the environment's step: extra_info: expected a dict, got {type(result['extra_info']).__name__}; correct "
+            f"what step returns"
+        )
     if not result.get("done", False):
-        _check_state(result.get("next_state"), "step: next_state")
+        _check_state(result.get("next_state"), "the environment's step: next_state")
 
 
 def _check_state(state: Any, where: str) -> None:
     if isinstance(state, str):
         if not state:
-            raise EnvironmentFault(f"{where}: expected text that is not empty, or a list of messages, got empty text")
+            raise EnvironmentFault(
+                f"{where}: expected text that is not empty, or a list of messages, got empty text; return a state that "
+                f"the model can continue"
+            )
         return
     is_conversation = (
         isinstance(state, list | tuple)
@@ -272,7 +314,10 @@ def _check_state(state: Any, where: str) -> None:
         and all(isinstance(m, Mapping) and all(isinstance(v, str) for v in m.values()) for m in state)
     )
     if not is_conversation:
-        raise EnvironmentFault(f"{where}: expected text or a list of messages, got {type(state).__name__}")
+        raise EnvironmentFault(
+            f"{where}: expected text or a list of messages, got {type(state).__name__}; return text, or messages whose "
+            f"values are text"
+        )
 
 
 def is_finite(value: Any) -> bool:

@@ -1,11 +1,14 @@
 """Imports an environment's code once, then forks a process for each concurrent rollout.
 
-A fork takes milliseconds and shares what the import loaded, such as a search index. With a process for every rollout, a
-crash or an endless loop costs that rollout only. ``pool.py`` starts this process and sends records of 5 bytes over a
-socket: ``F`` with a descriptor asks for a fork, and the answer is its process id (0 if the fork failed); ``K`` kills a
-process and all that it started. When the socket closes, every process ends.
-Run as ``python -m async_rl.environments.fork_server DESCRIPTOR NAME DIGEST ALLOWED...``: ``DIGEST`` as ``digest_word``
-has it, ``ALLOWED`` as in ``generator.allow_code``.
+A fork takes milliseconds and shares what the import loaded, such as a search index. Because every rollout has its own
+process, a crash or an endless loop ends only that rollout.
+
+``pool.py`` starts the fork server and sends it records of 5 bytes over a socket. The record ``F`` comes with a
+descriptor and asks for a fork. The answer is the new process's id, or 0 if the fork failed. The record ``K`` kills one
+forked process and all processes that it started. When the socket closes, all processes end.
+
+The command is ``python -m async_rl.environments.fork_server DESCRIPTOR NAME DIGEST ALLOWED...``. ``DIGEST`` is a
+result of ``digest_word``, and ``ALLOWED`` is the list ``generator.allow_code``.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ _MOST_KILLABLE = b"1000"
 
 
 def digest_word(digest: str | None) -> str:
-    """Encode a digest as an argument of this program, so that None differs from an empty digest."""
+    """Return the command-line argument of the fork server for the digest that the environment's code must have.
+
+    None means that any code is accepted. It differs from an empty digest, which no code has.
+    """
     return _ANY if digest is None else _SHA256 + digest
 
 
@@ -66,7 +72,11 @@ def _refuse(control: socket.socket, error: str) -> None:
 
 
 def _die_with_parent(expected_parent: int | None) -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere it ends when the socket closes)."""
+    """Have the kernel kill this process when its parent dies, on Linux.
+
+    Exit at once if ``expected_parent`` is not the parent's process id, because the parent is dead then. On other
+    systems this process ends when its socket closes.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -132,7 +142,10 @@ class _Server:
             os._exit(code)
 
     def _kill(self, pid: int) -> None:
-        """Kill a child and its process group. Only unreaped children are killed: their ids can't be reused yet."""
+        """Kill the forked process ``pid`` and its process group. Do nothing if ``pid`` was killed before.
+
+        No other process can have got the id ``pid`` meanwhile, because the exit status was not collected yet.
+        """
         if pid not in self._children:
             return
         for kill in (os.killpg, os.kill):
@@ -150,7 +163,7 @@ class _Server:
 
 
 def _be_killed_first() -> None:
-    """Make the kernel kill this process first if memory runs out, not the generator."""
+    """Ask the kernel to kill this process before the generator if the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_MOST_KILLABLE)
 

@@ -1,8 +1,9 @@
-"""GEM's environments (https://github.com/axon-rl/gem) as ours: ``environment.name = "async_rl.environments.gem:Gem"``.
+"""Adapter for the environments of GEM (https://github.com/axon-rl/gem), which ``pip install async-rl[gem]`` installs.
 
-Needs the extra: ``pip install async-rl[gem]``. ``environment.extra`` takes ``env_id``
-(``game:GuessTheNumber-v0-easy``), its arguments ``env_kwargs`` (a table) and ``prompt``, one of ``PROMPTS``. Rows need
-nothing (``environment.rows``): each prompt has its own seed, the same for all rollouts of its group.
+To use it, set ``environment.name = "async_rl.environments.gem:Gem"``. The table ``environment.extra`` needs ``env_id``,
+such as ``game:GuessTheNumber-v0-easy``. It may have ``env_kwargs``, a table of arguments for that environment, and
+``prompt``, a key of ``PROMPTS``. No data is needed, only a number of rows (``environment.rows``): each row gets a seed,
+which all rollouts of the row's group share.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PROMPTS: dict[str, str] = {
         "all tests.\nQuestion: {observation}\nPlease reason step by step, and write your code in a ```python block."
     ),
 }
-"""Templates that turn an observation into a user's message."""
+"""Templates that turn GEM's first observation into a user's message. The key is ``environment.extra.prompt``."""
 
 
 def _make(env_id: str, **kwargs: Any) -> Any:
@@ -35,9 +36,10 @@ def _make(env_id: str, **kwargs: Any) -> Any:
 
 
 class Gem:
-    """The GEM environment of one rollout. Its state is the whole conversation; a step's reward is also its score.
+    """The GEM environment of one rollout. The state is the whole conversation.
 
-    An episode that GEM truncates (its own limit on turns) is done.
+    A step's reward is also the step's score. The rollout ends when GEM ends the episode or reaches GEM's own limit on
+    turns.
     """
 
     make: Callable[..., Any] = staticmethod(_make)
@@ -47,14 +49,21 @@ class Gem:
         self._prompt = ""
 
     async def reset(self, extra_info: dict[str, Any]) -> Messages:
-        """Raises ValueError: ``env_id`` or ``prompt`` is missing or unknown."""
+        """Start the episode and return the first state: the row's messages, then GEM's first observation.
+
+        Raises:
+            ValueError: ``environment.extra`` has no ``env_id``, or has an unknown ``prompt``.
+        """
         if "env_id" not in extra_info:
             raise ValueError(
-                "environment.extra.env_id: expected a value, got none; for example game:GuessTheNumber-v0-easy"
+                "environment.extra.env_id: expected the name of a GEM environment, got none; set it, for example to "
+                "game:GuessTheNumber-v0-easy"
             )
         prompt = extra_info.get("prompt", "game")
         if prompt not in PROMPTS:
-            raise ValueError(f"environment.extra.prompt: expected one of {sorted(PROMPTS)}, got {prompt!r}")
+            raise ValueError(
+                f"environment.extra.prompt: expected one of {sorted(PROMPTS)}, got {prompt!r}; correct the key"
+            )
         self._prompt = PROMPTS[prompt]
         self._env = self.make(extra_info["env_id"], **extra_info.get("env_kwargs", {}))
         observation, info = self._env.reset(seed=extra_info["seed"] % 2**32)
@@ -73,5 +82,5 @@ class Gem:
 
 
 def _with_suffix(observation: str, info: dict[str, Any]) -> str:
-    """Append GEM's hint about the next action, if any, to the observation."""
+    """Return ``observation`` followed by GEM's hint about the next action, ``info["suffix"]``, if there is a hint."""
     return re.sub(r"\s+\Z", "", f"{observation}\n{info.get('suffix', '')}")

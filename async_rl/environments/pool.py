@@ -1,8 +1,9 @@
-"""The generator's side of environments: a process for each rollout that is played, its messages and its deadline.
+"""The generator's side of environments: gives each running rollout a process and exchanges messages with the process.
 
-``generator.environment_rollouts`` calls it, in one thread; only a fork makes it wait, for milliseconds. A rollout has a
-process to itself while it is played; the process of a rollout that ended well is used again. A process that crashes, or
-spends more than ``timeout_s`` on one reset or step, is killed with all that it started, and its rollout fails.
+``generator.environment_rollouts`` calls this module in one thread. The calls wait only for forks, which take
+milliseconds. After a rollout without errors, its process plays another rollout. If a process crashes or spends more
+than ``environment.timeout_s`` on one reset or step, the process and all that it started are killed, and its rollout
+fails.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ _REPLIES = ("sample", "ended", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A message (see ``child``) from a rollout's environment; ``type`` is ``sample``, ``ended`` or ``failed``."""
+    """A message from the environment of the rollout ``key``.
+
+    ``type`` is ``sample`` (the model must answer), ``ended`` or ``failed``. The module ``child`` lists the fields of
+    ``message``.
+    """
 
     key: str
     message: Mapping[str, Any]
@@ -48,9 +53,9 @@ class Event:
 class _Process:
     """One environment process.
 
-    ``key`` is the key of the rollout that the process plays. It is None while the process is idle or ends a cancelled
-    rollout. ``deadline_s`` is the time, on the pool's clock, by which the process must answer. It is None if no answer
-    is due.
+    ``key`` is the key of the rollout that the process plays. It is None while the process is idle or cancels a
+    rollout. ``deadline_s`` is the time on the pool's clock by which the process must answer. It is None if the process
+    owes no answer.
     """
 
     pid: int
@@ -63,10 +68,16 @@ class _Process:
 
 
 class EnvironmentPool:
-    """Starts the environment's fork server at once, so that an import that fails shows at the start.
+    """Plays rollouts with the user's environment, each in a process of its own.
 
-    ``counts`` has ``started`` (processes), ``timed_out`` and ``crashed`` (rollouts). ``clock`` gives seconds.
-    ``allowed`` and ``digest`` as for ``process.user_code.load_code``.
+    The environment's fork server is started at once, so that a failing import is reported at the start. ``counts`` has
+    the number of processes ``started``, and the numbers of rollouts that ``timed_out`` and ``crashed``.
+
+    Args:
+        config: the section ``[environment]``.
+        allowed: the code that this machine may run, as in ``generator.allow_code``.
+        digest: the digest that the environment's code must have. If None, any code is accepted.
+        clock: returns the time in seconds.
 
     Raises:
         ConfigError: the code is not allowed here, is missing, differs from the learner's, or fails on import.
@@ -93,11 +104,11 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of all processes that play a rollout."""
+        """The ids of the processes that play a rollout now."""
         return [process.pid for process in self._processes.values()]
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
-        """Begin the rollout ``key`` with the fields of the message ``start`` (see ``child``).
+        """Begin the rollout ``key``. ``start`` has the fields of the message ``start``, which ``child`` lists.
 
         Raises:
             ConfigError: the fork server died and can't be started again.
@@ -113,11 +124,17 @@ class EnvironmentPool:
         self._ask(process, frame)
 
     def answer(self, key: str, message: Mapping[str, Any]) -> None:
-        """Answer the environment's ``sample`` with ``sampled`` or ``over``."""
+        """Send the environment of the rollout ``key`` the answer to its message ``sample``.
+
+        ``message`` has the type ``sampled`` (the model's text) or ``over`` (no further turn).
+        """
         self._ask(self._processes[key], pack(dict(message)))
 
     def cancel(self, key: str) -> None:
-        """Drop the rollout; its environment may clean up within ``timeout_s``. Unknown keys are ignored."""
+        """End the rollout ``key`` without a result. Its environment has ``timeout_s`` seconds to clean up.
+
+        Do nothing if there is no rollout of this key.
+        """
         self._failed_at_start = [event for event in self._failed_at_start if event.key != key]
         process = self._processes.pop(key, None)
         if process is None:
@@ -127,7 +144,7 @@ class EnvironmentPool:
         self._ask(process, pack({"type": "cancel"}))
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call, without waiting."""
+        """Exchange messages with all processes without waiting. Return the events of rollouts since the last call."""
         events, self._failed_at_start = self._failed_at_start, []
         for selected, mask in self._selector.select(0):
             process: _Process = selected.data
@@ -141,13 +158,13 @@ class EnvironmentPool:
                 events += self._fail(
                     process,
                     "timed_out",
-                    f"the environment did not answer within environment.timeout_s = {self._config.timeout_s:g} s; "
-                    f"raise the key, or make the environment faster",
+                    f"the environment's reset or step took longer than environment.timeout_s = "
+                    f"{self._config.timeout_s:g} s; raise the key, or make the environment faster",
                 )
         return events
 
     def close(self) -> None:
-        """Kill every process."""
+        """Kill the fork server and every process that plays rollouts."""
         for process in [*self._processes.values(), *self._cancelling, *self._idle]:
             self._end(process)
         self._processes.clear()
@@ -193,11 +210,17 @@ class EnvironmentPool:
                 events += self._handle(process, message)
         except FrameError as error:
             return events + self._fail(
-                process, "crashed", f"the environment's process sent a malformed message: {error}"
+                process,
+                "crashed",
+                f"the environment's process sent a message that can't be read: {error}; let the environment write only "
+                f"to descriptors that it opened",
             )
         if ended:
             events += self._fail(
-                process, "crashed", "the environment's process ended: it crashed, or was killed (out of memory?)"
+                process,
+                "crashed",
+                "the environment's process ended during a rollout: it crashed, called exit or was killed; see its "
+                "output above, and check that the machine has memory left",
             )
         return events
 
@@ -211,7 +234,10 @@ class EnvironmentPool:
             return []
         if process.key is None or process.deadline_s is None or kind not in _REPLIES:
             return self._fail(
-                process, "crashed", f"the environment's process sent a message {kind!r} that nothing had asked for"
+                process,
+                "crashed",
+                f"the environment's process sent a message {kind!r} when none was expected; let the environment write "
+                f"only to descriptors that it opened",
             )
         process.deadline_s = None
         event = Event(process.key, message)
@@ -225,7 +251,10 @@ class EnvironmentPool:
         self._idle.append(process)
 
     def _fail(self, process: _Process, count: str, error: str) -> list[Event]:
-        """End a process. Return the ``failed`` event of its rollout, if it was playing one."""
+        """Kill a process. Return the event ``failed`` of the rollout that it played, or an empty list if it was idle.
+
+        ``count`` is the key in ``counts`` to add the rollout to, and ``error`` the message for the log.
+        """
         if process.sock.fileno() < 0:
             return []
         self._end(process)
@@ -246,7 +275,7 @@ class EnvironmentPool:
             self._control.sendall(RECORD.pack(b"K", process.pid))
 
     def _fork(self) -> _Process:
-        """Fork a process.
+        """Return a new process of the environment. If the fork server has died, start it again first.
 
         Raises:
             EnvironmentProcessError: the machine refuses another process.
@@ -262,8 +291,8 @@ class EnvironmentPool:
         if not pid:
             ours.close()
             raise EnvironmentProcessError(
-                "can't start a process for the environment; lower generator.max_concurrent_groups, or free memory and "
-                "raise the limit on processes (ulimit -u)"
+                "the machine refuses another process for the environment; lower generator.max_concurrent_groups, or "
+                "free memory and raise the limit on processes (ulimit -u)"
             )
         ours.setblocking(False)
         process = _Process(pid, ours)
@@ -272,7 +301,10 @@ class EnvironmentPool:
         return process
 
     def _try_fork(self) -> tuple[int | None, socket.socket]:
-        """Return a socket and a process id; the id is 0 if the fork failed, None if the server has ended."""
+        """Ask the fork server for a process. Return the process's id and the socket that is connected to it.
+
+        The id is 0 if the fork failed, and None if the fork server has ended.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:

@@ -1,8 +1,8 @@
-"""The types that authors of environments need, and helpers that read tool calls. Standard library only.
+"""The types that authors of environments need, and helpers that read tool calls. It imports only the standard library.
 
-An environment is a module, a class or an object with an async ``step`` (and, if it makes its own first state,
-``reset``), or with an async ``generate`` that plays a whole rollout by itself. A class is instantiated for every
-rollout. docs/environments.md has complete examples; ``child.play`` is the loop that calls them.
+An environment is a module, a class or an object. It has an async function ``step``, and also ``reset`` if it makes the
+first state. Instead, it may have an async function ``generate`` that plays a whole rollout. A class is instantiated
+for every rollout. docs/environments.md has complete examples. ``child.play`` is the loop that calls an environment.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any, Literal, Protocol, TypedDict
 
 Messages = Sequence[Mapping[str, str]]
 State = str | Messages
-"""The whole text that the model continues; or a conversation, which is rendered with the model's chat template."""
+"""What the model answers: a text that it continues, or a conversation, which the model's chat template renders."""
 
 
 class StepResult(TypedDict, total=False):
-    """What ``step`` returns. Only ``next_state`` (unless ``done``) and ``reward`` are needed.
+    """The dict that an environment's ``step`` returns. ``reward`` is always needed, ``next_state`` unless ``done``.
 
     Keys:
-        next_state: as far as it begins with the old state and the action, the model's own tokens are kept and only the
-            rest is tokenised; if it does not, a new token sequence of the same rollout begins with it.
-        reward: for this action, finite; what is trained on.
-        score: for this action, finite, only logged; ``reward`` if absent. A rollout's accuracy is the sum of its
-            scores, cut to 0..1, so let them add up to 1 where the task is solved.
-        done: whether that was the last action; false if absent.
-        extra_info: replaces the old one. If absent, the old one stays, with any changes made to it.
+        next_state: the state that the model answers next. If it begins with the old state and the action, the tokens
+            that the model sampled are kept, and only the rest is tokenized. Otherwise a new token sequence of the same
+            rollout begins.
+        reward: the reward of this action, which the model is trained on. It must be finite.
+        score: the score of this action, which is only logged. It must be finite. If absent, it is ``reward``. A
+            rollout's accuracy is the sum of its scores, cut to 0..1, so the scores of a solved task should sum to 1.
+        done: whether this action was the last one of the rollout. If absent, it is False.
+        extra_info: the dict that later steps get. If absent, they get the same dict again, with changes made to it.
     """
 
     next_state: State | None
@@ -39,26 +40,30 @@ class StepResult(TypedDict, total=False):
 
 
 class Environment(Protocol):
-    """A task of several turns. All methods are async; plain functions are accepted too, and block the process.
+    """The methods of an environment that plays turn by turn. They may be async or plain functions.
 
-    ``reset`` is optional: without it, or when it returns None, the row's own messages are the first state. It may
-    return the state alone or ``(state, extra_info)``. ``close()`` (optional) is called at the rollout's end.
+    ``reset`` is optional. Without ``reset``, or if it returns None, the row's messages are the first state. An optional
+    method ``close()`` is called at the end of the rollout.
     """
 
     async def reset(self, extra_info: dict[str, Any]) -> State | tuple[State, dict[str, Any]] | None:
-        """Return the first state."""
+        """Return the first state, or a pair of the first state and the ``extra_info`` for the first step."""
         ...
 
     async def step(self, state: State, action: str, extra_info: dict[str, Any]) -> StepResult:
-        """Apply the model's ``action`` (its text, without special tokens) to ``state``."""
+        """Apply the model's ``action`` to ``state`` and return the result.
+
+        ``action`` is the text that the model sampled, without special tokens.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One answer of the model.
+    """One answer of the model: its text and its number of tokens.
 
-    ``finish_reason`` is ``length`` if the answer was cut, else ``stop``. A stop string is kept in ``text``.
+    ``finish_reason`` is ``length`` if the answer was cut at a token limit, else ``stop``. If a stop string ended the
+    answer, the stop string is part of ``text``.
     """
 
     text: str
@@ -67,33 +72,39 @@ class Action:
 
 
 class RolloutOverError(Exception):
-    """``environment.max_turns`` or the tokens are used up. It ends the rollout and is no failure: don't catch it."""
+    """The rollout gets no further turn, because ``environment.max_turns`` or its tokens are used up.
+
+    The error ends the rollout and does not count as a failure, so ``generate`` should not catch it.
+    """
 
 
 class Rollout(Protocol):
-    """The argument of ``generate(rollout)``: it samples from the model and records rewards.
+    """The argument of ``generate(rollout)``. It samples from the model and records rewards.
 
     Attributes:
-        extra_info: as for ``step``.
-        prompt: the row's messages rendered with the chat template; None if the row has none.
+        extra_info: the row's ``extra_info``, ``environment.extra``, and what identifies the rollout.
+        prompt: the row's messages, rendered with the chat template. None if the row has no messages.
     """
 
     extra_info: dict[str, Any]
     prompt: str | None
 
     async def sample(self, state: State, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Action:
-        """Sample the model's answer to ``state``; ``max_tokens`` and ``stop`` narrow the run's own settings.
+        """Sample and return the model's answer to ``state``.
+
+        The answer ends after ``max_tokens`` tokens, if given, or at one of the texts in ``stop``. The limits of the run
+        hold too.
 
         Raises:
-            RolloutOverError: the rollout has no further turn.
+            RolloutOverError: the rollout gets no further turn.
         """
         ...
 
     def reward(self, reward: float, score: float | None = None) -> None:
-        """Add to the reward of the newest action; ``score`` as in ``StepResult``.
+        """Add ``reward`` and ``score`` to those of the newest action. If None, ``score`` is ``reward``.
 
         Raises:
-            ValueError: nothing was sampled yet, or a number is not finite.
+            ValueError: no action was sampled yet, or a number is not finite.
         """
         ...
 
@@ -103,10 +114,10 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call that the model wrote.
+    """One tool call that the model wrote: the tool's name and its arguments.
 
-    If ``error`` is not empty, the call is malformed: ``error`` is a message for the model, and the other fields have no
-    meaning.
+    If ``error`` is not empty, the call is malformed. ``error`` is then a message for the model, and the other fields
+    have no meaning.
     """
 
     name: str
@@ -115,10 +126,11 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in ``text``, in order, in the form that Qwen's and Hermes's chat templates ask for.
+    """Return the tool calls in ``text``, in order.
 
-    That is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. ``arguments`` may also be JSON in a text; they
-    may be left out. A malformed call is returned with its ``error``, which is meant for the model.
+    A call has the form ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, which the chat templates of Qwen
+    and Hermes ask for. ``arguments`` may be an object, JSON text of an object, or absent. A malformed call is returned
+    with an ``error``.
     """
     return [_parse_call(body.strip()) for body in _TOOL_CALL.findall(text)]
 
@@ -137,6 +149,6 @@ def _parse_call(body: str) -> ToolCall:
 
 
 def last_tag(text: str, tag: str) -> str | None:
-    """Return the text inside the last ``<tag>...</tag>``, stripped; None if there is no such tag."""
+    """Return the stripped text inside the last ``<tag>...</tag>`` of ``text``. None if ``text`` has no such tags."""
     found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
     return found[-1].strip() if found else None

@@ -145,7 +145,7 @@ def test_a_process_that_is_killed_takes_those_along_that_it_started(monkeypatch)
         ("none", "step: expected a dict, got NoneType"),
         ("nan", "reward: expected a finite number, got nan"),
         ("no reward", "reward: expected a finite number, got None"),
-        ("typo", "unknown keys ['dnoe']"),
+        ("typo", "got also ['dnoe']"),
         ("no state", "next_state: expected text or a list of messages, got NoneType"),
         ("object", "next_state: expected text or a list of messages, got object"),
     ],
