@@ -95,7 +95,12 @@ class Evaluations:
             self.collect()
             if self.are_pending:
                 wait.still_waiting(self._queue.await_eval(self._state.lineage, wait_s=EVAL_WAIT_S) or what)
+                self.confirm_awaited()
                 tick()
+
+    def confirm_awaited(self) -> None:
+        """Check that the queue knows the evaluations, and the announced version. Raises QueueError if it does not."""
+        self._queue.confirm_awaited(self._state.lineage, self._state.pending_evals)
 
     def _ask(self, datasets: Iterable[str], *, exclusive: bool) -> None:
         for dataset in datasets:

@@ -174,6 +174,7 @@ class Trainer:
                     self.state.exhausted = True
                     return None
                 wait.still_waiting(answer.reason)
+                self._evaluations.confirm_awaited()
                 self._tick()
                 self._evaluations.collect()
 

@@ -271,7 +271,14 @@ class Alive(OfLearner, frozen=True):
 
 
 class ConfirmLineage(OfLearner, frozen=True):
-    """The learner asks whether it still owns the queue. If it does not, the reply is an error of kind "lineage"."""
+    """The learner asks whether it still owns the queue. If it does not, the reply is an error of kind "lineage".
+
+    It is also an error if the queue does not know the version ``announced``, or one of ``evaluations``, pairs (dataset,
+    step). That happens if the queue server was restarted, and its journal had lost its end.
+    """
+
+    announced: int | None = None
+    evaluations: tuple[tuple[str, int], ...] = ()
 
 
 class LearnerGoodbye(OfLearner, frozen=True):

@@ -5,7 +5,7 @@ Every ``take`` and ``await_eval`` lets the generator activate what is announced,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from async_rl.net.codec import decode_group
@@ -47,6 +47,10 @@ class DirectQueue:
 
     def confirm(self, lineage: str) -> None:
         self.queue_state.attached(lineage)
+
+    def confirm_awaited(self, lineage: str, evaluations: Iterable[tuple[str, int]]) -> None:
+        newest = self.announced[-1].version if self.announced else None
+        learner_requests.confirm(self.queue_state, lineage, newest, list(evaluations))
 
     def announce(self, announcement: Announcement) -> None:
         learner_requests.announce(self.queue_state, announcement)

@@ -36,10 +36,6 @@ class RefusedError(Exception):
     """The server answered with an error."""
 
 
-class StalledError(AssertionError):
-    """The learner waits for groups that nobody samples."""
-
-
 class FakeEndpoint:
     """``sockets.Endpoint`` in memory."""
 
@@ -121,6 +117,8 @@ class Run:
         self.server._poller = FakePoller()  # type: ignore[assignment]
         self.trained: list[int] = []
         self.num_answers = 0
+        self.evaluations: tuple[tuple[str, int], ...] = ()
+        """Those that the learner has requested."""
         self._numbers = itertools.count()
         self._generators = itertools.count()
         self._generator = ""
@@ -177,6 +175,7 @@ class Run:
 
     def evaluate(self) -> None:
         self.learner(messages.Evaluate(self.lineage, "test", 0, 0, exclusive=False))
+        self.evaluations = (("test", 0),)
 
     def ack(self, step: int) -> bytes:
         """Acknowledge the taken step, and commit its checkpoint. Return the queue's snapshot."""
@@ -201,10 +200,11 @@ class Run:
         for _ in range(_MAX_REPEATS):
             self.sample(step)
             reply = self.learner(messages.Take(self.lineage, step, step))
+            self.learner(messages.ConfirmLineage(self.lineage, step, self.evaluations))
             if reply.type == "batch":
                 assert read_as(reply.fields, BatchPart).num_groups == len(reply.parts) == 2
                 return [decode_group(bytes(part)).position for part in reply.parts]
-        raise StalledError(f"step {step} got no batch")
+        raise AssertionError(f"step {step} got no batch")
 
     def sample(self, version: int) -> None:
         """One round of a generator: ask for leases and return their groups, two in one message."""

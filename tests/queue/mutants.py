@@ -62,7 +62,7 @@ def corpus(
             (b"hello", b"{}", b"no snapshot, but bytes" * 9),
         ),
         "alive": (own, ()),
-        "confirm": (own, ()),
+        "confirm": ({**own, "announced": 0, "evaluations": [["test", step]]}, ()),
         "bye_learner": (own, ()),
         "announce": ({**own, **asdict(announcement)}, ()),
         "evaluate": ({**own, "dataset": "test", "step": step, "min_version": 0, "exclusive": False}, ()),

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -126,7 +126,9 @@ class LearnerQueue:
         self._begun_take: tuple[Take, str] | None = None
         self._answers: dict[str, Message] = {}
         self._arrived: dict[str, list[TakenGroup]] = {}
-        self._unawaited: set[str] = set()
+        self._unawaited: dict[str, int] = {}
+        self._announced: int | None = None
+        """The newest version whose announcement the queue has confirmed."""
 
     def attach(
         self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
@@ -154,12 +156,24 @@ class LearnerQueue:
         self._check_lock()
         self._call(messages.ConfirmLineage(lineage))
 
+    def confirm_awaited(self, lineage: str, evaluations: Iterable[tuple[str, int]]) -> None:
+        """Check that the queue knows what this learner waits for: groups of the newest announced version, and
+        ``evaluations``, pairs (dataset, step).
+
+        A queue server that was restarted with a damaged journal may have lost them.
+
+        Raises:
+            QueueError: it has lost them. The message says how to go on.
+        """
+        self._check_lock()
+        self._call(messages.ConfirmLineage(lineage, self._announced, tuple(evaluations)))
+
     def announce(self, announcement: Announcement) -> None:
         """Send the announcement of a published version, without waiting for the reply.
 
         If the queue refuses it, the next method that waits raises the error.
         """
-        self._unawaited.add(self._connection.post(announcement))
+        self._unawaited[self._connection.post(announcement)] = announcement.version
 
     def parity_answers(self, lineage: str, since: int) -> dict[str, Answer]:
         """Return each generator's log-probabilities for the tokens of an ``Announcement.probe``, by generator id.
@@ -300,8 +314,9 @@ class LearnerQueue:
                 )
             for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
                 if request is not None and request.request_id in self._unawaited:
-                    self._unawaited.remove(request.request_id)
+                    version = self._unawaited.pop(request.request_id)
                     raise_error(answer)
+                    self._announced = version if self._announced is None else max(version, self._announced)
                 elif request is not None:
                     self._note(request.request_id, answer)
                 elif answer.fields.get("storage_full"):

@@ -90,6 +90,24 @@ def attach(
     state.revision += 1
 
 
+def confirm(
+    state: QueueState, lineage: str, announced: int | None = None, evaluations: Collection[EvalKey] = ()
+) -> None:
+    """Check that ``lineage`` owns the queue, which knows the version ``announced`` and these evaluations.
+
+    Raises:
+        LineageError: another learner owns the queue.
+        QueueError: the queue does not know the version or an evaluation.
+    """
+    newest = state.attached(lineage).announced_version
+    if announced is not None and (newest is None or newest < announced):
+        known = "none" if newest is None else f"version {newest}"
+        raise QueueError(f"expected version {announced} as the newest announced one, got {known}; {_RESTART}")
+    for key in evaluations:
+        if key not in state.evals and key not in state.received_evals:
+            raise QueueError(f"the queue does not know the evaluation of {key[0]} at step {key[1]}; {_RESTART}")
+
+
 def announce(state: QueueState, announcement: Announcement) -> None:
     """Record that the learner has published a version. Ignore a version older than the newest published one.
 

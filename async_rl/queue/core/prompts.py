@@ -253,6 +253,10 @@ class EvalBook:
             self._payloads.release(answer.ref)
         return answer
 
+    def __contains__(self, key: EvalKey) -> bool:
+        """Return whether the evaluation runs, or is finished and the learner has not received it."""
+        return key in self._open
+
     def confirm(self, key: EvalKey) -> Evaluation | None:
         """Delete and return an evaluation that the learner has received; None if it is unknown or not finished."""
         evaluation = self._open.get(key)

@@ -211,7 +211,7 @@ class Handlers:
         return None
 
     def _on_confirm(self, request: messages.ConfirmLineage, message: Message, now: float) -> Reply:
-        self.state.attached(request.lineage)
+        learner_requests.confirm(self.state, request.lineage, request.announced, request.evaluations)
         return Reply(Ok())
 
     def _on_bye_learner(self, request: messages.LearnerGoodbye, message: Message, now: float) -> Reply:
