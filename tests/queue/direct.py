@@ -30,6 +30,7 @@ from tests.queue.builders import group, make_config, rows
 LINEAGE = "line-a"
 NUM_STEPS = 3
 _MAX_REPEATS = 30
+LEASES_END_S = 3600.0
 
 
 class RefusedError(Exception):
@@ -197,7 +198,10 @@ class Run:
         self.learner(Announcement(self.lineage, version, f"digest-{version}", "tcp://127.0.0.1:1"))
 
     def take(self, step: int) -> list[int]:
-        for _ in range(_MAX_REPEATS):
+        for repeat in range(_MAX_REPEATS):
+            if repeat == _MAX_REPEATS // 2:
+                # Leases expire of which their generator knows nothing any more.
+                self.server._state.clock_ahead_s += LEASES_END_S
             self.sample(step)
             reply = self.learner(messages.Take(self.lineage, step, step))
             self.learner(messages.ConfirmLineage(self.lineage, step, self.evaluations))

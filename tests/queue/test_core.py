@@ -507,6 +507,18 @@ def test_results_come_in_row_order_until_they_are_confirmed():
     state.check()
 
 
+def test_a_queue_that_lost_what_the_learner_waits_for_says_so():
+    state = make_state()
+    ask_evaluation(state)
+    learner_requests.confirm(state, LINEAGE, 0, [("test", 0)])
+    with pytest.raises(QueueError, match=r"expected version 1 as the newest.*got version 0; .*start the run again"):
+        learner_requests.confirm(state, LINEAGE, 1)
+    with pytest.raises(QueueError, match=r"does not know the evaluation of test at step 4; .*start the run again"):
+        learner_requests.confirm(state, LINEAGE, 0, [("test", 0), ("test", 4)])
+    with pytest.raises(LineageError):
+        learner_requests.confirm(state, "line-b", 0)
+
+
 def test_a_lost_row_is_sampled_again():
     state = make_state()
     ask_evaluation(state, num_rows=1)

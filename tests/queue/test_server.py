@@ -198,6 +198,9 @@ def test_evaluation_results_reach_the_learner(servers, tmp_path):
         learner.evaluate("line-a", "other", 0, 0, True)
     learner.evaluate("line-a", "test", 0, 0, True)
     assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0)
+    learner.confirm_awaited("line-a", [("test", 0)])
+    with pytest.raises(QueueError, match="does not know the evaluation of other at step 0"):
+        learner.confirm_awaited("line-a", [("test", 0), ("other", 0)])
     generator.hello(10.0, "fake")
     held = get_leases(generator, count=9)
     assert [(lease.kind, lease.group_size, lease.sampling.temperature) for lease in held] == [("eval", 3, 0.0)] * 2
