@@ -1,5 +1,6 @@
-"""``async-rl launch``: starts, supervises and shows the processes of one run on one machine; and ``async-rl status``.
+"""``async-rl launch`` and ``async-rl status``: run all processes of a run on one machine, and show how it is doing.
 
-A resolved config enters; an exit code and the run's directory leave. ``preflight`` checks, ``launch`` says what to
-start, ``supervisor`` keeps it alive, ``live_view`` shows it. Called by the command line; ``preflight`` also by doctor.
+``launch`` takes a config, writes the run's directory and returns an exit code. ``preflight`` checks the config before
+anything starts. ``supervisor`` starts the processes and restarts those that die. ``live_view`` shows the progress, and
+``status`` shows the queue server's report. The command line calls this folder. The doctor uses ``preflight``, too.
 """

@@ -1,8 +1,7 @@
-"""``async-rl launch``: check everything, start everything on this machine, show it, report how it ended.
+"""``async-rl launch``: check a config, start all processes of its run on this machine, and report how the run ended.
 
-Called by the command line only. ``supervisor`` keeps the processes alive, ``live_view`` shows them. ``RunCommands`` has
-the command line of each role: it assigns devices, threads and the ranks' rendezvous. The supervisor runs the commands,
-``--dry-run`` prints them.
+``RunCommands`` builds the command line of each process (queue server, learner ranks, generators), with its devices and
+threads. ``supervisor`` runs these commands, and ``--dry-run`` prints them. Only the command line calls this module.
 """
 
 from __future__ import annotations
@@ -36,23 +35,25 @@ from async_rl.terminal import visible
 
 _DAY_S = 86400
 _MARGIN_S = 5.0
-"""Time after ``checkpoint.grace_s`` in which a learner ends by itself."""
+"""Seconds that a stopped learner gets in addition to ``checkpoint.grace_s`` before it is killed."""
 
 
 def launch(
     config: Config, config_path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool, insecure: bool,
     takeover: bool = False,
 ) -> int:  # fmt: skip
-    """Run ``config`` until the run is finished, has failed or is stopped. Returns the exit code.
+    """Start the run of ``config`` and wait until it is finished, has failed or was stopped. Return the exit code.
 
     Args:
-        config_path: the file that ``config`` was read from; ``dry_run`` prints commands with it.
-        overrides: the ``--set`` values that ``config`` was read with.
-        dry_run: print the commands and whether the launch would start here; write and start nothing.
-        takeover: supersede a process that uses the run directory.
+        config_path: the file from which ``config`` was read. The commands that ``dry_run`` prints name this file.
+        overrides: the ``--set`` options with which ``config`` was read.
+        fresh: rename the directory of an earlier run, and start a new run.
+        dry_run: print the commands, and whether the run could start on this machine. Write and start nothing.
+        insecure: allow network addresses without keys.
+        takeover: take the run directory from another process that uses it.
 
     Raises:
-        UserError: the run can't start for a reason that the user can fix; nothing was written or started.
+        UserError: the run can't start, for a reason that the user can correct. No process was started.
     """
     console = Console(stderr=False, markup=False)
     run_dir = check_run_dir(config, fresh=fresh)
@@ -75,17 +76,20 @@ def launch(
 
 
 def preflight(config: Config, *, insecure: bool) -> None:
-    """Check everything that can be checked before anything is written: data, model, address, devices, accounts.
+    """Check that this machine can run ``config``: data, model, queue address, keys, devices. Write nothing.
 
     Raises:
-        UserError: the first check that failed.
+        UserError: a check failed. The message is that of the first failed check.
     """
     _commands(config, [], run_id="", insecure=insecure)
     check_launch(config, insecure=insecure)
 
 
 def _readiness(config: Config, *, insecure: bool) -> list[str]:
-    """Return lines on whether a launch would start on this machine. A dry run's recipe may be for another machine."""
+    """Run the preflight checks, and return lines of text that say whether ``launch`` would start on this machine.
+
+    A failed check is no error of a dry run, because its commands may be meant for another machine.
+    """
     try:
         preflight(config, insecure=insecure)
     except UserError as error:
@@ -94,7 +98,10 @@ def _readiness(config: Config, *, insecure: bool) -> list[str]:
 
 
 def describe_commands(config: Config, commands: RunCommands) -> list[str]:
-    """Return the output of ``--dry-run``: a shell line per process. Ports chosen at start appear as 0 and 29500."""
+    """Return the lines that ``--dry-run`` prints: the run directory, then the name and shell command of each process.
+
+    Ports that are chosen only when the run starts appear as 0 (queue server) and 29500 (ranks of the learner).
+    """
     address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
     lines = [f"# run directory: {config.run.dir}; free ports are chosen at start"]
     for command in (
@@ -115,7 +122,7 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
 
 
 def _has_gpu() -> bool:
-    """Return whether there is an NVIDIA or AMD GPU. If so, the system places processes on cores near the GPU."""
+    """Return whether this machine has an NVIDIA or AMD GPU, from the driver's device file."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
@@ -129,7 +136,7 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
     else:
         view = PlainView(console, run_dir.metrics, config.learner.steps)
     try:
-        # The roles read the resolved copy, so an edit of the source file can't affect a restarted process.
+        # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
         environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
         timing = Timing(learner_grace_s=config.checkpoint.grace_s + _MARGIN_S)
@@ -148,9 +155,10 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
 
 
 def summary(run_dir: RunDir, wall_s: float) -> list[str]:
-    """Return lines about the run: steps, first and last accuracy of each set, what became of its groups, its files.
+    """Return the lines of text that ``launch`` prints at the end of a run.
 
-    ``wall_s`` is how long this launch took, in seconds.
+    They show the number of steps, the first and last accuracy on each evaluation set, the counts of the ledger, and the
+    paths of the run's files. ``wall_s`` is the duration of this launch in seconds.
     """
     rows = read_rows(run_dir.metrics)
     steps = max((row["step"] for row in rows), default=0)
@@ -172,7 +180,11 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
 
 
 def ledger_line(ledger: Mapping[str, Any]) -> str:
-    """Return the terms of the ledger that are not zero: how many of the issued groups ended in each way."""
+    """Return one line of text about a ledger, the content of ``ledger.json``.
+
+    The line shows how many groups were issued, and how many of them are in each state, such as ``trained 8``. States
+    without groups are left out.
+    """
     groups = ledger["groups"]
     terms = [
         f"{name} {groups[name]}" for name in ("in_flight", "queued", "taken", "trained", "filtered") if groups[name]
@@ -182,7 +194,12 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
 
 
 def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = False) -> list[str]:
-    """Explain why the run stopped, the first cause last; empty if it ended by itself. ``checkpoint`` is the latest."""
+    """Return lines of text that explain why the run stopped, with the first cause last; none if the run just finished.
+
+    Args:
+        checkpoint: the name of the run's latest checkpoint; None if the run has saved no step.
+        fresh: whether this launch had ``--fresh``, which the user must leave out to resume the run.
+    """
     if outcome.exit_code == 0:
         return [f"async-rl: {outcome.stopped_by} came after the end of the run"] if outcome.stopped_by else []
     if outcome.exit_code > 128:
@@ -201,7 +218,7 @@ def _print_line(console: Console, line: str) -> None:
 
 
 class RunCommands:
-    """The commands of one ``launch`` of one config."""
+    """Builds the command lines and environment variables of a run's processes: queue server, learner, generators."""
 
     def __init__(
         self,
@@ -214,17 +231,19 @@ class RunCommands:
         num_cores: int,
         cores: Sequence[int] = (),
     ) -> None:
-        """Assign devices, threads and cores.
+        """Divide this machine's devices, threads and CPU cores among the processes.
 
         Args:
-            config_arguments: how the roles name the config: a path and its ``--set`` options.
-            inherited: the environment that every process inherits.
-            cores: divided among ranks and generators, if there is at least one for each and the user has not set the
-                number of threads. On a CPU this makes a run a fifth faster, because the system can't move processes
-                away from their warm caches.
+            config_arguments: the config's path and ``--set`` options, as arguments of the queue server and the learner.
+            run_id: the id of the run that the queue server serves.
+            inherited: the environment variables that every process inherits.
+            num_cores: the number of CPU cores, from which each process's number of threads is computed.
+            cores: the numbers of the CPU cores to which ranks and generators are bound. They are not bound if there are
+                fewer cores than processes, or if the user has set a number of threads. On a CPU binding makes a run a
+                fifth faster, because processes keep their warm caches.
 
         Raises:
-            ConfigError: a device index is not among those that ``inherited`` makes visible.
+            ConfigError: a device index of the config is not among the devices in ``CUDA_VISIBLE_DEVICES``.
         """
         self._config, self._config_arguments, self._run_id = config, tuple(config_arguments), run_id
         self._flags = ("--insecure",) if insecure else ()
@@ -243,7 +262,11 @@ class RunCommands:
         return self._config.generator.count
 
     def queue(self, bound_port: int | None) -> Command:
-        """The queue server. After a restart it binds its old port, since the others connect to it."""
+        """Return the command that starts the queue server.
+
+        ``bound_port`` is the port that the server had before a restart. The restarted server binds this port, because
+        the other processes connect to it. It is None at the first start.
+        """
         argv = ["queue", *self._config_arguments]
         if bound_port is not None:
             host, _ = check_address(self._config.queue.address or "tcp://127.0.0.1:0")
@@ -254,7 +277,10 @@ class RunCommands:
         return Command("queue", _python(argv), self._environment(1, {"CUDA_VISIBLE_DEVICES": ""}))
 
     def learner(self, master_port: int) -> list[Command]:
-        """Every rank of the learner. ``master_port`` is the port of the ranks' rendezvous on this machine."""
+        """Return the commands that start the learner, one for each rank.
+
+        ``master_port`` is the port on this machine at which the ranks find each other (``MASTER_PORT`` of torch).
+        """
         world = self._config.learner.nproc
         threads = self._config.learner.num_threads
         devices = {} if self._learner_devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self._learner_devices)}
@@ -280,14 +306,17 @@ class RunCommands:
         ]
 
     def generator(self, index: int, address: str, num_restarts: int) -> Command:
-        """The command of one generator. A restarted generator has a new name and names the one that it replaces."""
+        """Return the command that starts generator number ``index``, which connects to the queue server at ``address``.
+
+        After each restart the generator has a new id, and ``--replaces`` gives the id of the dead generator.
+        """
         name = f"generator-{index}"
         identity, dead = (f"{name}-{n}" if n else name for n in (num_restarts, num_restarts - 1))
         size = self._config.generator.tensor_parallel_size
         extra: dict[str, str] = {}
         if self._generator_devices is not None:
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
-        # The config's keys about the machine are for this machine. A generator ignores them in the config it is sent.
+        # A generator gets the run's config from the queue server, but the keys about its machine from its arguments.
         own = [word for override in machine_overrides(self._config) for word in ("--set", override)]
         own += ["--replaces", dead] if num_restarts else []
         argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
@@ -308,7 +337,10 @@ class RunCommands:
 
 
 def _shares(cores: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
-    """Divide ``cores`` evenly into blocks of neighbours, one per process; return none if there are too few cores."""
+    """Divide ``cores`` evenly into blocks of neighbouring cores, and return one block for each process.
+
+    All blocks are empty if there are fewer cores than processes.
+    """
     if len(cores) < num_processes:
         return [()] * num_processes
     bounds = [-(-index * len(cores) // num_processes) for index in range(num_processes + 1)]
@@ -320,7 +352,14 @@ def _python(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, str]) -> list[str] | None:
-    """Return entries of CUDA_VISIBLE_DEVICES for ``devices``, which are indices of the devices visible to a process."""
+    """Return the entries of ``CUDA_VISIBLE_DEVICES`` for a process that uses ``devices``; None if ``devices`` is None.
+
+    ``devices`` are the value of the config key ``key``. They are indices into the ``CUDA_VISIBLE_DEVICES`` of
+    ``inherited`` if that variable is set.
+
+    Raises:
+        ConfigError: an index is too large.
+    """
     if devices is None:
         return None
     value = inherited.get("CUDA_VISIBLE_DEVICES")

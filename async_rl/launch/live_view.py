@@ -1,6 +1,6 @@
-"""What ``launch`` shows while the run goes on: a live table on a terminal, else one line per step.
+"""Show the progress of a run while ``launch`` runs it: a live table on a terminal, otherwise one line per step.
 
-Figures come from following ``metrics.jsonl`` and from a thread that asks the queue server; showing them never blocks.
+The figures come from new rows of ``metrics.jsonl``, and from a thread that asks the queue server for its status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
 class StatusPoller:
-    """Ask the queue server every ``POLL_S`` seconds in a thread; ``latest`` is the newest answer."""
+    """A thread that asks the queue server for its status every ``POLL_S`` seconds.
+
+    Attributes:
+        latest: the newest answer; empty before the first one.
+        error: the message of the last request if it failed, else empty.
+    """
 
     def __init__(self, ask: Callable[[], Mapping[str, Any]]) -> None:
         self._ask = ask
@@ -59,7 +64,13 @@ class StatusPoller:
 
 
 class Progress:
-    """The figures to show, collected from the rows of ``metrics.jsonl``."""
+    """Collects the figures to show from the rows of ``metrics.jsonl``.
+
+    Attributes:
+        num_steps: the number of steps of the whole run.
+        step_row: the row of the newest step; empty before the first step.
+        evals: for each evaluation set, pairs (step, accuracy) in the order of the evaluations.
+    """
 
     def __init__(self, num_steps: int, history: Sequence[Row]) -> None:
         self.num_steps = num_steps
@@ -71,7 +82,7 @@ class Progress:
         self._times.clear()
 
     def add(self, row: Row) -> None:
-        """Add one row."""
+        """Take the figures from ``row``, the next row of ``metrics.jsonl``."""
         for dataset, accuracy in eval_accuracies(row).items():
             self.evals.setdefault(dataset, []).append((row["step"], accuracy))
         if is_step_row(row):
@@ -84,7 +95,10 @@ class Progress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step, at the pace of the last ``ETA_STEPS`` steps; None before there are two."""
+        """Estimated seconds until the run's last step, at the pace of the last ``ETA_STEPS`` steps.
+
+        None if this launch has seen fewer than two steps.
+        """
         if len(self._times) < 2:
             return None
         (first_step, first_s), (last_step, last_s) = self._times[0], self._times[-1]
@@ -92,18 +106,21 @@ class Progress:
 
 
 def is_step_row(row: Row) -> bool:
-    """Whether ``row`` is a step row; the others are eval rows."""
+    """Return whether ``row`` of ``metrics.jsonl`` is about an optimizer step. All other rows are about evaluations."""
     return "version" in row and "tokens/trained" in row
 
 
 def eval_accuracies(row: Row) -> dict[str, float]:
-    """Return the accuracy of each evaluation set in a row of metrics; empty if the row is not of an evaluation."""
+    """Return the accuracy of each evaluation set in ``row`` of ``metrics.jsonl``, by name; empty if it has none."""
     names = [key.split("/") for key in row if key.startswith("eval/") and key.endswith("/accuracy")]
     return {"/".join(parts[1:-1]): row["/".join(parts)] for parts in names if row["/".join(parts)] is not None}
 
 
 def eval_lines(row: Row) -> list[str]:
-    """One line for each set of an eval row. It names rows without an answer, since they count as wrong."""
+    """Return a line of text with the accuracy of each evaluation set in ``row`` of ``metrics.jsonl``.
+
+    The line also gives the number of dataset rows without an answer, because they count as wrong.
+    """
     lines: list[str] = []
     for dataset, accuracy in eval_accuracies(row).items():
         missing, rows = (row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows"))
@@ -113,7 +130,13 @@ def eval_lines(row: Row) -> list[str]:
 
 
 def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
-    """One step as one line of text."""
+    """Return one line of text with the figures of an optimizer step.
+
+    Args:
+        row: the step's row of ``metrics.jsonl``.
+        num_steps: the number of steps of the whole run.
+        eta_s: estimated seconds until the run's last step; None if there is no estimate yet.
+    """
     parts = [f"step {row['step']}/{num_steps}"]
     parts += [
         f"{label} {_number(row.get(key))}{unit}"
@@ -136,7 +159,7 @@ def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
 
 
 class PlainView:
-    """One line per step, evaluation or event, for logs and pipes."""
+    """Shows a run's progress as lines of text, for logs and pipes: one line per step, evaluation or event."""
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
         self._console, self._tail = console, StepLogTail(metrics)
@@ -157,12 +180,15 @@ class PlainView:
         self.note(f"queue server at {address}")
 
     def close(self) -> None:
-        """Show what arrived since the last refresh."""
+        """Print the lines for the rows of ``metrics.jsonl`` that were written since the last refresh."""
         self.refresh([])
 
 
 class LiveView:
-    """A table redrawn twice a second, with events scrolling above it. ``keys`` are for asking the queue server."""
+    """Shows a run's progress on a terminal, as a table that is redrawn twice a second. Events scroll above the table.
+
+    ``keys`` are the keys for requests to the queue server; None if the run uses no keys.
+    """
 
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
         self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
@@ -188,7 +214,7 @@ class LiveView:
         self._poller = StatusPoller(lambda: visible_values(ask_status(address, STATUS_TIMEOUT_S, self._keys)))
 
     def close(self) -> None:
-        """Leave the last table on the screen."""
+        """Draw the table a last time, and leave it on the screen."""
         if self._poller is not None:
             self._poller.close()
             self._poller.error = ""  # a run that has ended has no queue server
@@ -243,7 +269,7 @@ class LiveView:
 
 
 def _processes_text(processes: Sequence[ProcessStatus]) -> RenderableType:
-    """List every process with its state, none broken over two lines; if there are many, count by kind and state."""
+    """Return a list of all processes with their states. If there are many, return their numbers by kind and state."""
     if len(processes) <= MAX_NAMED_PROCESSES:
         texts = [Text(_process_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in processes]
     else:
@@ -267,7 +293,10 @@ def _style(state: str) -> str:
 
 
 def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
-    """List the waits that the queue server reports, of at least ``SHOWN_WAIT_S``: process, what it awaits, how long."""
+    """Return text that names up to three processes that wait for something, what each waits for, and how long.
+
+    ``waits`` come from the queue server's status. Waits shorter than ``SHOWN_WAIT_S`` seconds are left out.
+    """
     shown = [
         f"{wait['who']} for {awaited_by(wait)} ({duration(wait['since_s'])})"
         for wait in waits
@@ -278,7 +307,7 @@ def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1h02m``, ``3m05s`` or ``12s``."""
+    """Return a number of seconds as text, such as ``1h02m``, ``3m05s`` or ``12s``."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole % 3600 // 60
     if hours:

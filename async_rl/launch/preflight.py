@@ -1,7 +1,7 @@
-"""Checks before anything is written or started: run directory, address, devices, data, model.
+"""Check that a run can start, before anything is written or started: run directory, address, devices, data, model.
 
-Called by ``launch``, by doctor, and by the command line for a ``learner`` or ``queue`` that was started by hand. Cheap
-checks come first. Every error names the key, what was expected, what was found and what to do.
+``launch`` and the doctor call these checks. The command line calls them for a ``learner`` or ``queue`` that a user
+started by hand. Fast checks come first. Each error message names the config key that the user must correct.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from async_rl.weights.transport import TRANSPORTS
 
 
 def check_launch(config: Config, *, insecure: bool) -> None:
-    """Check what ``launch`` needs on this machine; ``check_run_dir`` has checked the run directory's config.
+    """Check that ``launch`` can run ``config`` on this machine. The caller has called ``check_run_dir`` before.
 
     Raises:
-        UserError: the first check that failed.
+        UserError: a check failed. The later checks are not made.
     """
     check_writable(Path(config.run.dir), "run.dir")
     if config.queue.address is not None:
@@ -45,12 +45,13 @@ def check_launch(config: Config, *, insecure: bool) -> None:
 
 
 def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
-    """Check what a learner needs that ``launch`` did not start. A finished run passes: the learner reports it.
+    """Check that a learner which a user starts by hand can run on this machine.
 
-    The data is checked only if this learner may start the queue server; otherwise it is on the server's machine.
+    Nothing is checked if the run is finished, because the learner then only reports that. The data is checked only if
+    the queue server is on this machine, because the server reads the data.
 
     Raises:
-        UserError: the first check that failed.
+        UserError: a check failed. The later checks are not made.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     if run_dir.is_finished and not fresh:
@@ -70,20 +71,24 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
 
 
 def check_queue(config: Config) -> None:
-    """Check what a queue server needs, except its data and address, which it checks itself before it writes.
+    """Check that a queue server has training data and a run directory that can be written.
+
+    The server itself checks the content of the data and its address before it writes a file.
 
     Raises:
-        UserError: the first check that failed.
+        UserError: a check failed. The later checks are not made.
     """
     check_train_is_set(config)
     check_writable(check_run_dir(config, fresh=False).path, "run.dir")
 
 
 def check_keys(config: Config, *, is_server: bool) -> None:
-    """Check that the learner's key in ``queue.keys`` can be read, and the queue server's if it starts here.
+    """Check that this process can read the key files in the directory ``queue.keys``. Do nothing if the key is unset.
+
+    The learner's key file is always checked. The queue server's key file is checked if ``is_server``.
 
     Raises:
-        KeyFileError: a key can't be read.
+        KeyFileError: a key file is missing or malformed, or other users can read it.
     """
     client_keys_of(config.queue.keys)
     if is_server and config.queue.keys is not None:
@@ -91,16 +96,20 @@ def check_keys(config: Config, *, is_server: bool) -> None:
 
 
 def check_train_is_set(config: Config) -> None:
-    """Raise ``ConfigError`` if ``data.train`` is unset, unless the environment needs no rows."""
+    """Check that ``data.train`` is set, except if the environment generates its tasks without dataset rows.
+
+    Raises:
+        ConfigError: the key is unset.
+    """
     if not config.data.train and not config.makes_up_rows:
         raise ConfigError("data.train: expected a file or data set, but the key is unset; set data.train")
 
 
 def check_code(config: Config) -> None:
-    """Check that the user's code named in the config exists, and that generators started here may import it.
+    """Check that the user's code that the config names exists, and that generators on this machine may import it.
 
     Raises:
-        ConfigError: it does not exist, or ``generator.allow_code`` does not name it.
+        ConfigError: the code does not exist, or ``generator.allow_code`` does not list it.
     """
     code_digests(config.code_names)
     if config.generator.count:
@@ -108,11 +117,11 @@ def check_code(config: Config) -> None:
 
 
 def check_data(config: Config) -> LoadedRows:
-    """Load every data set. Returns the training rows.
+    """Check that the training set and all evaluation sets can be loaded. Return the training rows.
 
     Raises:
         ConfigError: ``data.train`` is not set.
-        DataError: a file is missing, or a row is bad; the message names key, file and line.
+        DataError: a file is missing, or a row is malformed. The message names the config key, the file and the line.
     """
     check_train_is_set(config)
     key = "data.train"
@@ -127,20 +136,21 @@ def check_data(config: Config) -> LoadedRows:
 
 
 def check_code_reward(config: Config) -> None:
-    """Check that this machine, where generators will run, can isolate programs, or that their verifier answers.
+    """If the reward runs programs, check that this machine can isolate them, or that the configured verifier answers.
 
     Raises:
-        SandboxError: neither is true, and ``reward.code.allow_unsafe`` is false.
+        SandboxError: the check failed, and ``reward.code.allow_unsafe`` is false.
     """
     if config.reward.runs_programs:
         build_reward(config).close()
 
 
 def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> None:
-    """Check that a server on this machine could bind ``address`` now.
+    """Check that a queue server on this machine could bind ``address`` now.
 
     Raises:
-        AddressError: it is in use, belongs to another machine, or is beyond loopback without keys or ``insecure``.
+        AddressError: the address is in use, belongs to another machine, or can be reached from the network although
+            there are no keys and ``insecure`` is false.
     """
     refuse_open_bind(address, insecure=insecure, has_keys=has_keys)
     host, port = check_address(address)
@@ -159,7 +169,7 @@ def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> N
 
 
 def _is_of_this_machine(address: str) -> bool:
-    """Whether a server on this machine could bind the host of ``address``.
+    """Return whether the host of ``address`` is this machine, so that a server could bind it here.
 
     Raises:
         AddressError: the host's name can't be resolved.
@@ -183,10 +193,12 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def check_devices(config: Config, *roles: str) -> None:
-    """Check that the CUDA devices that the config names for ``roles`` (``learner``, ``generator``) exist.
+    """Check that the CUDA devices in the config exist, and that there is one if ``weights.transport`` needs CUDA.
+
+    ``roles`` are the config's sections whose key ``devices`` is checked: ``learner``, ``generator``.
 
     Raises:
-        ConfigError: they don't; the run would otherwise silently continue without them.
+        ConfigError: a device does not exist. Without this check the run would go on without the device.
     """
     named = {f"{role}.devices": getattr(config, role).devices for role in roles}
     named = {key: devices for key, devices in named.items() if devices is not None}
@@ -216,10 +228,10 @@ def check_devices(config: Config, *roles: str) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Check that the engine of the generators started here is installed. The engine itself checks the model.
+    """Check that the inference engine (such as vLLM) is installed if ``launch`` starts generators on this machine.
 
     Raises:
-        ModelError: its package is missing.
+        ModelError: the engine's package is missing.
     """
     name = config.generator.backend
     needs = known_capabilities(name)
@@ -228,10 +240,10 @@ def check_engine(config: Config) -> None:
 
 
 def check_fake_vocabulary(config: Config) -> None:
-    """Check that a backend without a model samples only tokens of the model's vocabulary.
+    """Check that a backend without a model (``fake``) samples only token ids that the learner's model knows.
 
     Raises:
-        ConfigError: its vocabulary is larger than the model's.
+        ConfigError: ``experimental.fake.vocab_size`` is larger than the model's vocabulary.
     """
     if config.own_vocab_size is None:
         return

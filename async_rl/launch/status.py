@@ -1,6 +1,6 @@
-"""``async-rl status``: asks a running queue server how its run is doing, and shows the answer as tables or as JSON.
+"""``async-rl status``: ask a queue server for the status of its run, and print the status as tables or as JSON.
 
-``live_view`` asks with the same function.
+``live_view`` uses ``ask_status``, too. The status is a JSON object with step, generators, leases, ledger and waits.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _LABELS = {
     "refused_handshakes": "refused handshakes",
     "closed_connections": "connections above a limit",
 }
-"""Key of the answer -> what the table calls it, in this order. ``--json`` shows the keys."""
+"""The label that the table shows for a key of the status. The table's rows are in this order."""
 _ONLY_IF_ANY = frozenset({
     "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
     "closed_connections",
 })  # fmt: skip
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
-"""Type of a pending request -> what its sender waits for."""
+"""What the sender of a request waits for until the queue server replies, by the type of the request."""
 
 
 def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -> dict[str, Any]:
-    """Ask the queue server once, on a new connection.
+    """Return the status of the run whose queue server is at ``address``. The request uses a new connection.
 
     Raises:
-        QueueError: no answer came within ``timeout_s``.
+        QueueError: the server did not answer within ``timeout_s`` seconds.
     """
     from async_rl.queue.client.clients import LearnerQueue
 
@@ -67,10 +67,10 @@ def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -
 
 
 def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
-    """Return the answer of the queue server at ``address``.
+    """Return the status of the run whose queue server is at ``address``, for ``async-rl status --connect``.
 
     Raises:
-        AddressError: no server answers within ``timeout_s``.
+        AddressError: no queue server answered within ``timeout_s`` seconds. The message says how to find the cause.
     """
     try:
         return ask_status(address, timeout_s, keys)
@@ -87,14 +87,16 @@ def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[s
 
 
 def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
-    """Return the answer of the queue server of the run in ``path``; for a finished run, the status from its files.
+    """Return the status of the run in the directory ``path``.
+
+    The run's queue server is asked. If the run is finished, the status is read from the run's ``ledger.json``.
 
     Args:
-        keys: if None, the keys in the run's config are used.
+        keys: the keys for the request. If None, the keys in the run's config are used.
 
     Raises:
-        RunError: ``path`` is not a run directory, or its queue server has not started yet.
-        AddressError: the run is not finished, and its queue server does not answer within ``timeout_s``.
+        RunError: ``path`` is not a run directory, or the run's queue server has not started yet.
+        AddressError: the queue server did not answer within ``timeout_s`` seconds.
     """
     run_dir = RunDir(path)
     if run_dir.is_finished and run_dir.ledger.exists():
@@ -119,7 +121,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
 
 
 def print_status(status: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print one JSON object, or tables."""
+    """Print the status of a run, as one JSON object if ``as_json``, else as tables."""
     if as_json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")
         return
@@ -129,9 +131,9 @@ def print_status(status: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def status_tables(status: Mapping[str, Any]) -> list[Table]:
-    """Tables of the run, its generators, its ledgers and what waits. Leases are only counted.
+    """Return the tables that show a status: the run, its generators, its ledgers, and the processes that wait.
 
-    Keys that this version does not know are shown under their own names.
+    Keys that this version of async-rl does not know are shown under their names in the status.
     """
     rest = dict(status)
     run = _plain_table("run")
@@ -152,12 +154,15 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
 
 
 def awaited_by(wait: Mapping[str, Any]) -> str:
-    """What the sender of a pending request waits for, in words."""
+    """Return words for what a waiting process waits for, such as ``a lease``. ``wait`` is an entry of the status."""
     return _AWAITED.get(wait["for"], str(wait["for"]))
 
 
 def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and text of each row of the run's table; takes the keys that it shows out of ``rest``."""
+    """Yield the label and the text of each row of the table about the run.
+
+    ``rest`` is a copy of the status. The keys that the table shows are removed from it.
+    """
     if "step" in rest:
         step, num_steps = rest.pop("step"), rest.pop("num_steps", None)
         yield "step", "no learner yet" if step is None else f"{step} of {num_steps}" if num_steps else str(step)
@@ -198,7 +203,10 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
-    """Return tables of training's groups, of the evaluations' groups, and of what happened to received groups."""
+    """Return the tables of a ledger: the counts for training, those for evaluations, and what received groups became.
+
+    Tables without rows are left out.
+    """
     accounts = {name: ledger[name] for name in ("groups", "rollouts", "tokens") if name in ledger}
     tables = [_accounts_table("ledger", accounts), _accounts_table("ledger of evaluations", ledger.get("eval", {}))]
     outcomes = Table(title="what became of received groups", title_justify="left")
@@ -212,7 +220,10 @@ def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
 
 
 def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A column for each account, a row for each term that is not zero in all of them."""
+    """Return a table of counts, with a column for each account (such as groups and tokens) and a row for each term.
+
+    Terms that are zero in all accounts are left out.
+    """
     table = Table(title=title, title_justify="left")
     for column in ("", *accounts):
         table.add_column(column, justify="right" if column else "left")
@@ -224,7 +235,11 @@ def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Ta
 
 
 def _flat(account: Mapping[str, Any]) -> dict[str, int]:
-    """Map term to count; a cause is written as ``dropped: stale``, and the tokens' ``received`` as ``issued``."""
+    """Return the counts of a ledger's account by term, without nested mappings.
+
+    Nested counts get names such as ``dropped: stale``. The term ``received`` (of tokens) is renamed to ``issued``, so
+    that it shares a row with the issued groups.
+    """
     counts: dict[str, int] = {}
     for term, count in account.items():
         if isinstance(count, Mapping):
@@ -271,7 +286,7 @@ def _words(key: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Format a value briefly; for a mapping, only the entries that are not zero."""
+    """Return a value of the status as short text. Zero entries of a mapping are left out."""
     if isinstance(value, Mapping):
         return ", ".join(f"{_words(key)} {_text(v)}" for key, v in value.items() if v) or "-"
     if isinstance(value, list | tuple):

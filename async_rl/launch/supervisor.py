@@ -1,9 +1,9 @@
-"""Keeps the processes of one run alive and ends them all: queue server, learner ranks, generators.
+"""Start the processes of one run (queue server, learner ranks, generators), restart those that die, and end them all.
 
-``launch`` constructs a ``Supervisor`` and calls ``run``. It restarts dead generators and a dead queue server, a limited
-number of times and after a growing pause; it restarts a dead learner once per new checkpoint. Anything else stops the
-run, and the first cause is kept. Until the run is finished (the learner writes ``finished.json``) every exit counts as
-a death, whatever its code.
+``launch`` constructs a ``Supervisor`` and calls ``run``. Dead generators and a dead queue server are restarted, a
+limited number of times and after a growing pause. A dead learner is restarted if it has saved a new checkpoint since
+its last start. Any other death stops the run, and the first cause is reported. A generator or a queue server that exits
+before the learner has written ``finished.json`` counts as dead, even with exit code 0.
 """
 
 from __future__ import annotations
@@ -29,18 +29,28 @@ from async_rl.run.lock import LOCK_FD, RunLock
 from async_rl.run.queue_files import QueueRecord, read_record
 
 MAX_RESTARTS = 5
-"""Restarts of one generator, or of the queue server, without ``HEALTHY_S`` of life between them."""
+"""How many times one generator, or the queue server, is restarted. The count starts again at 0 if the process has lived
+longer than ``HEALTHY_S`` seconds before it dies."""
 HEALTHY_S = 600.0
 USER_ERROR = 2
 TAIL_LINES = 25
 TAIL_BYTES = 64 << 10
 CAUSE_S = 30.0
-"""A restarted process that has lived this long is not the cause of a later death."""
+"""Seconds. The death of a process does not count as the cause of later deaths if its restart has lived this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The supervisor's time limits, polling interval and pauses before restarts, in seconds. Tests shorten them."""
+    """The supervisor's polling interval, time limits and pauses before restarts, in seconds. Tests use shorter ones.
+
+    Attributes:
+        poll_s: time between two looks at the processes.
+        queue_start_s: limit for the queue server to write ``queue.json``.
+        backoff_s: pause before the first restart. It doubles with each further restart, up to ``max_backoff_s``.
+        finish_s: how long generators may run after the learner is done.
+        grace_s: how long a generator or the queue server may run after the signal to end, before it is killed.
+        learner_grace_s: the same limit for a learner that saves its last step.
+    """
 
     poll_s: float = 0.2
     queue_start_s: float = 120.0
@@ -53,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """One process as the view shows it: running, restarting, done, or how it ended."""
+    """The state of one process, for the view: ``running``, ``restarting``, ``done`` or words on how it ended."""
 
     name: str
     state: str
@@ -62,7 +72,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process that ended unexpectedly. Its output is bytes ``log_start`` to ``log_end`` of ``log``."""
+    """The unexpected end of a process. Bytes ``log_start`` to ``log_end`` of the file ``log`` are its output."""
 
     name: str
     exit_code: int
@@ -74,7 +84,7 @@ class Death:
         return f"{self.name} {describe_exit(self.exit_code)}"
 
     def tail(self) -> list[str]:
-        """The last lines of its output."""
+        """Return the last lines of the dead process's output, at most ``TAIL_LINES``."""
         with self.log.open("rb") as lines:
             lines.seek(max(self.log_start, self.log_end - TAIL_BYTES))
             text = lines.read(self.log_end - lines.tell()).decode("utf-8", errors="replace")
@@ -86,8 +96,9 @@ class Outcome:
     """How the run ended.
 
     Attributes:
-        exit_code: 0 finished, 1 failed, 128 + N stopped by signal N before it was finished.
-        deaths: the death that stopped the run, then the first cause if that is another death.
+        exit_code: 0 if the run is finished, 1 if it failed, 128 + N if signal N stopped it before it was finished.
+        stopped_by: the name of the signal, or the reason in words, that stopped the run. Empty if nothing stopped it.
+        deaths: the death that stopped the run, then the death that caused it if that is another one.
     """
 
     exit_code: int
@@ -97,12 +108,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start.
+    """The command that starts one process of the run.
 
     Attributes:
-        name: also the name of its log file.
-        environment: variables in addition to the inherited ones.
-        cores: CPU cores that it is bound to; if empty, any.
+        name: the process's name, such as ``generator-0``. The log file is NAME.log.
+        argv: the program and its arguments.
+        environment: environment variables of the process, in addition to those that it inherits.
+        cores: the numbers of the CPU cores to which the process is bound; empty if it may use all cores.
     """
 
     name: str
@@ -111,7 +123,7 @@ class Command:
     cores: tuple[int, ...] = ()
 
     def shell_line(self) -> str:
-        """The command as a user would type it."""
+        """Return the command as one line for a shell, with its environment variables and cores."""
         variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
         pinned = ["taskset", "-c", ",".join(map(str, self.cores))] if self.cores else []
         return " ".join([*variables, *pinned, shlex.join(self.argv)])
@@ -131,7 +143,7 @@ class Commands(Protocol):
 
 
 class View(Protocol):
-    """Where progress is shown. Calls must not block."""
+    """Shows the user what the supervisor does. ``live_view`` has the implementations. The methods must not block."""
 
     def refresh(self, processes: Sequence[ProcessStatus]) -> None: ...
     def note(self, line: str) -> None: ...
@@ -151,7 +163,15 @@ class _Process:
 
 @dataclass(slots=True)
 class _Unit:
-    """Processes that are started and ended together. ``restart_at`` is set between a death and the restart."""
+    """Processes that are started and ended together: the queue server, all ranks of the learner, or one generator.
+
+    Attributes:
+        commands: returns the commands of the next start.
+        num_restarts: how many times the unit was restarted.
+        recent_restarts: the same count, since the unit last lived longer than ``HEALTHY_S``.
+        started_at: time of the last start, from ``time.monotonic``.
+        restart_at: time of the next restart, from ``time.monotonic``; None if no restart is planned.
+    """
 
     name: str
     commands: Callable[[], list[Command]]
@@ -171,7 +191,7 @@ class _Unit:
         return [p for p in self.ended() if p.popen.returncode != 0]
 
     def done(self) -> bool:
-        """Whether it was started and every process has exited with code 0."""
+        """Return whether the unit was started and all its processes have exited with code 0."""
         return bool(self.processes) and all(p.popen.poll() == 0 for p in self.processes)
 
 
@@ -182,7 +202,7 @@ class _Stop(Exception):  # noqa: N818 - not an error: it leaves the loop
 
 
 class Supervisor:
-    """One run's processes, from the first start to the last exit."""
+    """Starts, watches, restarts and ends the processes of one run."""
 
     def __init__(
         self,
@@ -194,7 +214,14 @@ class Supervisor:
         timing: Timing | None = None,
         lock: RunLock | None = None,
     ) -> None:
-        """``environment`` is what every child process inherits; the learner inherits ``lock``, too."""
+        """Prepare a supervisor that has started no process yet.
+
+        Args:
+            commands: builds the commands of the processes.
+            environment: the environment variables that every process inherits.
+            view: shows the progress.
+            lock: the lock of the run directory, which the learner inherits. None if the directory is not locked.
+        """
         self._commands, self._run_dir = commands, run_dir
         self._environment, self._view, self._timing = environment, view, timing or Timing()
         self._lock = lock
@@ -213,10 +240,10 @@ class Supervisor:
         ]
 
     def run(self) -> Outcome:
-        """Start everything, keep it alive until the learner is done, end everything.
+        """Start all processes, restart those that die until the learner is done, end all, and return the outcome.
 
-        SIGINT or SIGTERM ends the processes in order, the learner after it has saved its last step; a second signal
-        ends them at once.
+        After SIGINT or SIGTERM the learner saves its last step and ends, then the other processes are ended. A second
+        signal ends all processes at once.
         """
         with self._handle_signals():
             try:
@@ -236,7 +263,7 @@ class Supervisor:
                 self._parent_watch.close()
 
     def processes(self) -> list[ProcessStatus]:
-        """The status of every process."""
+        """Return the status of every process that was started."""
         return [
             ProcessStatus(p.command.name, _state(unit, p), unit.num_restarts)
             for unit in self._units()
@@ -277,7 +304,10 @@ class Supervisor:
     def _await_queue(self) -> str:
         """Wait until the new queue server has written ``queue.json``. Return the server's address.
 
-        If a signal kills the server meanwhile, restart it.
+        A server that a signal kills in the meantime is restarted.
+
+        Raises:
+            _Stop: the server ended by itself, or did not write the file in time.
         """
         unit = self._queue
         while True:
@@ -301,19 +331,27 @@ class Supervisor:
         raise _Stop(Outcome(1, reason, (process.death(),)))
 
     def _queue_record(self) -> QueueRecord | None:
-        """What the running queue server wrote to ``queue.json``; an earlier server's record has another pid."""
+        """Return the content of ``queue.json``; None if the running queue server has not written the file yet."""
         record = read_record(self._run_dir.path)
         return record if record is not None and record.pid in {p.popen.pid for p in self._queue.running()} else None
 
     def _pause(self) -> None:
-        """Wait for the next poll, refresh the view, and stop on a signal."""
+        """Wait for ``poll_s`` seconds and refresh the view.
+
+        Raises:
+            _Stop: this process has received a signal.
+        """
         self._wake.wait(self._timing.poll_s)
         self._view.refresh(self.processes())
         if self._signals:
             raise _Stop(Outcome(128 + self._signals[0], signal.Signals(self._signals[0]).name))
 
     def _check(self) -> None:
-        """One round: find dead processes, decide what to do, start what is due."""
+        """Wait once, look for dead processes, plan their restarts, and start those whose time has come.
+
+        Raises:
+            _Stop: the run can't go on.
+        """
         self._pause()
         if self._lock is not None and not self._lock.is_current:
             # A queue server started now would write over the files of the other run.
@@ -368,22 +406,25 @@ class Supervisor:
         self._view.note(f"{death}; restarting the learner from {newest} (log: {death.log})")
 
     def _failure(self, unit: _Unit, death: Death, stopped_by: str = "") -> _Stop:
-        """Build the exception that ends the run. The first cause is the oldest death whose unit has not recovered."""
+        """Return the exception that stops the run because of ``death``, for the reason ``stopped_by``.
+
+        The exception also has the first cause: the oldest death from which the run had not recovered.
+        """
         now = time.monotonic()
         open_deaths = [d for u, d in self._deaths if u is unit or not u.running() or now - u.started_at < CAUSE_S]
         deaths = (death,) if not open_deaths or open_deaths[0] is death else (death, open_deaths[0])
         return _Stop(Outcome(1, stopped_by or str(death), deaths))
 
     def _await_others(self) -> None:
-        """Wait for the generators, which end when the queue server notifies them that the run is finished."""
+        """Wait up to ``finish_s`` seconds for the generators to end. The queue server notifies them."""
         deadline = time.monotonic() + self._timing.finish_s
         while time.monotonic() < deadline and any(unit.running() for unit in self._generators):
             self._pause()
 
     def _stop_all(self) -> None:
-        """End the learner first: it saves its last step with the help of the queue server, which ends last.
+        """End the learner, then the generators, then the queue server, which the learner needs to save its last step.
 
-        A further signal skips all waits.
+        If this process receives a further signal, all are killed without waiting.
         """
         self._num_heeded = len(self._signals)
         can_save = self._learner.running() and self._queue.running()
@@ -395,7 +436,7 @@ class Supervisor:
         self._end(self._queue.processes, self._timing.grace_s, signal.SIGINT)
 
     def _end(self, processes: Sequence[_Process], grace_s: float, signum: int = signal.SIGTERM) -> None:
-        """Send ``signum``, wait ``grace_s``, kill whole process groups."""
+        """Send ``signum`` to the processes, wait up to ``grace_s`` seconds, then kill their process groups."""
         for process in processes:
             if process.popen.poll() is None:
                 process.popen.send_signal(signum)
@@ -424,7 +465,7 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """Describe an exit code in words."""
+    """Return words for a process's exit code, such as ``exited with code 1``. A negative code is a signal's number."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
